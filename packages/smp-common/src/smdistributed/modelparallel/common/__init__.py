@@ -1,0 +1,1 @@
+"""Communication, ranks, configuration and planning; imports no machine-learning framework."""
