@@ -1,0 +1,210 @@
+"""What a process does when it fails: say who and why, then end at once.
+
+A rank that dies of an uncaught exception would otherwise linger in the launcher's finalisation
+while its peers wait for it. Instead every failing process prints its traceback, one last line that
+names the rank and the cause, and leaves through ``os._exit`` with a non-zero code, which every
+launcher (mpirun, torchrun, smprun) answers by ending the other processes.
+
+Two ways lead here: ``guarded`` runs a whole program (used by smprun), and ``install_hooks`` covers a
+script that was started by another launcher, from ``smp.init`` on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from .errors import CommError
+
+#: Set by smprun: failures are then also written to stderr as one line a machine can read.
+RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
+#: torchrun names a file here and shows its content as the cause of the failure.
+TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_RECORD_MARK = "\x1esmp-failure "
+_SUMMARY_LENGTH = 400  # keeps a record within one atomic write to a pipe
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """One process's account of its own end.
+
+    Attributes:
+        rank: global rank.
+        host: name of its host.
+        exit_code: the code it leaves with, never 0.
+        summary: one line that names the cause.
+        blamed_ranks: ranks whose absence caused this failure; empty when the cause lies here.
+        time_seconds: wall-clock time of the failure, seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    exit_code: int
+    summary: str
+    blamed_ranks: tuple[int, ...]
+    time_seconds: float
+
+    def line(self) -> str:
+        """Returns the record as one line of text, without the newline."""
+        return _RECORD_MARK + json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(line: str) -> FailureRecord | None:
+        """Returns the record that a line of output carries, or None for any other line."""
+        _, mark, text = line.partition(_RECORD_MARK)
+        if not mark:
+            return None
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            return None
+        fields["blamed_ranks"] = tuple(fields["blamed_ranks"])
+        return FailureRecord(**fields)
+
+
+def exit_status(code: object) -> int:
+    """Returns the process exit status that ``sys.exit(code)`` leads to."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    return 1
+
+
+def leave(rank: int, summary: str, exit_code: int, blamed_ranks: tuple[int, ...] = ()) -> NoReturn:
+    """Prints the last line, hands the cause to the launcher, and ends the process at once.
+
+    Nothing after this runs: no ``finally``, no ``atexit``, no destructor; they could wait for
+    peers. Output is flushed.
+    """
+    summary = " ".join(summary.split())[:_SUMMARY_LENGTH]
+    record = FailureRecord(
+        rank, socket.gethostname(), exit_code, summary, blamed_ranks, time.time()
+    )
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    # One write a line: other ranks write to the same stream.
+    sys.stderr.write(f"smp: rank {rank} ({record.host}) failed: {summary}\n")
+    if os.environ.get(RECORDS_VARIABLE):
+        sys.stderr.write(record.line() + "\n")
+    sys.stderr.flush()
+    _tell_torchrun(record)
+    os._exit(exit_code)
+
+
+def leave_for_exception(rank: int, error: BaseException) -> NoReturn:
+    """Prints the traceback of ``error`` and leaves; see ``leave``."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    traceback.print_exception(error)
+    blamed = error.missing_ranks if isinstance(error, CommError) else ()
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    leave(rank, summary, 130 if isinstance(error, KeyboardInterrupt) else 1, blamed)
+
+
+@contextlib.contextmanager
+def guarded(rank: Callable[[], int]) -> Iterator[None]:
+    """Runs a whole program; any failure in it ends the process with a record.
+
+    Args:
+        rank: returns the global rank, asked for only when something failed.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        status = exit_status(stop.code)
+        if status == 0:
+            raise
+        if isinstance(stop.code, str):
+            sys.stderr.write(stop.code + "\n")
+        leave(rank(), f"sys.exit({stop.code!r})", status)
+    except BaseException as error:
+        leave_for_exception(rank(), error)
+
+
+class _Exit(SystemExit):
+    """A ``SystemExit`` that notices when the interpreter acts on it.
+
+    The interpreter reads ``code`` from C, with no Python frame above, as it shuts down. A script
+    that catches the exception reads it from Python, and then nothing has ended.
+    """
+
+    def __init__(self, code: object, on_exit: Callable[[object], None]) -> None:
+        super().__init__(code)
+        self._exit_code = code
+        self._on_exit = on_exit
+
+    @property  # type: ignore[override]
+    def code(self) -> object:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            self._on_exit(self._exit_code)
+        return self._exit_code
+
+
+class FailureHooks:
+    """The hooks of one process, from ``install`` to ``uninstall``.
+
+    Uncaught exceptions of the main thread leave at once; in other threads they end only the thread, as
+    Python has it. ``sys.exit`` with a non-zero code leaves when
+    the interpreter shuts down, after the script's own ``finally`` clauses and exit handlers.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._exit_code: object = None
+        self._saved_exit = sys.exit
+        self._saved_excepthook = sys.excepthook
+
+    def install(self) -> None:
+        """Replaces the process's exit and exception hooks."""
+        sys.exit = self._exit  # type: ignore[assignment]
+        sys.excepthook = self._uncaught
+        atexit.register(self._at_exit)
+
+    def uninstall(self) -> None:
+        """Puts the former hooks back."""
+        sys.exit = self._saved_exit
+        sys.excepthook = self._saved_excepthook
+        atexit.unregister(self._at_exit)
+
+    def _exit(self, code: object = None) -> NoReturn:
+        raise _Exit(code, self._note_exit)
+
+    def _note_exit(self, code: object) -> None:
+        self._exit_code = code
+
+    def _at_exit(self) -> None:
+        status = exit_status(self._exit_code)
+        if status:
+            leave(self._rank, f"sys.exit({self._exit_code!r})", status)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
+    ) -> None:
+        leave_for_exception(self._rank, error.with_traceback(tb))
+
+
+def _tell_torchrun(record: FailureRecord) -> None:
+    path = os.environ.get(TORCHELASTIC_VARIABLE)
+    if not path:
+        return
+    content = {
+        "message": {
+            "message": f"rank {record.rank} ({record.host}): {record.summary}",
+            "extraInfo": {"timestamp": str(int(record.time_seconds))},
+        }
+    }
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)
