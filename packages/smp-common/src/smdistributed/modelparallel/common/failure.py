@@ -5,7 +5,7 @@ while its peers wait for it. Instead every failing process prints its traceback,
 names the rank and the cause, and leaves through ``os._exit`` with a non-zero code, which every
 launcher (mpirun, torchrun, smprun) answers by ending the other processes.
 
-Two ways lead here: ``guarded`` runs a whole program (used by smprun), and ``install_hooks`` covers a
+Two ways lead here: ``guarded`` runs a whole program (used by smprun), and ``FailureHooks`` covers a
 script that was started by another launcher, from ``smp.init`` on.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import NoReturn
 
-from .errors import CommError
+from smdistributed.modelparallel.common.errors import CommError
 
 #: Set by smprun: failures are then also written to stderr as one line a machine can read.
 RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
@@ -156,9 +156,9 @@ class _Exit(SystemExit):
 class FailureHooks:
     """The hooks of one process, from ``install`` to ``uninstall``.
 
-    Uncaught exceptions of the main thread leave at once; in other threads they end only the thread, as
-    Python has it. ``sys.exit`` with a non-zero code leaves when
-    the interpreter shuts down, after the script's own ``finally`` clauses and exit handlers.
+    Uncaught exceptions of the main thread leave at once; in other threads they end only the
+    thread, as Python has it. ``sys.exit`` with a non-zero code leaves when the interpreter shuts
+    down, after the script's own ``finally`` clauses and exit handlers.
     """
 
     def __init__(self, rank: int) -> None:

@@ -1,0 +1,227 @@
+"""Communication of Python objects between ranks: the primitives of the documented API.
+
+All calls are synchronous. Collectives gather at the first rank of the group and go out from there;
+each message carries the name of its call, so that ranks which make different calls on one group
+learn it instead of exchanging nonsense.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.common.transport import PeersMissingError, Transport
+
+_P2P_CHANNEL = 0
+_GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How objects become bytes; a framework brings its own for its tensors."""
+
+    dumps: Callable[[object], bytes] = pickle.dumps
+    loads: Callable[[bytes | bytearray], Any] = pickle.loads
+
+
+class Communicator:
+    """Sends and receives objects over the groups of a topology.
+
+    Args:
+        transport: the way between the processes.
+        topology: ranks and groups.
+        timeout_seconds: how long a call waits for its partners.
+        codec: how objects become bytes.
+
+    Source: smd_model_parallel_common_api.rst, Communication API.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Topology,
+        timeout_seconds: float,
+        codec: Codec | None = None,
+    ) -> None:
+        self._transport = transport
+        self._topology = topology
+        self._timeout_seconds = timeout_seconds
+        self._codec = codec or Codec()
+        self._calls = dict.fromkeys(CommGroup, 0)
+
+    def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
+        """Sends a picklable object to one process; returns when that process has received it.
+
+        Two processes that send to each other first wait for each other: one must receive.
+
+        Args:
+            obj: any picklable object.
+            dest_rank: the receiver, read as ``rank_type`` says.
+            rank_type: over which of the caller's groups ``dest_rank`` counts.
+
+        Raises:
+            CommError: ``obj`` cannot be pickled (nothing was sent), or the receiver died or did
+                not receive in time.
+            ValueError: ``dest_rank`` is out of range or the caller itself.
+        """
+        call = f"send(..., {dest_rank}, {_name(rank_type, RankType)})"
+        peer = self._peer(call, dest_rank, rank_type)
+        self._send(call, self._encode(call, obj), [peer], _P2P_CHANNEL)
+
+    def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
+        """Receives one object from a process: what its ``send`` or ``broadcast`` sent.
+
+        Args:
+            src_rank: the sender, read as ``rank_type`` says.
+            rank_type: over which of the caller's groups ``src_rank`` counts.
+
+        Returns:
+            The object. Messages of one sender arrive in sending order.
+
+        Raises:
+            CommError: the sender died or did not send in time.
+            ValueError: ``src_rank`` is out of range or the caller itself.
+        """
+        call = f"recv_from({src_rank}, {_name(rank_type, RankType)})"
+        peer = self._peer(call, src_rank, rank_type)
+        return self._codec.loads(self._receive(call, [peer], _P2P_CHANNEL)[0])
+
+    def broadcast(self, obj: object, group: CommGroup) -> None:
+        """Sends an object to all other processes of a group, each of which calls ``recv_from``.
+
+        Called by the sender only. Returns when every other member has received.
+
+        Raises:
+            CommError: ``obj`` cannot be pickled (nothing was sent), or a member died or did not
+                receive in time.
+        """
+        call = f"broadcast(..., {_name(group, CommGroup)})"
+        others = [rank for rank in self._members(group) if rank != self._transport.rank]
+        self._send(call, self._encode(call, obj), others, _P2P_CHANNEL)
+
+    def allgather(self, obj: object, group: CommGroup) -> list[Any]:
+        """Gives every member the objects of all members.
+
+        Collective: every rank of ``group``.
+
+        Returns:
+            A list; item i is the object of the group's rank i.
+
+        Raises:
+            CommError: ``obj`` cannot be pickled (nothing was sent), a member died or did not come
+                in time, or a member makes another call on this group.
+        """
+        call = f"allgather(..., {_name(group, CommGroup)})"
+        payload = self._encode(call, obj)
+        return [self._codec.loads(item) for item in self._exchange(call, payload, group)]
+
+    def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
+        """Returns once every member of the caller's group has called it.
+
+        Collective: every rank of ``group``.
+
+        Raises:
+            CommError: a member died or did not come in time, or makes another call on this group.
+        """
+        self._exchange(f"barrier({_name(group, CommGroup)})", b"", group)
+
+    def _exchange(self, call: str, payload: bytes, group: CommGroup) -> Sequence[bytes]:
+        """Collects one byte string of every member at every member."""
+        members = self._members(group)
+        self._calls[group] += 1
+        if len(members) == 1:
+            return [payload]
+        channel, number = _GROUP_CHANNELS[group], self._calls[group]
+        mine = pickle.dumps((call, number, payload))
+        first, others = members[0], members[1:]
+        if self._transport.rank != first:
+            self._send(call, mine, [first], channel)
+            answer = pickle.loads(self._receive(call, [first], channel)[0])
+            if isinstance(answer, str):
+                self._fail(answer, ())
+            return list(answer)
+        arrived = [pickle.loads(item) for item in self._receive(call, others, channel)]
+        for rank, (its_call, its_number, _) in zip(others, arrived, strict=True):
+            if (its_call, its_number) != (call, number):
+                problem = (
+                    f"the ranks of {group.name} make different calls: rank {first} is in {call} "
+                    f"(call {number} on this group), rank {rank} in {its_call} (call "
+                    f"{its_number}). Every member must make the same calls in the same order."
+                )
+                self._send(call, pickle.dumps(problem), others, channel)
+                self._fail(problem, ())
+        payloads = [payload, *(item for _, _, item in arrived)]
+        self._send(call, pickle.dumps(payloads), others, channel)
+        return payloads
+
+    def _send(self, call: str, payload: bytes, ranks: Sequence[int], channel: int) -> None:
+        if not ranks:
+            return
+        try:
+            self._transport.send(payload, ranks, channel, self._timeout_seconds)
+        except PeersMissingError as error:
+            self._fail_missing(call, error)
+
+    def _receive(self, call: str, ranks: Sequence[int], channel: int) -> list[bytes | bytearray]:
+        try:
+            return self._transport.receive(ranks, channel, self._timeout_seconds)
+        except PeersMissingError as error:
+            self._fail_missing(call, error)
+
+    def _fail_missing(self, call: str, error: PeersMissingError) -> NoReturn:
+        ranks = ", ".join(str(rank) for rank in error.missing_ranks)
+        self._fail(
+            f"{call} cannot complete: rank {ranks} {error.reason}. Every process that the call "
+            "concerns must make its matching call; look at that rank's own output for the cause.",
+            error.missing_ranks,
+        )
+
+    def _fail(self, problem: str, missing_ranks: Sequence[int]) -> NoReturn:
+        raise CommError(
+            f"rank {self._transport.rank}: {problem}",
+            rank=self._transport.rank,
+            missing_ranks=missing_ranks,
+        )
+
+    def _encode(self, call: str, obj: object) -> bytes:
+        try:
+            return self._codec.dumps(obj)
+        except Exception as error:
+            raise CommError(
+                f"{call} needs an object that can be pickled; received {type(obj).__name__}: "
+                f"{error}. Nothing was sent.",
+                rank=self._transport.rank,
+            ) from error
+
+    def _members(self, group: CommGroup) -> tuple[int, ...]:
+        _name(group, CommGroup)
+        return self._topology.members(group, self._transport.rank)
+
+    def _peer(self, call: str, rank: int, rank_type: RankType) -> int:
+        members = self._members(rank_type.group)
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"{call}: the rank must be an int; received {type(rank).__name__}.")
+        if not 0 <= rank < len(members):
+            raise ValueError(
+                f"{call}: the rank must be in 0 .. {len(members) - 1}, the ranks of the caller's "
+                f"{rank_type.group.name}; received {rank}."
+            )
+        if members[rank] == self._transport.rank:
+            raise ValueError(
+                f"{call}: the rank is the caller itself, which would wait for itself for ever; "
+                "keep the object instead."
+            )
+        return members[rank]
+
+
+def _name(value: object, kind: type[CommGroup] | type[RankType]) -> str:
+    """Returns the name of an enum member, or raises if ``value`` is none of ``kind``."""
+    if not isinstance(value, kind):
+        choices = ", ".join(f"smp.{kind.__name__}.{member.name}" for member in kind)
+        raise TypeError(f"expected one of {choices}; received {value!r}.")
+    return value.name

@@ -1,0 +1,118 @@
+"""How bytes travel between the processes of a job.
+
+A transport moves byte strings between global ranks over numbered channels; everything above it
+(objects, groups, collectives) is written once, in ``comm``. Messages of one sender on one channel
+arrive in sending order. Sending is synchronous: it ends when the receiver has the message.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+#: How long an ending process keeps its data plane for peers that are still busy.
+FAREWELL_SECONDS = 5.0
+
+
+class PeersMissingError(Exception):
+    """Some peers did not take part in an exchange.
+
+    Attributes:
+        missing_ranks: global ranks that did not.
+        reason: what was seen, as a clause: "did not answer within 5 s", "has ended".
+    """
+
+    def __init__(self, missing_ranks: Sequence[int], reason: str) -> None:
+        super().__init__(missing_ranks, reason)
+        self.missing_ranks = tuple(missing_ranks)
+        self.reason = reason
+
+
+class Transport(ABC):
+    """A way between processes.
+
+    Attributes:
+        rank: global rank of this process.
+        size: number of processes of the job.
+        local_rank: rank among the processes of this host.
+        local_size: number of processes on this host.
+        hostname: name of this host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def __init__(self) -> None:
+        self.hostname = socket.gethostname()
+
+    @abstractmethod
+    def send(
+        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
+    ) -> None:
+        """Sends one message to each destination and returns when all have received it.
+
+        Raises:
+            PeersMissingError: some destination died or did not receive in time.
+        """
+
+    @abstractmethod
+    def receive(
+        self, sources: Sequence[int], channel: int, timeout_seconds: float
+    ) -> list[bytes | bytearray]:
+        """Receives one message from each source; item i is that of ``sources[i]``.
+
+        Raises:
+            PeersMissingError: some source died or did not send in time.
+        """
+
+    @abstractmethod
+    def close(self, release: Callable[[], None]) -> None:
+        """Says farewell to all peers and ends.
+
+        Args:
+            release: frees the data plane. It is called once, when every rank has come here or
+                ``FAREWELL_SECONDS`` after this one: late enough for peers that still read what
+                this rank sent, soon enough for peers that wait for more and must learn that
+                nothing will come.
+        """
+
+
+class SingleProcessTransport(Transport):
+    """A world of one process."""
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+
+    def send(
+        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
+    ) -> None:
+        self._refuse(destinations)
+
+    def receive(
+        self, sources: Sequence[int], channel: int, timeout_seconds: float
+    ) -> list[bytes | bytearray]:
+        self._refuse(sources)
+
+    def close(self, release: Callable[[], None]) -> None:
+        release()
+
+    def _refuse(self, ranks: Sequence[int]) -> NoReturn:
+        raise AssertionError(f"a single process has no peers, yet ranks {list(ranks)} were asked")
+
+
+def started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether an MPI launcher started this process.
+
+    Asked instead of initialising MPI: a process alone, or under torchrun, must not touch it.
+    """
+    return any(name in environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_NAMESPACE"))
+
+
+def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether torchrun, or a launcher that sets the same variables, started this process."""
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in environ for name in needed) and not started_by_mpi(environ)

@@ -1,0 +1,164 @@
+"""The transport over MPI (mpi4py; Open MPI comes from its wheel).
+
+MPI has no time-outs, and a call that blocks inside the library can neither be interrupted nor
+learn that a peer has gone. So every wait here polls: matched probes and non-blocking requests,
+against a deadline. Polling yields the processor at once and begins to sleep only after a moment,
+which keeps a round trip at some microseconds without burning a core in long waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from smdistributed.modelparallel.common.transport import (
+    FAREWELL_SECONDS,
+    PeersMissingError,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_SPIN_SECONDS = 500e-6
+_FIRST_SLEEP_SECONDS = 20e-6
+_LONGEST_SLEEP_SECONDS = 2e-3
+
+
+class MPITransport(Transport):
+    """Bytes over a duplicate of ``MPI.COMM_WORLD``.
+
+    Collective: every rank of the world constructs it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        # We finalise in ``close``: at exit MPI would wait, deaf, for ranks that wait for us.
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        self._comm = MPI.COMM_WORLD.Dup()
+        # Ranks that end say so here, so that nobody goes on waiting for them.
+        self._farewell = MPI.COMM_WORLD.Dup()
+        host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self.local_rank, self.local_size = host.rank, host.size
+        host.Free()
+        self._ended: set[int] = set()
+
+    def send(
+        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
+    ) -> None:
+        buffer = [payload, self._mpi.BYTE]
+        waiting = {
+            rank: self._comm.Issend(buffer, dest=rank, tag=channel) for rank in destinations
+        }
+
+        def step() -> bool:
+            for rank in [rank for rank, request in waiting.items() if request.Test()]:
+                del waiting[rank]
+            return not waiting
+
+        self._poll(step, waiting, lambda: set(waiting), timeout_seconds)
+
+    def receive(
+        self, sources: Sequence[int], channel: int, timeout_seconds: float
+    ) -> list[bytes | bytearray]:
+        received: dict[int, bytearray] = {}
+        waiting: dict[int, MPI.Request | None] = dict.fromkeys(sources)
+        status = self._mpi.Status()
+
+        def step() -> bool:
+            for rank, request in list(waiting.items()):
+                if request is None:
+                    message = self._comm.Improbe(source=rank, tag=channel, status=status)
+                    if message is None:
+                        continue
+                    received[rank] = bytearray(status.Get_count(self._mpi.BYTE))
+                    request = message.Irecv([received[rank], self._mpi.BYTE])
+                    waiting[rank] = request
+                if request.Test():
+                    del waiting[rank]
+            return not waiting
+
+        def silent() -> set[int]:
+            # A rank may have ended while its last message is still on the way.
+            return {rank for rank, request in waiting.items() if request is None}
+
+        self._poll(step, waiting, silent, timeout_seconds)
+        return [received[rank] for rank in sources]
+
+    def close(self, release: Callable[[], None]) -> None:
+        # Beyond the release there is no deadline: a peer may have honest work left, and one that
+        # waits for this rank learns from the farewell that nothing will come.
+        if self._mpi.Is_finalized():
+            return
+        peers = {rank for rank in range(self.size) if rank != self.rank}
+        sent = [self._farewell.Isend([b"", self._mpi.BYTE], dest=rank) for rank in peers]
+        release_at = time.monotonic() + FAREWELL_SECONDS
+        released = False
+        pause = _Pause()
+        while not (self._hear_farewells() >= peers and all(request.Test() for request in sent)):
+            if not released and time.monotonic() > release_at:
+                released = True
+                release()
+            pause()
+        if not released:
+            release()
+        self._mpi.Finalize()
+
+    def _poll(
+        self,
+        step: Callable[[], bool],
+        waiting: Collection[int],
+        silent: Callable[[], set[int]],
+        timeout_seconds: float,
+    ) -> None:
+        """Repeats ``step`` until it returns True, a silent rank ends, or time is up."""
+        deadline = time.monotonic() + timeout_seconds
+        pause = _Pause()
+        while not step():
+            pause()
+            if pause.sleeping:
+                self._hear_farewells()
+                if self._ended & silent():
+                    if step():
+                        return
+                    if gone := self._ended & silent():
+                        raise PeersMissingError(sorted(gone), "has ended")
+                if time.monotonic() > deadline:
+                    raise PeersMissingError(
+                        sorted(waiting), f"did not answer within {timeout_seconds:g} s"
+                    )
+
+    def _hear_farewells(self) -> set[int]:
+        status = self._mpi.Status()
+        while (message := self._farewell.Improbe(status=status)) is not None:
+            message.Recv([bytearray(), self._mpi.BYTE])
+            self._ended.add(status.Get_source())
+        return self._ended
+
+
+class _Pause:
+    """One waiting period: yields the processor at first, then sleeps longer and longer."""
+
+    def __init__(self) -> None:
+        self.sleeping = False
+        self._spin_until = time.monotonic() + _SPIN_SECONDS
+        self._sleep_seconds = _FIRST_SLEEP_SECONDS
+
+    def __call__(self) -> None:
+        if not self.sleeping:
+            os.sched_yield()
+            self.sleeping = time.monotonic() > self._spin_until
+            return
+        time.sleep(self._sleep_seconds)
+        self._sleep_seconds = min(2 * self._sleep_seconds, _LONGEST_SLEEP_SECONDS)

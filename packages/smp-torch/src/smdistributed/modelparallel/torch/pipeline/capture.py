@@ -1,0 +1,582 @@
+"""Recording one microbatch of a user's step function as a graph.
+
+The user's function runs once on fake tensors, on every rank alike, without communication. Calls of
+modules that sit whole on one partition become leaves; torch functions called between them become
+glue. Everything else that Python does in the function is not recorded: it happened once, here, and
+its results are constants of the graph. What cannot be recorded soundly raises.
+
+Two runs serve two purposes: ``profile`` records nothing at module level but measures each module,
+for the partitioner; ``capture`` records the graph along a partition.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
+from smdistributed.modelparallel.torch.pipeline.ir import Graph, Guard, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.pipeline.structure import (
+    fill,
+    follow,
+    map_tensors,
+    placeholders,
+    template,
+    tensor_paths,
+)
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+#: Questions about a tensor that leave no trace in a computation.
+_UNRECORDED = {
+    torch._C._set_grad_enabled,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.element_size,
+    torch.Tensor.__len__,
+}
+
+
+@dataclass
+class ModuleProfile:
+    """What one module costs for one microbatch, its children included.
+
+    Attributes:
+        order: position of its first call among all modules.
+        flops: floating-point operations of the forward pass, as counted by PyTorch.
+        activation_bytes: bytes of all tensors that its forward pass makes.
+        output_bytes: bytes of the tensors that it returns.
+        draws_random: its own forward, not a child's, draws random numbers.
+    """
+
+    order: int
+    flops: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    draws_random: bool = False
+
+
+@dataclass
+class Profile:
+    """Costs of the modules that the step function called; uncalled ones are absent."""
+
+    modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
+
+
+def profile(
+    models: Sequence[FakeModel],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> Profile:
+    """Runs one microbatch on fakes and measures every module on the way.
+
+    Args:
+        models: all models that the function may call.
+        function: the user's step function.
+        args, kwargs: one microbatch of its arguments.
+        mode: the fake mode of the models' fakes.
+        device: where the step will run.
+    """
+    recorder = Recorder(models, mode, device, leaves=None)
+    recorder.run(function, args, kwargs)
+    return recorder.profile
+
+
+def capture(
+    models: Sequence[FakeModel],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+    leaves: Mapping[nn.Module, str],
+) -> Graph:
+    """Runs one microbatch on fakes and records it.
+
+    Args:
+        models: all models that the function may call.
+        function: the user's step function.
+        args, kwargs: one microbatch of its arguments.
+        mode: the fake mode of the models' fakes.
+        device: where the step will run.
+        leaves: the modules to record as one opaque call, with their names.
+
+    Raises:
+        UnsupportedError: the function does something that a replay could not repeat.
+    """
+    recorder = Recorder(models, mode, device, leaves)
+    result = recorder.run(function, args, kwargs)
+    recorder.graph.result = recorder.template(result, "the step function's result")
+    recorder.check_rebound_buffers()
+    return recorder.graph
+
+
+class _Meter(TorchDispatchMode):
+    """Counts what reaches the dispatcher: operations, bytes, random draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.bytes = 0
+        self.random_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random_draws += 1
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        if isinstance(out, torch.Tensor):
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
+@dataclass
+class _Frame:
+    """A module call in progress."""
+
+    module: nn.Module
+    child_draws: int = 0
+
+
+class Recorder(TorchFunctionMode):
+    """Sees every torch function and every module call while the user's code runs on fakes."""
+
+    def __init__(
+        self,
+        models: Sequence[FakeModel],
+        mode: FakeTensorMode,
+        device: torch.device,
+        leaves: Mapping[nn.Module, str] | None,
+    ) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.profile = Profile()
+        self.models = models
+        self._mode = mode
+        self._device = device
+        self._leaves = leaves
+        self._names = {module: name for model in models for module, name in model.names.items()}
+        self._meter = _Meter()
+        self._paused = 0
+        self._stack: list[_Frame] = []
+        self._real_inputs: list[torch.Tensor] = []
+        self._values: dict[int, Value] = {}
+        self._sharing: dict[int, list[Value]] = collections.defaultdict(list)
+        # Identities above are only good while the tensors live.
+        self._alive: list[torch.Tensor] = []
+        self._slots = {
+            id(fake): (model, slot) for model in models for slot, fake in model.slots.items()
+        }
+
+    # ------------------------------------------------------------------ the run
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.in_place())
+            stack.enter_context(_patched(self))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self._mode)
+            stack.enter_context(self._meter)
+            args, kwargs = map_tensors((list(args), dict(kwargs)), self._input)
+            with self:
+                result = function(*args, **kwargs)
+            self._paused += 1  # what follows belongs to us
+        return result
+
+    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self._mode.from_tensor(tensor)
+        position = len(self._real_inputs)
+        self._real_inputs.append(tensor)
+        node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
+        self._bind(fake, node, ())
+        return fake
+
+    def check_rebound_buffers(self) -> None:
+        """Raises if glue code assigned a new tensor to a buffer: a replay would not."""
+        assert self._leaves is not None
+        whole = {inner for leaf in self._leaves for inner in leaf.modules()}
+        for model in self.models:
+            for slot in model.rebound:
+                if slot[0] not in whole:
+                    raise UnsupportedError(
+                        f"{model.slot_name(slot)} was assigned a new tensor in the forward of a "
+                        "module that is split over partitions. Change it in place, or put the "
+                        "module on one partition."
+                    )
+
+    # ------------------------------------------------------------------ values
+
+    def _node(self, kind: NodeKind, target: Any, name: str, **state: Any) -> Node:
+        return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **state))
+
+    def _bind(self, tensor: torch.Tensor, node: Node, source: Any) -> Value:
+        value = self.graph.bind(tensor, node, source)
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+        self._sharing[tensor.untyped_storage()._cdata].append(value)
+        return value
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Returns the value that a tensor of the run stands for."""
+        known = self._values.get(id(tensor))
+        if known is not None:
+            return known
+        if id(tensor) in self._slots:
+            model, slot = self._slots[id(tensor)]
+            # A parameter lives on one rank; buffers are everywhere.
+            node = self._node(
+                NodeKind.ATTRIBUTE,
+                slot,
+                model.slot_name(slot),
+                replicated=not isinstance(tensor, nn.Parameter),
+            )
+            return self._bind(tensor, node, ())
+        constant = tensor
+        if isinstance(tensor, FakeTensor):
+            if tensor.constant is None:
+                if self._leaves is None:
+                    return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
+                raise UnsupportedError(
+                    f"a tensor of shape {tuple(tensor.shape)} appeared that no recorded call "
+                    f"made, in {self._where()}: a hook, an attribute or a compiled function "
+                    "carried it out of a module that is executed as a whole. Return it from that "
+                    "module's forward, or put the modules that use it on one partition."
+                )
+            constant = tensor.constant
+        node = self._node(NodeKind.CONSTANT, constant, "constant", replicated=True)
+        return self._bind(tensor, node, ())
+
+    def template(self, obj: Any, where: str) -> Any:
+        """Returns ``obj`` with its tensors replaced by values."""
+        return template(obj, self.value, where)
+
+    def _where(self) -> str:
+        if not self._stack:
+            return "the step function"
+        return self._names[self._stack[-1].module] or "the model's own forward"
+
+    # ------------------------------------------------------------------ recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or func in _UNRECORDED:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.backward:
+            raise UnsupportedError(
+                "with more than one partition, tensor.backward() cannot reach the other "
+                "partitions: call model.backward(tensor) on the DistributedModel instead."
+            )
+        if isinstance(func, torch._ops.OpOverload) and self._leaves is not None:
+            if "lift_fresh" not in func.name():
+                raise UnsupportedError(
+                    f"{func.name()} was called from {self._where()} past PyTorch's function "
+                    "overrides (a scripted or custom function); put that module on one partition."
+                )
+            return func(*args, **kwargs)
+        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+        return self.record(NodeKind.CALL, func, name, lambda: func(*args, **kwargs), args, kwargs)
+
+    def record(
+        self,
+        kind: NodeKind,
+        target: Any,
+        name: str,
+        call: Callable[[], Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Runs ``call`` and records it as one node."""
+        if self._paused:
+            return call()
+        self._paused += 1
+        try:
+            return self._record(kind, target, name, call, args, kwargs)
+        finally:
+            self._paused -= 1
+
+    def _record(
+        self,
+        kind: NodeKind,
+        target: Any,
+        name: str,
+        call: Callable[[], Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        where = f"{name} in {self._where()}"
+        node_args = self.template(tuple(args), where)
+        node_kwargs = self.template(dict(kwargs), where)
+        inputs = list(placeholders((node_args, node_kwargs), Value))
+        tensors: list[torch.Tensor] = []
+        map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+        versions = [_version(tensor) for tensor in tensors]
+        grad_enabled, autocast = torch.is_grad_enabled(), self._autocast()
+        flops, draws = self._meter.flops, self._meter.random_draws
+        try:
+            result = call()
+        except _DATA_DEPENDENT as error:
+            if kind is not NodeKind.CALL:
+                raise
+            return self._decide(target, node_args, node_kwargs, where, error)
+        outputs = list(tensor_paths(result))
+        changed = [
+            tensor
+            for tensor, version in zip(tensors, versions, strict=True)
+            if _version(tensor) != version
+        ]
+        if kind is NodeKind.CALL and not outputs and not changed:
+            return result
+        draws_random = self._meter.random_draws > draws
+        node = self._node(
+            kind,
+            target,
+            name,
+            args=node_args,
+            kwargs=node_kwargs,
+            grad_enabled=grad_enabled,
+            autocast=autocast,
+            random=draws_random,
+            flops=self._meter.flops - flops,
+            replicated=kind is NodeKind.CALL
+            and not draws_random
+            and all(value.replicated for value in inputs)
+            and not any(tensor.requires_grad for _, tensor in outputs),
+        )
+        before = {id(tensor): self._values[id(tensor)] for tensor in changed}
+        for tensor in {id(tensor): tensor for tensor in changed}.values():
+            old = before[id(tensor)]
+            node.aliases += [
+                value
+                for value in self._sharing[tensor.untyped_storage()._cdata]
+                if value is not old
+            ]
+            old.replaced_by = node
+            node.changes.append(old)
+        bound: set[int] = set()
+        for path, tensor in outputs:
+            if id(tensor) not in bound:
+                bound.add(id(tensor))
+                self._bind(tensor, node, path)
+        for tensor in changed:
+            if id(tensor) not in bound:
+                bound.add(id(tensor))
+                self._bind(tensor, node, before[id(tensor)])
+        return result
+
+    def _decide(self, function: Any, args: Any, kwargs: Any, where: str, error: Exception) -> Any:
+        """Answers a question about data: for real if it concerns step inputs only."""
+        values = list(placeholders((args, kwargs), Value))
+        if not all(value.replicated for value in values):
+            raise UnsupportedError(
+                f"{where} makes Python depend on the value of an activation (a branch, .item(), "
+                "float() or a data-dependent shape). A pipelined step is recorded before values "
+                "exist: keep the decision inside one module, return the tensor from the step "
+                "function and look at it outside, or put that module on one partition."
+            ) from error
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            answer = evaluate_replicated(function, args, kwargs, self._real_inputs)
+        if any(True for _ in tensor_paths(answer)):
+            raise UnsupportedError(
+                f"{where} makes a tensor whose shape depends on data; compute it before the step "
+                "and pass it in."
+            ) from error
+        self.graph.guards.append(Guard(function, args, kwargs, answer))
+        return answer
+
+    def backward(self, tensors: Any, grad_tensors: Any) -> None:
+        """Notes that the user asked for the gradients of ``tensors``."""
+        if grad_tensors is not None:
+            raise UnsupportedError(
+                "model.backward(..., grad_tensors=...) is not supported with more than one "
+                "partition yet: call it on (tensor * grad_tensor).sum()."
+            )
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if tensor.numel() != 1:
+                raise RuntimeError(
+                    "grad can be implicitly created only for scalar outputs; model.backward "
+                    f"received a tensor of shape {tuple(tensor.shape)}."
+                )
+            self.graph.roots.append(self.value(tensor))
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    # ------------------------------------------------------------------ modules
+
+    def call_module(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stands in for ``module(*args, **kwargs)`` during the run."""
+        if module not in self._names or (self._leaves is not None and self._paused):
+            return call(module, *args, **kwargs)
+        if self._leaves is not None and module in self._leaves:
+            name = self._leaves[module]
+            return self.record(
+                NodeKind.LEAF, module, name, lambda: call(module, *args, **kwargs), args, kwargs
+            )
+        frame = _Frame(module)
+        self._stack.append(frame)
+        meter = self._meter
+        flops, num_bytes, draws = meter.flops, meter.bytes, meter.random_draws
+        costs = self.profile.modules.setdefault(
+            module, ModuleProfile(order=len(self.profile.modules))
+        )
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+        drawn = meter.random_draws - draws
+        if self._stack:
+            self._stack[-1].child_draws += drawn
+        costs.draws_random |= drawn > frame.child_draws
+        costs.flops += meter.flops - flops
+        costs.activation_bytes += meter.bytes - num_bytes
+        costs.output_bytes += sum(
+            tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)
+        )
+        return result
+
+
+def evaluate_replicated(
+    function: Any, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor]
+) -> Any:
+    """Computes a call on replicated values from the step's real inputs.
+
+    Args:
+        function: the torch function.
+        args, kwargs: templates of its arguments.
+        inputs: the tensor arguments of this microbatch, in order.
+    """
+    known: dict[Value, torch.Tensor] = {}
+
+    def evaluate(value: Value) -> torch.Tensor:
+        if value not in known:
+            run(value.node)
+        return known[value]
+
+    def run(node: Node) -> None:
+        if node.kind is NodeKind.INPUT:
+            known[node.outputs[0]] = inputs[node.target]
+        elif node.kind is NodeKind.CONSTANT:
+            known[node.outputs[0]] = node.target
+        elif node.kind is NodeKind.ATTRIBUTE:
+            module, name = node.target
+            known[node.outputs[0]] = getattr(module, name)
+        else:
+            result = node.target(
+                *fill(node.args, Value, evaluate), **fill(node.kwargs, Value, evaluate)
+            )
+            for output in node.outputs:
+                source = output.source
+                known[output] = (
+                    evaluate(source) if isinstance(source, Value) else follow(result, source)
+                )
+
+    return function(*fill(args, Value, evaluate), **fill(kwargs, Value, evaluate))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def _patched(recorder: Recorder) -> Iterator[None]:
+    """Routes module calls and autograd functions through the recorder.
+
+    Neither is visible to a function mode: modules are plain Python, and ``Function.apply`` does
+    not dispatch to overrides.
+    """
+    call = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, args, kwargs)
+
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        real = apply.__get__(None, cls)
+        return recorder.record(
+            NodeKind.CALL, real, cls.__qualname__, lambda: real(*args, **kwargs), args, kwargs
+        )
+
+    # Compiled modules run eagerly here: the compiler does not nest in fake tensors.
+    compiled = {
+        module: module._compiled_call_impl
+        for model in recorder.models
+        for module in model.names
+        if module._compiled_call_impl is not None
+    }
+    nn.Module.__call__ = call_module  # type: ignore[method-assign,assignment]
+    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        with _no_special_case_for_fakes():
+            yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+
+
+@contextlib.contextmanager
+def _no_special_case_for_fakes() -> Iterator[None]:
+    """Stops Transformers from taking fake tensors for an export.
+
+    It would choose other attention masks then, and the recording would differ from a real run.
+    """
+    utilities = sys.modules.get("transformers.utils.import_utils")
+    former = getattr(utilities, "is_fake_tensor", None)
+    if former is None:
+        yield
+        return
+    utilities.is_fake_tensor = lambda tensor: False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        utilities.is_fake_tensor = former  # type: ignore[union-attr]

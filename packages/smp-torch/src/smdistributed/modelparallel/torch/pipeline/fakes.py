@@ -1,0 +1,93 @@
+"""Fake stand-ins for a model's parameters and buffers.
+
+Capture runs the user's code on fake tensors: they have shapes, types and devices but no data, so
+it costs neither memory nor arithmetic and gives the same graph on every rank, also when the real
+parameters are not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+#: (module, name of a parameter or buffer in it)
+Slot = tuple[nn.Module, str]
+
+
+class FakeModel:
+    """The fakes of one model.
+
+    Args:
+        model: the user's module; its tensors give shapes and types.
+        mode: the fake mode that all fakes of a step share.
+        device: where the model will run; the fakes say they are there.
+
+    Attributes:
+        names: module -> dotted name, the root's being "".
+        slots: every parameter and buffer slot -> its fake; tied slots share one.
+    """
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.slots: dict[Slot, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+        for module, name in self.names.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"TorchScript modules cannot be split; {name or 'the model'} is one. "
+                    "Wrap the original nn.Module."
+                )
+            for slots in (module._parameters, module._buffers):
+                for slot, tensor in slots.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _make_fake(tensor, mode, device)
+                    self.slots[module, slot] = made[id(tensor)]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the fakes into the modules, and the real tensors back afterwards.
+
+        Raises:
+            UnsupportedError: the code that ran assigned a new tensor to a parameter or buffer of a
+                module that it did not leave whole.
+        """
+        real = {}
+        for (module, slot), fake in self.slots.items():
+            tensors = _tensors_of(module, slot)
+            real[module, slot] = tensors[slot]
+            tensors[slot] = fake
+        self.rebound: list[Slot] = []
+        try:
+            yield
+        finally:
+            for (module, slot), tensor in real.items():
+                tensors = _tensors_of(module, slot)
+                if tensors[slot] is not self.slots[module, slot]:
+                    self.rebound.append((module, slot))
+                tensors[slot] = tensor
+
+    def slot_name(self, slot: Slot) -> str:
+        """Returns the dotted name of a parameter or buffer."""
+        module, name = slot
+        return f"{self.names[module]}.{name}" if self.names[module] else name
+
+
+def _tensors_of(module: nn.Module, slot: str) -> dict[str, torch.Tensor | None]:
+    return module._parameters if slot in module._parameters else module._buffers  # type: ignore[return-value]
+
+
+def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)

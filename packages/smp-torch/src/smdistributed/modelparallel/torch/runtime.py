@@ -1,0 +1,183 @@
+"""Starting and ending the library in one process.
+
+``start`` joins the job through whatever started the process: an MPI launcher (control plane over
+MPI), torchrun (control plane over torch.distributed), or nothing (a world of one).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.comm import Communicator
+from smdistributed.modelparallel.common.config import Config
+from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.failure import FailureHooks
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.transport import (
+    SingleProcessTransport,
+    Transport,
+    started_by_mpi,
+    started_by_torchrun,
+)
+from smdistributed.modelparallel.common.transport_mpi import MPITransport
+from smdistributed.modelparallel.torch.codec import TORCH_CODEC
+from smdistributed.modelparallel.torch.transport import TorchTransport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class TorchRuntime(Runtime):
+    """The state of the PyTorch package in this process.
+
+    Attributes:
+        device: where this process computes.
+        process_groups: torch's process group of each kind that contains this process; empty in a
+            world of one.
+    """
+
+    device: torch.device
+    process_groups: Mapping[CommGroup, dist.ProcessGroup]
+    hooks: FailureHooks | None
+
+    def close(self) -> None:
+        """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        self.transport.close(_release_data_plane)
+        if self.hooks is not None:
+            self.hooks.uninstall()
+
+
+def start(
+    slot: RuntimeSlot[TorchRuntime], config: Mapping[str, object] | str | os.PathLike[str] | None
+) -> None:
+    """Fills ``slot``: reads the configuration, joins the job, builds all groups.
+
+    Collective: every process.
+    """
+    if slot.is_filled:
+        warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
+        return
+    settings = configuration.load("pytorch", config)
+    timeout_seconds = settings.communication_timeout
+    transport = _join(timeout_seconds)
+    hooks = None
+    if transport.size > 1:
+        hooks = FailureHooks(transport.rank)
+        hooks.install()
+    settings.check_world(transport.size, "pytorch")
+    topology = settings.topology(transport.size)
+    communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
+    device = _bind_device(transport)
+    if transport.size > 1 and not dist.is_initialized():
+        _join_data_plane(communicator, transport, device, timeout_seconds)
+    runtime = TorchRuntime(
+        config=settings,
+        topology=topology,
+        transport=transport,
+        communicator=communicator,
+        device=device,
+        process_groups=_process_groups(topology, transport),
+        hooks=hooks,
+    )
+    slot.fill(runtime)
+    atexit.register(runtime.close)
+
+
+def _join(timeout_seconds: float) -> Transport:
+    if started_by_mpi():
+        transport: Transport = MPITransport()
+    elif started_by_torchrun():
+        if not dist.is_initialized():
+            dist.init_process_group(
+                _backend(), timeout=timedelta(seconds=timeout_seconds), device_id=None
+            )
+        transport = TorchTransport(timeout_seconds)
+    else:
+        transport = SingleProcessTransport()
+    return transport
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _bind_device(transport: Transport) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if transport.local_size > count:
+        raise CommError(
+            f"every process needs a GPU of its own: {transport.local_size} processes on host "
+            f"{transport.hostname}, {count} GPUs. Start at most {count} processes a host, or hide "
+            "the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU.",
+            rank=transport.rank,
+        )
+    device = torch.device("cuda", transport.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_data_plane(
+    communicator: Communicator, transport: Transport, device: torch.device, timeout_seconds: float
+) -> None:
+    """Initialises torch.distributed at an address that rank 0 finds and hands out."""
+    address = None
+    if transport.rank == 0:
+        port = int(os.environ.get("MASTER_PORT", 0)) or _free_port()
+        address = (os.environ.get("MASTER_ADDR") or _own_address(transport), port)
+    host, port = communicator.allgather(address, CommGroup.WORLD)[0]
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    dist.init_process_group(
+        _backend(),
+        rank=transport.rank,
+        world_size=transport.size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def _own_address(transport: Transport) -> str:
+    if transport.local_size == transport.size:
+        return "127.0.0.1"
+    return socket.getfqdn()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _process_groups(
+    topology: configuration.Topology, transport: Transport
+) -> dict[CommGroup, dist.ProcessGroup]:
+    """Builds torch's groups of every kind, in one order on all ranks, and keeps the own ones."""
+    if transport.size == 1:
+        return {}
+    own: dict[CommGroup, dist.ProcessGroup] = {}
+    built: dict[tuple[int, ...], dist.ProcessGroup] = {
+        tuple(range(transport.size)): dist.group.WORLD
+    }
+    for kind in CommGroup:
+        for members in topology.groups(kind):
+            if members not in built:
+                built[members] = dist.new_group(list(members))
+            if transport.rank in members:
+                own[kind] = built[members]
+    return own
+
+
+def _release_data_plane() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

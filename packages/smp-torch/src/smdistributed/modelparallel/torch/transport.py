@@ -1,0 +1,123 @@
+"""The control plane's transport over torch.distributed, for jobs that torchrun starts.
+
+It uses a gloo group of its own, so that jobs need no MPI and messages never meet the data plane's.
+Waiting happens inside gloo, with a time-out; a peer's death closes its connection and ends the wait
+at once. Sending is synchronous by an acknowledgement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common.transport import (
+    FAREWELL_SECONDS,
+    PeersMissingError,
+    Transport,
+)
+
+#: Above every channel's two tags.
+_FAREWELL_TAG = 1 << 20
+
+
+class TorchTransport(Transport):
+    """Bytes over a gloo group of all processes.
+
+    Collective: every rank of the world constructs it, after ``init_process_group``.
+
+    Args:
+        timeout_seconds: how long joining the group may take.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def send(
+        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
+    ) -> None:
+        wait = _Deadline(timeout_seconds)
+        header = torch.tensor([len(payload)], dtype=torch.int64)
+        body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+        data, acknowledgement = 2 * channel, 2 * channel + 1
+        started = []
+        for rank in destinations:
+            works = [self._group.send([header], rank, data)]
+            if payload:
+                works.append(self._group.send([body], rank, data))
+            received = torch.empty(1, dtype=torch.uint8)
+            works.append(self._group.recv([received], rank, acknowledgement))
+            started.append((rank, works))
+        wait.for_all(started)
+
+    def receive(
+        self, sources: Sequence[int], channel: int, timeout_seconds: float
+    ) -> list[bytes | bytearray]:
+        wait = _Deadline(timeout_seconds)
+        data, acknowledgement = 2 * channel, 2 * channel + 1
+        headers = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
+        wait.for_all(
+            [(rank, [self._group.recv([header], rank, data)]) for rank, header in headers.items()]
+        )
+        buffers = {rank: bytearray(int(header)) for rank, header in headers.items()}
+        wait.for_all(
+            [
+                (rank, [self._group.recv([_view(buffer)], rank, data)])
+                for rank, buffer in buffers.items()
+                if buffer
+            ]
+        )
+        done = torch.zeros(1, dtype=torch.uint8)
+        wait.for_all([(rank, [self._group.send([done], rank, acknowledgement)]) for rank in sources])
+        return [buffers[rank] for rank in sources]
+
+    def close(self, release: Callable[[], None]) -> None:
+        started = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                byte = torch.zeros(1, dtype=torch.uint8)
+                sent = self._group.send([byte], rank, _FAREWELL_TAG)
+                heard = self._group.recv([byte.clone()], rank, _FAREWELL_TAG)
+                started.append((rank, [sent, heard]))
+        with contextlib.suppress(PeersMissingError):
+            _Deadline(FAREWELL_SECONDS).for_all(started)
+        release()
+
+
+def _view(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+class _Deadline:
+    """Waits for gloo's works until one point in time and says which ranks failed, and how."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._end = time.monotonic() + timeout_seconds
+
+    def for_all(self, started: Sequence[tuple[int, Sequence[dist.Work]]]) -> None:
+        problems: dict[int, str] = {}
+        for rank, works in started:
+            for work in works:
+                try:
+                    # Never zero: gloo reads that as its own default.
+                    left = max(0.001, self._end - time.monotonic())
+                    work.wait(timedelta(seconds=left))
+                except RuntimeError as error:
+                    problems.setdefault(rank, self._reason(str(error)))
+        if problems:
+            raise PeersMissingError(sorted(problems), next(iter(problems.values())))
+
+    def _reason(self, message: str) -> str:
+        if time.monotonic() >= self._end:
+            return f"did not answer within {self._timeout_seconds:g} s"
+        return f"has ended ({message.splitlines()[0]})"
