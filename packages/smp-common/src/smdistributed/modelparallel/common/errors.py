@@ -29,6 +29,14 @@ class PartitionError(SMPError, ValueError):
     """The model cannot be cut as asked."""
 
 
+class ScheduleError(SMPError, ValueError):
+    """An order of pipeline actions does not fit the segments that it is for."""
+
+
+class ScheduleDeadlock(ScheduleError):  # noqa: N818 - names what happened
+    """An order of pipeline actions in which the ranks wait for each other for ever."""
+
+
 class CheckpointError(SMPError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the model."""
 
