@@ -90,14 +90,17 @@ class SingleProcessTransport(Transport):
     def send(
         self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
     ) -> None:
+        """See ``Transport.send``."""
         self._refuse(destinations)
 
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
     ) -> list[bytes | bytearray]:
+        """See ``Transport.receive``."""
         self._refuse(sources)
 
     def close(self, release: Callable[[], None]) -> None:
+        """See ``Transport.close``."""
         release()
 
     def _refuse(self, ranks: Sequence[int]) -> NoReturn:

@@ -57,10 +57,9 @@ class MPITransport(Transport):
     def send(
         self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
     ) -> None:
+        """See ``Transport.send``."""
         buffer = [payload, self._mpi.BYTE]
-        waiting = {
-            rank: self._comm.Issend(buffer, dest=rank, tag=channel) for rank in destinations
-        }
+        waiting = {rank: self._comm.Issend(buffer, dest=rank, tag=channel) for rank in destinations}
 
         def step() -> bool:
             for rank in [rank for rank, request in waiting.items() if request.Test()]:
@@ -72,6 +71,7 @@ class MPITransport(Transport):
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
     ) -> list[bytes | bytearray]:
+        """See ``Transport.receive``."""
         received: dict[int, bytearray] = {}
         waiting: dict[int, MPI.Request | None] = dict.fromkeys(sources)
         status = self._mpi.Status()
@@ -97,6 +97,7 @@ class MPITransport(Transport):
         return [received[rank] for rank in sources]
 
     def close(self, release: Callable[[], None]) -> None:
+        """See ``Transport.close``."""
         # Beyond the release there is no deadline: a peer may have honest work left, and one that
         # waits for this rank learns from the farewell that nothing will come.
         if self._mpi.Is_finalized():

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from smdistributed.modelparallel.common import config as configuration
 from smdistributed.modelparallel.common.comm import Communicator
-from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks
 from smdistributed.modelparallel.common.groups import CommGroup

@@ -45,6 +45,7 @@ class TorchTransport(Transport):
     def send(
         self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
     ) -> None:
+        """See ``Transport.send``."""
         wait = _Deadline(timeout_seconds)
         header = torch.tensor([len(payload)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
@@ -62,6 +63,7 @@ class TorchTransport(Transport):
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
     ) -> list[bytes | bytearray]:
+        """See ``Transport.receive``."""
         wait = _Deadline(timeout_seconds)
         data, acknowledgement = 2 * channel, 2 * channel + 1
         headers = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
@@ -77,10 +79,13 @@ class TorchTransport(Transport):
             ]
         )
         done = torch.zeros(1, dtype=torch.uint8)
-        wait.for_all([(rank, [self._group.send([done], rank, acknowledgement)]) for rank in sources])
+        wait.for_all(
+            [(rank, [self._group.send([done], rank, acknowledgement)]) for rank in sources]
+        )
         return [buffers[rank] for rank in sources]
 
     def close(self, release: Callable[[], None]) -> None:
+        """See ``Transport.close``."""
         started = []
         for rank in range(self.size):
             if rank != self.rank:

@@ -210,6 +210,7 @@ class Recorder(TorchFunctionMode):
     def run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Runs one microbatch of the user's function and returns its result, on fakes."""
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.in_place())

@@ -235,15 +235,14 @@ def _replicated_closure(values: list[Value]) -> list[Node]:
 
 def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: set[Value]) -> None:
     """Refuses in-place changes that another segment would have to see, or must not see."""
+    last_read = {value: node.index for node in graph.nodes for value in node.inputs}
+    last_read |= dict.fromkeys(returned, len(graph.nodes))
     for node in graph.nodes:
         if node.segment < 0:
             continue
-        later = {
-            value for other in graph.nodes[node.index + 1 :] for value in other.inputs
-        } | returned
         for value in node.aliases:
             crosses = value.node.segment >= 0 and value.node.segment != node.segment
-            if crosses and value in later:
+            if crosses and last_read.get(value, -1) > node.index:
                 raise UnsupportedError(
                     f"{node.name} changes a tensor in place that shares memory with a result of "
                     f"{value.node.name} on another partition, which is used afterwards. Use the "

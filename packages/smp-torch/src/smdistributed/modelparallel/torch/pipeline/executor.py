@@ -1,0 +1,330 @@
+"""Running a scheduled plan: one loop for every schedule.
+
+``prepare`` derives, once, what this rank does around each of its actions: which values it must have
+received before and which it sends after. ``Executor.run`` then goes through the actions. Receives
+are posted in the sender's order, which the schedule fixes, so no message carries a tag or header.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from smdistributed.modelparallel.common.schedule import Action, Kind, Schedule
+from smdistributed.modelparallel.common.simulator import TimedAction
+from smdistributed.modelparallel.torch.pipeline.ir import Value
+from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
+from smdistributed.modelparallel.torch.pipeline.program import Program
+from smdistributed.modelparallel.torch.pipeline.segments import Plan
+
+
+class Message(NamedTuple):
+    """One tensor that travels: an activation (FORWARD) or its gradient (BACKWARD)."""
+
+    kind: Kind
+    value: int
+    microbatch: int
+    source: int
+    target: int
+
+
+@dataclass
+class Itinerary:
+    """What one rank does, in order.
+
+    Attributes:
+        actions: its actions.
+        needs: for each action, the messages that must have arrived.
+        sends: for each action, the messages that leave after it.
+        releases: for each action, the (value, microbatch) that this rank needs no longer.
+        arrivals: source rank -> its messages to this rank, in the order in which they come.
+        directions: every (source, target) pair of ranks that exchanges messages.
+    """
+
+    actions: tuple[Action, ...]
+    needs: list[list[Message]]
+    sends: list[list[Message]]
+    releases: list[list[tuple[int, int]]]
+    arrivals: dict[int, list[Message]] = field(default_factory=dict)
+    directions: set[tuple[int, int]] = field(default_factory=set)
+
+
+def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
+    """Derives a rank's itinerary.
+
+    Args:
+        plans: the plan of each microbatch.
+        schedule: the order of actions on every rank.
+        rank: the pp_rank.
+    """
+    arrivals: dict[int, list[Message]] = {}
+    directions: set[tuple[int, int]] = set()
+    own_sends: list[list[Message]] = []
+    for source, actions in enumerate(schedule.ranks):
+        ready: collections.Counter[tuple[Value, int]] = collections.Counter()
+        for action in actions:
+            sends = _sends(plans[action.microbatch], action, source, ready)
+            directions.update((message.source, message.target) for message in sends)
+            if source == rank:
+                own_sends.append(sends)
+            for message in sends:
+                if message.target == rank:
+                    arrivals.setdefault(source, []).append(message)
+    actions = schedule.ranks[rank]
+    needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
+    releases = _releases(plans, actions)
+    return Itinerary(actions, needs, own_sends, releases, arrivals, directions)
+
+
+def _releases(
+    plans: Sequence[Plan], actions: Sequence[Action]
+) -> list[list[tuple[int, int]]]:
+    last_use: dict[tuple[int, int], int] = {}
+    for position, action in enumerate(actions):
+        if action.kind is Kind.FORWARD:
+            segment = plans[action.microbatch].segments[action.segment]
+            for value in (*segment.inputs, *segment.outputs):
+                last_use[value.index, action.microbatch] = position
+    releases: list[list[tuple[int, int]]] = [[] for _ in actions]
+    for key, position in last_use.items():
+        releases[position].append(key)
+    return releases
+
+
+def _sends(
+    plan: Plan, action: Action, rank: int, ready: collections.Counter[tuple[Value, int]]
+) -> list[Message]:
+    """Returns what leaves after an action; ``ready`` counts finished gradients of a value."""
+    segment = plan.segments[action.segment]
+    m = action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [
+            Message(Kind.FORWARD, value.index, m, rank, target)
+            for value in segment.outputs
+            for target in plan.ranks_reading(value)
+        ]
+    sends = []
+    for value in segment.inputs:
+        owner = plan.segments[value.node.segment].rank
+        if value not in plan.with_gradient or owner == rank:
+            continue
+        ready[value, m] += 1
+        # The rank's readers add up their gradients; the last one sends the sum.
+        if ready[value, m] == len(_backward_readers(plan, value, rank)):
+            sends.append(Message(Kind.BACKWARD, value.index, m, rank, owner))
+    return sends
+
+
+def _needs(plan: Plan, action: Action, rank: int) -> list[Message]:
+    segment = plan.segments[action.segment]
+    m = action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [
+            Message(Kind.FORWARD, value.index, m, plan.segments[value.node.segment].rank, rank)
+            for value in segment.inputs
+            if plan.segments[value.node.segment].rank != rank
+        ]
+    return [
+        Message(Kind.BACKWARD, value.index, m, reader, rank)
+        for value in segment.outputs
+        if value in plan.with_gradient
+        for reader in plan.ranks_reading(value)
+        if _backward_readers(plan, value, reader)
+    ]
+
+
+def _backward_readers(plan: Plan, value: Value, rank: int) -> list[int]:
+    return [
+        index
+        for index in plan.readers.get(value, ())
+        if plan.segments[index].rank == rank and index in plan.backward
+    ]
+
+
+@dataclass
+class _Saved:
+    """What a forward pass keeps for its backward pass."""
+
+    inputs: list[tuple[int, torch.Tensor]]
+    outputs: list[tuple[int, torch.Tensor]]
+
+
+class Executor:
+    """Runs the actions of this rank.
+
+    Args:
+        plans: the plan of each microbatch; microbatches of one shape share one.
+        programs: for each microbatch, segment index -> function, for this rank's segments.
+        itinerary: what this rank does.
+        links: the way to the other ranks.
+        device: where it computes.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        programs: Sequence[dict[int, Program]],
+        itinerary: Itinerary,
+        links: Links,
+        device: torch.device,
+    ) -> None:
+        self._plans = plans
+        self._programs = programs
+        self._itinerary = itinerary
+        self._links = links
+        self._device = device
+        self._values = [
+            {value.index: value for segment in plan.segments for value in segment.outputs}
+            for plan in plans
+        ]
+        self._returned = [{value.index for value in plan.graph.returned} for plan in plans]
+        self._roots = [[value.index for value in plan.graph.roots] for plan in plans]
+
+    def run(
+        self,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        root_scales: Sequence[float],
+        around: Callable[[int], object] = lambda microbatch: None,
+    ) -> tuple[list[dict[int, torch.Tensor]], list[TimedAction]]:
+        """Runs one mini-batch.
+
+        Args:
+            inputs: for each microbatch, its tensor arguments; None where this rank needs none.
+            root_scales: for each microbatch, the gradient that its losses start with.
+            around: called with the microbatch before each action.
+
+        Returns:
+            For each microbatch, the returned values that this rank made; and when each action ran,
+            in seconds of ``time.perf_counter``.
+
+        Raises:
+            CommError: a peer died or did not take part in time.
+        """
+        step = _StepState(len(self._plans))
+        timed = []
+        actions = self._itinerary.actions
+        for position, action in enumerate(actions):
+            self._post(step, position)
+            if self._device.type == "cpu" and position + 1 < len(actions):
+                # Overlaps the next transfer with this action. On a GPU a waiting receive would
+                # hold multiprocessors, so it is posted at the point of need.
+                self._post(step, position + 1)
+            for message in self._itinerary.needs[position]:
+                self._take(step, message)
+            around(action.microbatch)
+            start = time.perf_counter()
+            if action.kind is Kind.FORWARD:
+                self._forward(step, action, inputs[action.microbatch])
+            else:
+                self._backward(step, action, root_scales[action.microbatch])
+            timed.append(TimedAction(action, start, time.perf_counter()))
+            self._send(step, position)
+        for transfer in step.outgoing:
+            transfer.wait()
+        return step.results, timed
+
+    def _post(self, step: _StepState, position: int) -> None:
+        """Posts the receives of an action, and all that its senders send before."""
+        for message in self._itinerary.needs[position]:
+            while message not in step.incoming and message not in step.taken:
+                queue = self._itinerary.arrivals[message.source]
+                following = queue[step.posted[message.source]]
+                step.posted[message.source] += 1
+                value = self._values[following.microbatch][following.value]
+                buffer = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                step.incoming[following] = self._links.receive(buffer, following.source)
+
+    def _take(self, step: _StepState, message: Message) -> None:
+        tensor = step.incoming.pop(message).wait()
+        step.taken.add(message)
+        if message.kind is Kind.FORWARD:
+            step.activations[message.microbatch][message.value] = tensor
+        else:
+            _accumulate(step.gradients[message.microbatch], message.value, tensor)
+
+    def _forward(
+        self, step: _StepState, action: Action, inputs: Sequence[torch.Tensor | None]
+    ) -> None:
+        m = action.microbatch
+        plan = self._plans[m]
+        segment = plan.segments[action.segment]
+        activations = step.activations[m]
+        has_backward = segment.index in plan.backward
+        arguments = []
+        cut_inputs = []
+        for value in segment.inputs:
+            tensor = activations[value.index]
+            if value.requires_grad and has_backward:
+                tensor = tensor.detach().requires_grad_()
+                if value in plan.with_gradient:
+                    cut_inputs.append((value.index, tensor))
+            arguments.append(tensor)
+        with torch.set_grad_enabled(has_backward):
+            results = self._programs[m][segment.index].run(inputs, *arguments)
+        cut_outputs = []
+        for value, tensor in zip(segment.outputs, results, strict=True):
+            if value in plan.with_gradient:
+                cut_outputs.append((value.index, tensor))
+            detached = tensor.detach()
+            if value.index in self._returned[m]:
+                step.results[m][value.index] = detached
+            if value in plan.readers:
+                activations[value.index] = detached
+        if has_backward:
+            step.saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
+
+    def _backward(self, step: _StepState, action: Action, root_scale: float) -> None:
+        m = action.microbatch
+        gradients = step.gradients[m]
+        saved = step.saved.pop((action.segment, m))
+        tensors, starts = [], []
+        for index, tensor in saved.outputs:
+            gradient = gradients.pop(index, None)
+            for _ in range(self._roots[m].count(index)):
+                seed = torch.full_like(tensor, root_scale)
+                gradient = seed if gradient is None else gradient + seed
+            if gradient is not None and tensor.requires_grad:
+                tensors.append(tensor)
+                starts.append(gradient)
+        if tensors:
+            torch.autograd.backward(tensors, starts)
+        for index, tensor in saved.inputs:
+            # A reader that the gradient does not reach still owes its peer an answer.
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            _accumulate(gradients, index, gradient)
+
+    def _send(self, step: _StepState, position: int) -> None:
+        for message in self._itinerary.sends[position]:
+            m = message.microbatch
+            if message.kind is Kind.FORWARD:
+                tensor = step.activations[m][message.value]
+            else:
+                tensor = step.gradients[m].pop(message.value)
+            step.outgoing.append(self._links.send(tensor, message.target))
+        for value, microbatch in self._itinerary.releases[position]:
+            step.activations[microbatch].pop(value, None)
+        step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
+
+
+class _StepState:
+    """Everything that lives for one mini-batch."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.saved: dict[tuple[int, int], _Saved] = {}
+        self.incoming: dict[Message, Transfer] = {}
+        self.taken: set[Message] = set()
+        self.posted: collections.Counter[int] = collections.Counter()
+        self.outgoing: list[Transfer] = []
+
+
+def _accumulate(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
+    known = gradients.get(index)
+    gradients[index] = gradient if known is None else known + gradient

@@ -1,0 +1,139 @@
+"""Point-to-point transfers of tensors between the ranks of one pipeline.
+
+Both ends know the order of all transfers between two ranks from the plan, so a transfer carries no
+header and needs no negotiation. On NCCL each direction of a pair has a communicator of its own:
+transfers of one communicator run in one order, and the two directions must not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common.errors import CommError
+
+
+class Links:
+    """The transfers of this process.
+
+    Args:
+        members: global ranks of the pipeline, by pp_rank.
+        pp_rank: this process's.
+        group: torch's process group of the pipeline.
+        device: where the tensors live.
+        timeout_seconds: how long a transfer waits for its peer.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        pp_rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        self._members = tuple(members)
+        self._pp_rank = pp_rank
+        self._group = group
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def connect(self, directions: Iterable[tuple[int, int]]) -> None:
+        """Makes communicators for (source, target) pairs that will be used.
+
+        Collective: both ranks of every pair, with the same pairs on all ranks of the pipeline.
+        """
+        if self._device.type != "cuda":
+            return
+        for source, target in sorted(set(directions)):
+            if (source, target) in self._directions or self._pp_rank not in (source, target):
+                continue
+            pair = [self._members[source], self._members[target]]
+            group = dist.new_group(
+                sorted(pair), timeout=self._timeout, use_local_synchronization=True
+            )
+            self._directions[source, target] = group
+            # NCCL connects at the first transfer; do it now, in one order on all ranks.
+            probe = torch.zeros(1, device=self._device)
+            work = (
+                dist.isend(probe, pair[1], group=group)
+                if self._pp_rank == source
+                else dist.irecv(probe, pair[0], group=group)
+            )
+            assert work is not None
+            work.wait()
+
+    def send(self, tensor: torch.Tensor, target: int) -> Transfer:
+        """Starts sending a tensor to a pp_rank."""
+        tensor = tensor.contiguous()
+        group = self._directions.get((self._pp_rank, target), self._group)
+        with _naming(self._members[target], "sending to"):
+            work = dist.isend(tensor, self._members[target], group=group)
+        return Transfer(tensor, work, self._members[target], "sending to")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
+        """Starts receiving into a tensor from a pp_rank."""
+        group = self._directions.get((source, self._pp_rank), self._group)
+        with _naming(self._members[source], "receiving from"):
+            work = dist.irecv(tensor, self._members[source], group=group)
+        return Transfer(tensor, work, self._members[source], "receiving from")
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP."""
+        with _naming(self._members[source], "receiving a result from"):
+            dist.broadcast(tensor, self._members[source], group=self._group)
+
+
+class Transfer:
+    """A transfer under way; keeps its tensor alive until it is done."""
+
+    __slots__ = ("_doing", "_peer", "_work", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, peer: int, doing: str) -> None:
+        self.tensor = tensor
+        self._work = work
+        self._peer = peer
+        self._doing = doing
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has completed; never waits."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """Makes the tensor usable: waits here on the CPU, on the stream on a GPU.
+
+        Raises:
+            CommError: the peer died or did not take part in time.
+        """
+        if self._work is not None:
+            with _naming(self._peer, self._doing):
+                self._work.wait()
+            self._work = None
+        return self.tensor
+
+
+class _naming:  # noqa: N801 - reads as a function
+    """Turns torch's connection errors into ones that name the peer."""
+
+    def __init__(self, peer: int, doing: str) -> None:
+        self._peer = peer
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError):
+            reason = str(error).splitlines()[0]
+            raise CommError(
+                f"rank {dist.get_rank()}: {self._doing} rank {self._peer} failed: that rank has "
+                f"died or did not take part in time ({reason}). Look at its own output for the "
+                "cause.",
+                rank=dist.get_rank(),
+                missing_ranks=[self._peer],
+            ) from error
