@@ -110,7 +110,17 @@ def test_unknown_placement(placement: str) -> None:
 @pytest.mark.parametrize(
     ("size", "pp", "tp", "parts"),
     [
-        (8, 3, 1, ["(8)", "(3)", "start 6 or 9 processes", "pipeline_parallel_degree to 2 or 4"]),
+        (
+            8,
+            3,
+            1,
+            [
+                "(8, over all hosts)",
+                "(3)",
+                "start 6 or 9 processes",
+                "pipeline_parallel_degree to 2 or 4",
+            ],
+        ),
         (8, 2, 3, ["= 6", "start 6 or 12 processes", "tensor_parallel_degree to 2 or 4"]),
         (2, 4, 1, ["start 4 processes", "pipeline_parallel_degree to 2."]),
         (9, 3, 2, ["start 6 or 12 processes, or set tensor_parallel_degree to 1 or 3."]),

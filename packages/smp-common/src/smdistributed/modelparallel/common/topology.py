@@ -88,7 +88,7 @@ class Topology:
             if value < 1
         ]
         if not problems and self.size % (self.pp_size * self.tp_size):
-            problems.append(_describe_indivisible(self.size, self.pp_size, self.tp_size))
+            problems.append(describe_indivisible(self.size, self.pp_size, self.tp_size))
         if self.placement not in PLACEMENT_ALIASES and self.placement not in PLACEMENT_WORDS:
             problems.append(
                 f"placement_strategy must be one of {', '.join(PLACEMENT_ALIASES)}, "
@@ -223,17 +223,27 @@ class Topology:
         return [sum(step) for step in itertools.product(*steps)]
 
 
-def _describe_indivisible(size: int, pp: int, tp: int) -> str:
+def describe_indivisible(
+    size: int, pp: int, tp: int, *, pp_name: str = "pipeline_parallel_degree"
+) -> str:
+    """The problem of a size that pp x tp does not divide, with the nearest values that work.
+
+    Args:
+        size: number of processes of the job.
+        pp: pipeline parallel degree.
+        tp: tensor parallel degree.
+        pp_name: how the user spelled the first degree.
+    """
     mp_size = pp * tp
     below = size - size % mp_size
     sizes = [n for n in (below, below + mp_size) if n]
     fixes = [f"start {_either(sizes)} processes"]
     if size % tp == 0:
-        fixes.append(f"set pipeline_parallel_degree to {_either(_near_divisors(size // tp, pp))}")
+        fixes.append(f"set {pp_name} to {_either(_near_divisors(size // tp, pp))}")
     if tp > 1 and size % pp == 0:
         fixes.append(f"set tensor_parallel_degree to {_either(_near_divisors(size // pp, tp))}")
     return (
-        f"the number of processes ({size}) must be a multiple of pipeline_parallel_degree ({pp}) "
+        f"the number of processes ({size}, over all hosts) must be a multiple of {pp_name} ({pp}) "
         f"x tensor_parallel_degree ({tp}) = {mp_size}: {', or '.join(fixes)}."
     )
 
