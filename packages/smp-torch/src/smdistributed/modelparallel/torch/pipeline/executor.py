@@ -81,9 +81,7 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
     return Itinerary(actions, needs, own_sends, releases, arrivals, directions)
 
 
-def _releases(
-    plans: Sequence[Plan], actions: Sequence[Action]
-) -> list[list[tuple[int, int]]]:
+def _releases(plans: Sequence[Plan], actions: Sequence[Action]) -> list[list[tuple[int, int]]]:
     last_use: dict[tuple[int, int], int] = {}
     for position, action in enumerate(actions):
         if action.kind is Kind.FORWARD:
