@@ -130,6 +130,24 @@ class Communicator:
         """
         self._exchange(f"barrier({_name(group, CommGroup)})", b"", group)
 
+    def from_first(self, obj: object, group: CommGroup) -> Any:
+        """Gives every member the object of the group's first rank.
+
+        Collective: every rank of ``group``; the objects of the others do not count.
+
+        Raises:
+            CommError: as ``allgather``.
+        """
+        call = f"from_first(..., {_name(group, CommGroup)})"
+        members = self._members(group)
+        if len(members) == 1:
+            return obj
+        channel = _GROUP_CHANNELS[group]
+        if self._transport.rank == members[0]:
+            self._send(call, self._encode(call, obj), members[1:], channel)
+            return obj
+        return self._codec.loads(self._receive(call, members[:1], channel)[0])
+
     def _exchange(self, call: str, payload: bytes, group: CommGroup) -> Sequence[bytes]:
         """Collects one byte string of every member at every member."""
         members = self._members(group)

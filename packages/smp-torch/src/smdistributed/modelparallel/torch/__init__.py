@@ -5,6 +5,8 @@ Use it as ``import smdistributed.modelparallel.torch as smp``.
 
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.torch.api import (
+    DistributedModel,
+    DistributedOptimizer,
     State,
     facade,
     get_dp_process_group,
@@ -14,7 +16,11 @@ from smdistributed.modelparallel.torch.api import (
     get_tp_process_group,
     get_world_process_group,
     init,
+    partition,
+    set_partition,
+    step,
 )
+from smdistributed.modelparallel.torch.step_output import StepOutput
 
 state = State()
 
@@ -65,7 +71,10 @@ __all__ = [
     "TP_GROUP",
     "WORLD",
     "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
     "RankType",
+    "StepOutput",
     "allgather",
     "barrier",
     "broadcast",
@@ -90,6 +99,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "partition",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -99,8 +109,10 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "send",
+    "set_partition",
     "size",
     "state",
+    "step",
     "tp_barrier",
     "tp_rank",
     "tp_size",

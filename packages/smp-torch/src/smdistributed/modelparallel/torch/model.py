@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class DistributedModel(nn.Module):
         self._deferred: list[Callable[[], Any]] = []
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device)
         self.random_streams: RandomStreams | None = None
-        runtime.models.append(self)
+        runtime.models.append(weakref.ref(self))
         if runtime.topology.pp_size == 1:
             module.to(runtime.device)
             self._broadcast_from_first_replica()
@@ -209,7 +210,7 @@ class DistributedModel(nn.Module):
         self._run_hooks()
 
     def _run_hooks(self) -> None:
-        optimizers = [each for each in self._runtime.optimizers if each.serves(self)]
+        optimizers = [each for each in self._runtime.live_optimizers() if each.serves(self)]
         for hook in list(self._post_partition_hooks.values()):
             takes = len(inspect.signature(hook).parameters)
             hook(self, optimizers[0] if optimizers else None) if takes >= 2 else hook()

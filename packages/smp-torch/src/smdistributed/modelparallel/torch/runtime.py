@@ -11,12 +11,15 @@ import logging
 import os
 import socket
 import warnings
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common import config as configuration
 from smdistributed.modelparallel.common.comm import Communicator
@@ -32,9 +35,17 @@ from smdistributed.modelparallel.common.transport import (
 )
 from smdistributed.modelparallel.common.transport_mpi import MPITransport
 from smdistributed.modelparallel.torch.codec import TORCH_CODEC
+from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.transport import TorchTransport
 
 logger = logging.getLogger(__name__)
+
+
+class Step(Protocol):
+    """A step in progress, as far as a model needs to know it."""
+
+    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
+        """Takes a call of ``model.backward``."""
 
 
 @dataclass(kw_only=True)
@@ -45,11 +56,31 @@ class TorchRuntime(Runtime):
         device: where this process computes.
         process_groups: torch's process group of each kind that contains this process; empty in a
             world of one.
+        hooks: what this process does when it fails; None in a world of one.
+        manual_partitions: what the user fixed.
+        fake_mode: of all fake tensors.
+        current_step: the step in progress.
+        models, optimizers: references to those of this process, in order of creation.
     """
 
     device: torch.device
     process_groups: Mapping[CommGroup, dist.ProcessGroup]
     hooks: FailureHooks | None
+    manual_partitions: ManualPartitions
+    fake_mode: FakeTensorMode = field(
+        default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True)
+    )
+    current_step: Step | None = None
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def live_models(self) -> list[Any]:
+        """Returns the DistributedModels that exist, in order of creation."""
+        return _alive(self.models)
+
+    def live_optimizers(self) -> list[Any]:
+        """Returns the DistributedOptimizers that exist, in order of creation."""
+        return _alive(self.optimizers)
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
@@ -89,6 +120,7 @@ def start(
         device=device,
         process_groups=_process_groups(topology, transport),
         hooks=hooks,
+        manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
     slot.fill(runtime)
     atexit.register(runtime.close)
@@ -96,16 +128,12 @@ def start(
 
 def _join(timeout_seconds: float) -> Transport:
     if started_by_mpi():
-        transport: Transport = MPITransport()
-    elif started_by_torchrun():
+        return MPITransport()
+    if started_by_torchrun():
         if not dist.is_initialized():
-            dist.init_process_group(
-                _backend(), timeout=timedelta(seconds=timeout_seconds), device_id=None
-            )
-        transport = TorchTransport(timeout_seconds)
-    else:
-        transport = SingleProcessTransport()
-    return transport
+            dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_seconds))
+        return TorchTransport(timeout_seconds)
+    return SingleProcessTransport()
 
 
 def _backend() -> str:
@@ -180,3 +208,8 @@ def _process_groups(
 def _release_data_plane() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+    references[:] = [reference for reference in references if reference() is not None]
+    return [reference() for reference in references]

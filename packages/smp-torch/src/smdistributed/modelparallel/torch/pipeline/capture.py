@@ -124,6 +124,7 @@ def capture(
     mode: FakeTensorMode,
     device: torch.device,
     leaves: Mapping[nn.Module, str],
+    on_start: Callable[[Recorder], None] = lambda recorder: None,
 ) -> Graph:
     """Runs one microbatch on fakes and records it.
 
@@ -134,11 +135,13 @@ def capture(
         mode: the fake mode of the models' fakes.
         device: where the step will run.
         leaves: the modules to record as one opaque call, with their names.
+        on_start: told the recorder, so that ``model.backward`` finds it.
 
     Raises:
         UnsupportedError: the function does something that a replay could not repeat.
     """
     recorder = Recorder(models, mode, device, leaves)
+    on_start(recorder)
     result = recorder.run(function, args, kwargs)
     recorder.graph.result = recorder.template(result, "the step function's result")
     recorder.check_rebound_buffers()
@@ -421,7 +424,7 @@ class Recorder(TorchFunctionMode):
                 f"{where} makes a tensor whose shape depends on data; compute it before the step "
                 "and pass it in."
             ) from error
-        self.graph.guards.append(Guard(function, args, kwargs, answer))
+        self.graph.guards.append(Guard(where, function, args, kwargs, answer))
         return answer
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:

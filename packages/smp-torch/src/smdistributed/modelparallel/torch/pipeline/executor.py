@@ -187,14 +187,14 @@ class Executor:
         self,
         inputs: Sequence[Sequence[torch.Tensor | None]],
         root_scales: Sequence[float],
-        around: Callable[[int], object] = lambda microbatch: None,
+        enter_pass: Callable[[Kind, int], None],
     ) -> tuple[list[dict[int, torch.Tensor]], list[TimedAction]]:
         """Runs one mini-batch.
 
         Args:
             inputs: for each microbatch, its tensor arguments; None where this rank needs none.
             root_scales: for each microbatch, the gradient that its losses start with.
-            around: called with the microbatch before each action.
+            enter_pass: called before each action with its direction and microbatch.
 
         Returns:
             For each microbatch, the returned values that this rank made; and when each action ran,
@@ -214,7 +214,7 @@ class Executor:
                 self._post(step, position + 1)
             for message in self._itinerary.needs[position]:
                 self._take(step, message)
-            around(action.microbatch)
+            enter_pass(action.kind, action.microbatch)
             start = time.perf_counter()
             if action.kind is Kind.FORWARD:
                 self._forward(step, action, inputs[action.microbatch])

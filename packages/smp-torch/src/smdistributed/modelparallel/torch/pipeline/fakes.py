@@ -64,6 +64,7 @@ class FakeModel:
         for (module, slot), fake in self.slots.items():
             tensors = _tensors_of(module, slot)
             real[module, slot] = tensors[slot]
+            fake.requires_grad_(real[module, slot].requires_grad)
             tensors[slot] = fake
         self.rebound: list[Slot] = []
         try:

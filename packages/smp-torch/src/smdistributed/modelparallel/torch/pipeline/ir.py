@@ -118,6 +118,7 @@ class Node:
 class Guard:
     """A plain value that glue code took from step inputs; a replay is right only while it holds."""
 
+    name: str
     function: Any
     args: Any
     kwargs: Any

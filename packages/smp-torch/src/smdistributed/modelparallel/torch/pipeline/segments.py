@@ -107,6 +107,16 @@ class Plan:
         ]
         return SegmentGraph(tuple(segments), tuple(edges), num_ranks)
 
+    def shape(self) -> tuple[object, ...]:
+        """Returns what plans must have in common to share a schedule."""
+        return (
+            [segment.rank for segment in self.segments],
+            sorted(self.backward),
+            {value.index: readers for value, readers in self.readers.items()},
+            sorted(value.index for value in self.with_gradient),
+            [value.index for value in self.graph.returned],
+        )
+
     def digest(self) -> str:
         """Returns a hash of everything that ranks must agree on."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()

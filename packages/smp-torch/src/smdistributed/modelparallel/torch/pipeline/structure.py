@@ -104,7 +104,10 @@ def map_tensors(obj: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     parts = take_apart(obj)
     if parts is None:
         return obj
-    return parts.build({key: map_tensors(item, function) for key, item in parts.items.items()})
+    mapped = {key: map_tensors(item, function) for key, item in parts.items.items()}
+    if all(mapped[key] is item for key, item in parts.items.items()):
+        return obj
+    return parts.build(mapped)
 
 
 def template(obj: Any, placeholder: Callable[[torch.Tensor], Any], where: str) -> Any:
