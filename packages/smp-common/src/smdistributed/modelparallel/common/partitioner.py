@@ -1,0 +1,204 @@
+"""Decides which partition holds which part of a model, from measured costs alone.
+
+The model is a tree of units (modules, or the operations of a layer). It is opened from the root
+down; what remains is a sequence in the order of execution, which is cut into contiguous partitions
+so that the heaviest one is as light as possible. Units that share a parameter stay together.
+
+Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from smdistributed.modelparallel.common.contiguous import CutProblem
+from smdistributed.modelparallel.common.cost_tree import Group, Unit, flatten, open_and_group
+from smdistributed.modelparallel.common.errors import PartitionError
+
+__all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
+
+# A tied group moves from its first unit to its last only for this much less load: the first
+# partition receives the inputs of the model, and small differences are noise of the measurement.
+_WORTH_MOVING = Fraction(99, 100)
+# Tied groups, the heaviest first, for which the last unit is tried as well.
+_MOVABLE_GROUPS = 16
+
+
+@dataclass(frozen=True)
+class PlacedUnit:
+    """A unit of the chosen granularity and its partition.
+
+    Attributes:
+        name: of the unit.
+        partition: that holds it.
+        compute: of the whole unit; of the container alone where it is split.
+        memory: the same for memory.
+        is_split: whether this is a container whose children are placed by themselves, so that
+            only what it holds itself is meant.
+    """
+
+    name: str
+    partition: int
+    compute: float
+    memory: float
+    is_split: bool = False
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where everything is.
+
+    Attributes:
+        placed: all units of the chosen granularity and all split containers, in the order of
+            execution.
+        num_partitions: including empty ones.
+        memory_weight: share of memory in the costs.
+    """
+
+    placed: tuple[PlacedUnit, ...]
+    num_partitions: int
+    memory_weight: float
+
+    @cached_property
+    def units(self) -> Mapping[str, int]:
+        """Partition of every outermost unit that sits whole on one."""
+        return {unit.name: unit.partition for unit in self.placed if not unit.is_split}
+
+    @cached_property
+    def containers(self) -> Mapping[str, int]:
+        """Partition of what every split container holds itself."""
+        return {unit.name: unit.partition for unit in self.placed if unit.is_split}
+
+    @cached_property
+    def compute_shares(self) -> tuple[float, ...]:
+        """Each partition's share of all computation; zeros where there is none."""
+        return self._shares([unit.compute for unit in self.placed])
+
+    @cached_property
+    def memory_shares(self) -> tuple[float, ...]:
+        """Each partition's share of all memory; zeros where there is none."""
+        return self._shares([unit.memory for unit in self.placed])
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """Each partition's weighted share."""
+        return tuple(
+            self.memory_weight * memory + (1 - self.memory_weight) * compute
+            for memory, compute in zip(self.memory_shares, self.compute_shares, strict=True)
+        )
+
+    @property
+    def cost(self) -> float:
+        """The weighted share of the heaviest partition, which was minimised."""
+        return max(self.costs)
+
+    def _shares(self, amounts: Sequence[float]) -> tuple[float, ...]:
+        sums = [0.0] * self.num_partitions
+        for unit, amount in zip(self.placed, amounts, strict=True):
+            sums[unit.partition] += amount
+        total = sum(sums)
+        return tuple(amount / total if total else 0.0 for amount in sums)
+
+
+def partition(root: Unit, num_partitions: int, memory_weight: float) -> Assignment:
+    """Assigns every unit to a partition.
+
+    The largest of ``memory_weight * memory_share + (1 - memory_weight) * compute_share`` over the
+    partitions is the least possible for contiguous partitions of the sequence. Between equal
+    solutions, one whose partitions do not begin with a unit without parameters wins (these follow
+    their producer); then the one that is most even over all partitions; then one with fewer bytes
+    across its cuts; then the one with earlier cuts.
+
+    Pinned units are where they were pinned, and their load counts; the others are contiguous among
+    themselves. Units that share a parameter move together, as one item at the place of the first
+    of them, or of the last where that is better. What a split container holds itself goes where it
+    is pinned, or else with the first unit below it. Every partition gets a unit if there are
+    enough; if not, the last ones stay empty.
+
+    Raises:
+        PartitionError: an argument is out of range, or pins contradict shared parameters.
+
+    Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch
+    """
+    if num_partitions < 1:
+        raise PartitionError(
+            f"A model has at least one partition; received {num_partitions}: use 1 or more."
+        )
+    if not 0.0 <= memory_weight <= 1.0:
+        raise PartitionError(
+            f"memory_weight is from 0.0 to 1.0; received {memory_weight}: use a value within."
+        )
+    nodes = flatten(root, num_partitions, memory_weight)
+    groups = open_and_group(nodes, num_partitions)
+    where = _place(groups, num_partitions)
+    members = sorted((node for group in groups for node in group.nodes), key=lambda n: n.position)
+    return Assignment(
+        tuple(
+            PlacedUnit(
+                node.unit.name,
+                where[node.position],
+                node.held_compute,
+                node.held_memory,
+                node.is_open,
+            )
+            for node in members
+        ),
+        num_partitions,
+        memory_weight,
+    )
+
+
+def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int], int]:
+    """The partition of every node, by its position."""
+    # Without any cost, a partition is as heavy as its number of groups.
+    loads = {group: group.load for group in groups}
+    if not any(loads.values()):
+        loads = dict.fromkeys(groups, 1)
+    base_loads = [0] * num_partitions
+    where = {}
+    for group in groups:
+        if group.pin is not None:
+            base_loads[group.pin] += loads[group]
+            where.update({node.position: group.pin for node in group.nodes})
+    free = [group for group in groups if group.pin is None]
+    pinned = {group.pin for group in groups}
+    unpinned = [part for part in range(num_partitions) if part not in pinned]
+    needy = set(unpinned[: len(free)])
+    closed = sorted(
+        (node for group in groups for node in group.nodes if not node.is_open),
+        key=lambda node: node.position,
+    )
+    positions = [node.position for node in closed]
+
+    def problem(last: set[Group]) -> tuple[list[Group], CutProblem]:
+        sequence = sorted(free, key=lambda group: group.position(group in last))
+        behind = [bisect_left(positions, group.position(group in last)) - 1 for group in sequence]
+        return sequence, CutProblem(
+            loads=[loads[group] for group in sequence],
+            is_avoided=[not group.has_parameters for group in sequence],
+            crossing_bytes=[
+                round(closed[before].unit.output_bytes) if before >= 0 else 0 for before in behind
+            ],
+            base_loads=base_loads,
+            needs_item=[part in needy for part in range(num_partitions)],
+        )
+
+    last: set[Group] = set()
+    movable = sorted((group for group in free if group.is_tied), key=lambda group: -loads[group])
+    least = problem(last)[1].bottleneck()
+    for group in movable[:_MOVABLE_GROUPS]:
+        moved = problem(last | {group})[1].bottleneck()
+        if moved < least * _WORTH_MOVING:
+            last.add(group)
+            least = moved
+    sequence, chosen = problem(last)
+    cuts = chosen.cuts()
+    for part, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        for group in sequence[begin:end]:
+            where.update({node.position: part for node in group.nodes})
+    return where
