@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from xml.etree import ElementTree
+
+import pytest
+
+from smdistributed.modelparallel.common.partitioner import Unit, partition
+from smdistributed.modelparallel.common.report import (
+    partition_svg,
+    partition_text,
+    timeline_svg,
+    timeline_text,
+)
+from smdistributed.modelparallel.common.schedule import Action, Edge, Kind, Segment, SegmentGraph
+from smdistributed.modelparallel.common.simulator import TimedAction, Timeline, build_schedule
+from smdistributed.modelparallel.common.svg import clip, number, text_width, ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+MIB = 2**20
+
+
+def timeline(visits: list[int], num_microbatches: int) -> Timeline:
+    graph = SegmentGraph(
+        tuple(Segment(index, rank, 1.0, 2.0, True) for index, rank in enumerate(visits)),
+        tuple(Edge(index, index + 1, 8, True) for index in range(len(visits) - 1)),
+        max(visits) + 1,
+    )
+    return build_schedule(graph, num_microbatches, "interleaved", len(visits) + 2)
+
+
+def model() -> Unit:
+    layers = tuple(Unit(f"net.{i}", 1.0, 2 * MIB, i + 1) for i in range(4))
+    net = Unit("net", 0.0, 0.0, 1, children=layers)
+    return Unit("", 0.0, 4 * MIB, 0, children=(Unit("embed", 0.0, 4 * MIB, 0), net))
+
+
+def boxes(drawing: str) -> list[ElementTree.Element]:
+    found = ElementTree.fromstring(drawing).iter(f"{SVG}rect")
+    return [rect for rect in found if rect.find(f"{SVG}title") is not None]
+
+
+def test_partition_text() -> None:
+    assert partition_text(partition(model(), 3, 0.5)).splitlines() == [
+        "Partition assignments:",
+        "  partition       memory  memory share  compute share  weighted share",
+        "          0      8.0 MiB         50.0%           0.0%           25.0%",
+        "             (root) (what it holds itself), embed",
+        "          1      4.0 MiB         25.0%          50.0%           37.5%",
+        "             net.[0-1]",
+        "          2      4.0 MiB         25.0%          50.0%           37.5%",
+        "             net.[2-3]",
+    ]
+
+
+def test_partition_text_names_what_is_empty_and_joins_only_consecutive_numbers() -> None:
+    names = ["conv9", "conv10", "conv12", "dense", "dense_1", "b.0", "c.1"]
+    root = Unit("", 0, 0, 0, children=tuple(Unit(n, 1, 1, i) for i, n in enumerate(names)))
+    text = partition_text(partition(Unit("r", 0, 0, 0, children=(root,)), 9, 0.5))
+    assert text.count("(empty)") == 2
+    pinned = Unit("r", 0, 0, 0, pinned=0, children=(*root.children, Unit("x", 0, 0, 9, pinned=1)))
+    assert "conv[9-10], conv12, dense, dense_1, b.0, c.1\n" in partition_text(
+        partition(pinned, 2, 0.5)
+    )
+
+
+def test_timeline_text_is_the_staircase() -> None:
+    assert timeline_text(timeline([0, 1], 3)).splitlines() == [
+        "rank 0 |F0-F1-......B0----F2-B1----...B2----| 25.0% idle",
+        "rank 1 |...F0-B0----F1-B1----F2-B2----......| 25.0% idle",
+    ]
+    assert timeline_text(timeline([0, 1, 0], 1)).splitlines() == [
+        "rank 0 |F0@0-.....F0@2-B0@2------..........B0@0------| 33.3% idle",
+        "rank 1 |.....F0@1-...............B0@1------..........| 66.7% idle",
+    ]
+
+
+def test_timeline_text_that_is_too_narrow_for_labels() -> None:
+    assert timeline_text(timeline([0, 1], 3), width=12).splitlines() == [
+        "rank 0 |Ff..BBFbb.BB| 25.0% idle",
+        "rank 1 |.FBBfbbFBB..| 25.0% idle",
+    ]
+
+
+def test_timeline_text_of_nothing() -> None:
+    assert timeline_text(Timeline(((), ()))) == "(nothing is executed)"
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        partition_svg(partition(model(), 3, 0.5)),
+        timeline_svg(timeline([0, 1, 0], 4), "a plan"),
+        timeline_svg(Timeline(((), ())), "nothing"),
+    ],
+)
+def test_drawings_stand_alone_and_fit_their_page(drawing: str) -> None:
+    root = ElementTree.fromstring(drawing)
+    assert drawing.count("http") == 1  # the name space, and nothing to load
+    assert not list(root.iter(f"{SVG}script"))
+    assert "prefers-color-scheme: dark" in drawing
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for rect in root.iter(f"{SVG}rect"):
+        x, y = float(rect.get("x", 0)), float(rect.get("y", 0))
+        assert 0 <= x <= x + float(rect.attrib["width"]) <= width + 0.01
+        assert 0 <= y <= y + float(rect.attrib["height"]) <= height
+    for text in root.iter(f"{SVG}text"):
+        length = text_width(text.text or "", float(text.attrib["font-size"]))
+        x = float(text.attrib["x"])
+        before = {"start": 0.0, "middle": length / 2, "end": length}[text.attrib["text-anchor"]]
+        assert x - before >= -1
+        assert x - before + length <= width + 1
+
+
+def test_a_box_for_every_action_in_the_colour_of_its_pass() -> None:
+    drawn = timeline([0, 1, 0], 4)
+    found = boxes(timeline_svg(drawn, "a plan"))
+    assert len(found) == 24
+    assert sum("forward" in box.attrib["class"] for box in found) == 12
+    # The second visit of rank 0 is shaded.
+    assert sum("again" in box.attrib["class"] for box in found) == 8
+    assert boxes(timeline_svg(drawn, "", in_seconds=False))[0][0].text == "F0@0: 0 to 1"
+    assert boxes(timeline_svg(drawn, ""))[0][0].text == "F0@0: 0 to 1000"
+
+
+def test_a_measured_timeline_begins_at_its_first_action() -> None:
+    def shifted(by: float) -> Timeline:
+        forward = TimedAction(Action(Kind.FORWARD, 0, 0), by, by + 0.5)
+        backward = TimedAction(Action(Kind.BACKWARD, 0, 0), by + 0.75, by + 2)
+        return Timeline(((forward, backward),))
+
+    assert timeline_svg(shifted(1024.0), "run") == timeline_svg(shifted(0.0), "run")
+    assert timeline_text(shifted(1024.0)) == timeline_text(shifted(0.0))
+
+
+@pytest.mark.parametrize(("num_microbatches", "at_least"), [(64, 128), (180, 10)])
+def test_numbers_of_many_microbatches_do_not_overlap(num_microbatches: int, at_least: int) -> None:
+    drawing = timeline_svg(timeline(list(range(8)), num_microbatches), "eight ranks")
+    rows: dict[float, list[tuple[float, float]]] = defaultdict(list)
+    for text in ElementTree.fromstring(drawing).iter(f"{SVG}text"):
+        if text.attrib["class"] == "inside":
+            half = text_width(text.text or "", float(text.attrib["font-size"])) / 2
+            x = float(text.attrib["x"])
+            rows[float(text.attrib["y"])].append((x - half, x + half))
+    assert len(rows) == 8
+    for row in rows.values():
+        assert len(row) >= at_least
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(sorted(row)))
+
+
+def test_texts_are_escaped() -> None:
+    unit = Unit('<b> & "c" \x00', 1.0, 1.0, 0)
+    title = '<i> & "d" \x01'
+    drawing = partition_svg(partition(unit, 1, 0.5), title)
+    root = ElementTree.fromstring(drawing)
+    assert root.attrib["aria-label"] == '<i> & "d" \ufffd'
+    assert [box[0].text for box in boxes(drawing)] == ['<b> & "c" \ufffd: 100.00%, 1 B']
+
+
+def test_bars_are_as_long_as_shares() -> None:
+    found = boxes(partition_svg(partition(model(), 3, 0.5)))
+    widths = [float(box.attrib["width"]) for box in found]
+    # root and embed 12.5% each, four layers 18.75% each
+    assert [width / widths[0] for width in widths] == pytest.approx([1, 1, *[1.5] * 4], rel=1e-3)
+
+
+def test_round_ticks() -> None:
+    assert list(ticks(10, 5)) == [0, 2, 4, 6, 8, 10]
+    assert list(ticks(0.7, 4)) == pytest.approx([0, 0.2, 0.4, 0.6])
+    assert list(ticks(0, 4)) == [0]
+
+
+def test_clipped_names_keep_their_end() -> None:
+    assert clip("transformer.h.11", 10, 200) == "transformer.h.11"
+    assert clip("transformer.h.11", 10, 40) == "\u2026.h.11"
+    assert clip("transformer.h.11", 10, 12) == ""
+
+
+def test_numbers_are_short() -> None:
+    assert [number(x) for x in (1.0, 1.256, -0.001, 0.1)] == ["1", "1.26", "0", "0.1"]
