@@ -11,12 +11,16 @@ script that was started by another launcher, from ``smp.init`` on.
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import socket
+import stat
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,6 +36,8 @@ RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RECORD_MARK = "\x1esmp-failure "
 _SUMMARY_LENGTH = 400  # keeps a record within one atomic write to a pipe
+_LONGEST_READ_SECONDS = 2.0
+_RELAY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,11 @@ def leave(rank: int, summary: str, exit_code: int, blamed_ranks: tuple[int, ...]
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     # One write a line: other ranks write to the same stream.
-    sys.stderr.write(f"smp: rank {rank} ({record.host}) failed: {summary}\n")
+    _say(f"smp: rank {rank} ({record.host}) failed: {summary}\n")
     if os.environ.get(RECORDS_VARIABLE):
-        sys.stderr.write(record.line() + "\n")
-    sys.stderr.flush()
+        _say(record.line() + "\n")
     _tell_torchrun(record)
+    _let_launcher_read()
     os._exit(exit_code)
 
 
@@ -106,7 +112,7 @@ def leave_for_exception(rank: int, error: BaseException) -> NoReturn:
     """Prints the traceback of ``error`` and leaves; see ``leave``."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    traceback.print_exception(error)
+    _say("".join(traceback.format_exception(error)))
     blamed = error.missing_ranks if isinstance(error, CommError) else ()
     summary = "".join(traceback.format_exception_only(error)).strip()
     leave(rank, summary, 130 if isinstance(error, KeyboardInterrupt) else 1, blamed)
@@ -126,7 +132,7 @@ def guarded(rank: Callable[[], int]) -> Iterator[None]:
         if status == 0:
             raise
         if isinstance(stop.code, str):
-            sys.stderr.write(stop.code + "\n")
+            _say(stop.code + "\n")
         leave(rank(), f"sys.exit({stop.code!r})", status)
     except BaseException as error:
         leave_for_exception(rank(), error)
@@ -173,6 +179,10 @@ class FailureHooks:
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
+    def renew(self) -> None:
+        """Puts the exception hook back in front of one that a framework has installed since."""
+        sys.excepthook = self._uncaught
+
     def uninstall(self) -> None:
         """Puts the former hooks back."""
         sys.exit = self._saved_exit
@@ -194,6 +204,33 @@ class FailureHooks:
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
         leave_for_exception(self._rank, error.with_traceback(tb))
+
+
+def _say(text: str) -> None:
+    """Writes to the process's real stderr, whatever ``sys.stderr`` is replaced with."""
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
+def _let_launcher_read() -> None:
+    """Waits, briefly, until the launcher has taken the last words out of the pipes.
+
+    mpirun stops relaying the output of a process that failed, and loses what it has not read yet.
+    """
+    deadline = time.monotonic() + _LONGEST_READ_SECONDS
+    unread = array.array("i", [0])
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                continue
+            while time.monotonic() < deadline:
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                if not unread[0]:
+                    break
+                time.sleep(0.01)
+    time.sleep(_RELAY_SECONDS)
 
 
 def _tell_torchrun(record: FailureRecord) -> None:

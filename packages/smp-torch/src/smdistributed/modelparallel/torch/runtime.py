@@ -112,6 +112,8 @@ def start(
     device = _bind_device(transport)
     if transport.size > 1 and not dist.is_initialized():
         _join_data_plane(communicator, transport, device, timeout_seconds)
+    if hooks is not None:
+        hooks.renew()  # init_process_group installs one that hides ours
     runtime = TorchRuntime(
         config=settings,
         topology=topology,

@@ -198,6 +198,7 @@ class Recorder(TorchFunctionMode):
         self._names = {module: name for model in models for module, name in model.names.items()}
         self._meter = _Meter()
         self._paused = 0
+        self._leaf_depth = 0
         self._stack: list[_Frame] = []
         self._real_inputs: list[torch.Tensor] = []
         self._values: dict[int, Value] = {}
@@ -278,7 +279,7 @@ class Recorder(TorchFunctionMode):
         constant = tensor
         if isinstance(tensor, FakeTensor):
             if tensor.constant is None:
-                if self._leaves is None:
+                if self._leaves is None or self._leaf_depth:
                     return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} appeared that no recorded call "
@@ -306,12 +307,18 @@ class Recorder(TorchFunctionMode):
         if self._paused or func in _UNRECORDED:
             return func(*args, **kwargs)
         if func is torch.Tensor.backward:
+            if self._leaves is None:
+                return None  # costs of forward passes only
             raise UnsupportedError(
                 "with more than one partition, tensor.backward() cannot reach the other "
                 "partitions: call model.backward(tensor) on the DistributedModel instead."
             )
-        if isinstance(func, torch._ops.OpOverload) and self._leaves is not None:
-            if "lift_fresh" not in func.name():
+        if isinstance(func, torch._ops.OpOverload):
+            if (
+                self._leaves is not None
+                and not self._leaf_depth
+                and "lift_fresh" not in func.name()
+            ):
                 raise UnsupportedError(
                     f"{func.name()} was called from {self._where()} past PyTorch's function "
                     "overrides (a scripted or custom function); put that module on one partition."
@@ -357,10 +364,9 @@ class Recorder(TorchFunctionMode):
         grad_enabled, autocast = torch.is_grad_enabled(), self._autocast()
         flops, draws = self._meter.flops, self._meter.random_draws
         try:
-            result = call()
+            with self._inside_leaf() if kind is NodeKind.LEAF else contextlib.nullcontext():
+                result = call()
         except _DATA_DEPENDENT as error:
-            if kind is not NodeKind.CALL:
-                raise
             return self._decide(target, node_args, node_kwargs, where, error)
         outputs = list(tensor_paths(result))
         changed = [
@@ -407,6 +413,22 @@ class Recorder(TorchFunctionMode):
                 self._bind(tensor, node, before[id(tensor)])
         return result
 
+    @contextlib.contextmanager
+    def _inside_leaf(self) -> Iterator[None]:
+        """Records what happens inside a leaf aside, and forgets it.
+
+        A leaf runs for real in every replay; the record serves only to answer questions about data
+        while it runs on fakes.
+        """
+        graph, known, paused = self.graph, self._values, self._paused
+        self.graph, self._values, self._paused = Graph(), dict(known), 0
+        self._leaf_depth += 1
+        try:
+            yield
+        finally:
+            self._leaf_depth -= 1
+            self.graph, self._values, self._paused = graph, known, paused
+
     def _decide(self, function: Any, args: Any, kwargs: Any, where: str, error: Exception) -> Any:
         """Answers a question about data: for real if it concerns step inputs only."""
         values = list(placeholders((args, kwargs), Value))
@@ -424,7 +446,8 @@ class Recorder(TorchFunctionMode):
                 f"{where} makes a tensor whose shape depends on data; compute it before the step "
                 "and pass it in."
             ) from error
-        self.graph.guards.append(Guard(where, function, args, kwargs, answer))
+        if not self._leaf_depth:
+            self.graph.guards.append(Guard(where, function, args, kwargs, answer))
         return answer
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:
@@ -456,9 +479,9 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Stands in for ``module(*args, **kwargs)`` during the run."""
-        if module not in self._names or (self._leaves is not None and self._paused):
+        if module not in self._names:
             return call(module, *args, **kwargs)
-        if self._leaves is not None and module in self._leaves:
+        if self._leaves is not None and module in self._leaves and not self._leaf_depth:
             name = self._leaves[module]
             return self.record(
                 NodeKind.LEAF, module, name, lambda: call(module, *args, **kwargs), args, kwargs

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.simulator import TimedAction
 from smdistributed.modelparallel.torch.pipeline.ir import Value
@@ -266,6 +267,12 @@ class Executor:
             results = self._programs[m][segment.index].run(inputs, *arguments)
         cut_outputs = []
         for value, tensor in zip(segment.outputs, results, strict=True):
+            if tuple(tensor.shape) != value.shape:
+                raise UnsupportedError(
+                    f"{value.node.name} returned a tensor of shape {tuple(tensor.shape)} where the "
+                    f"recording had {value.shape}: its shape depends on data, so it cannot cross "
+                    "to another partition. Put the modules that use it on the same partition."
+                )
             if value in plan.with_gradient:
                 cut_outputs.append((value.index, tensor))
             detached = tensor.detach()
