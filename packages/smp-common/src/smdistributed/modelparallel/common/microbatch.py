@@ -1,0 +1,281 @@
+"""How the arguments of a step function are cut into microbatches.
+
+Tensors are cut along the batch axis of their argument into contiguous parts, also inside lists,
+tuples, dicts and sets; an object with ``smp_slice`` cuts itself; everything else reaches every
+microbatch whole. A batch that does not divide is cut into parts whose sizes differ by at most one,
+the larger ones first, and the weights say what share of the batch each microbatch holds, so that
+weighted means equal those of the whole batch.
+
+Every check is made here, before any communication.
+
+Source: smd_model_parallel_common_api.rst, The Library's Core APIs;
+model-parallel-customize-tips-pitfalls.md, Batch Size and Number of Microbatches.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from smdistributed.modelparallel.common.errors import ConfigError
+
+
+class Tensors(Protocol):
+    """What a framework tells about its tensors."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether ``value`` is a tensor of the framework."""
+
+    def shape(self, value: Any) -> Sequence[int]:
+        """The shape of a tensor."""
+
+    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        """The part of a tensor from ``start``, ``length`` long along ``axis``."""
+
+
+@dataclass(frozen=True)
+class SplitRules:
+    """Which arguments of a function are split, and where; checked when it is decorated.
+
+    Args:
+        signature: signature of the step function, see `signature_of`.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 for all others.
+
+    Raises:
+        ConfigError: a name is no argument of the function, stands in both, or an axis is no int.
+    """
+
+    signature: inspect.Signature
+    non_split_inputs: Iterable[str] = ()
+    input_split_axes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.non_split_inputs, str):
+            raise ConfigError(
+                "non_split_inputs must be a list of argument names: write "
+                f"[{self.non_split_inputs!r}], got {self.non_split_inputs!r}."
+            )
+        object.__setattr__(self, "non_split_inputs", frozenset(self.non_split_inputs))
+        object.__setattr__(self, "input_split_axes", dict(self.input_split_axes))
+        problems = [
+            *self._find_unknown("non_split_inputs", self.non_split_inputs),
+            *self._find_unknown("input_split_axes", self.input_split_axes),
+        ]
+        for name in sorted(set(self.non_split_inputs) & set(self.input_split_axes)):
+            problems.append(
+                f"{name} is both in non_split_inputs and in input_split_axes: keep one of them."
+            )
+        for name, axis in self.input_split_axes.items():
+            if not isinstance(axis, int) or isinstance(axis, bool):
+                problems.append(f"input_split_axes[{name!r}] must be an int, got {axis!r}.")
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def axis(self, *names: str) -> int | None:
+        """Batch axis of an argument, known by any of the names; None when it stays whole."""
+        if not set(names).isdisjoint(self.non_split_inputs):
+            return None
+        return next((self.input_split_axes[n] for n in names if n in self.input_split_axes), 0)
+
+    def _find_unknown(self, option: str, names: Iterable[str]) -> list[str]:
+        parameters = self.signature.parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return []  # any name may be an argument
+        return [
+            f"{option} names {name!r}, which is no argument of the step function: use some of "
+            f"{', '.join(parameters) or 'none, it has no arguments'}."
+            for name in sorted(names)
+            if name not in parameters
+        ]
+
+
+class Microbatches(NamedTuple):
+    """The calls that replace one call of a step function.
+
+    Attributes:
+        calls: positional and keyword arguments of each microbatch.
+        weights: share of the batch that each microbatch holds; their sum is 1.
+    """
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    weights: tuple[float, ...]
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature:
+    """The signature of a function; one that takes anything where Python does not know it."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def bind_arguments(
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> inspect.BoundArguments:
+    """Give each argument of a call the name that the signature has for it.
+
+    Raises:
+        TypeError: the call does not fit the signature.
+    """
+    return signature.bind(*args, **kwargs)
+
+
+def split_sizes(batch: int, microbatches: int) -> list[int]:
+    """Sizes of the microbatches of a batch: they differ by at most one, larger ones first."""
+    size, larger = divmod(batch, microbatches)
+    return [size + 1] * larger + [size] * (microbatches - larger)
+
+
+def split_arguments(
+    tensors: Tensors,
+    rules: SplitRules,
+    microbatches: int,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Microbatches:
+    """Cut the arguments of one call into those of its microbatches.
+
+    Args:
+        tensors: the framework's tensors.
+        rules: of the step function that is called.
+        microbatches: number of microbatches.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Raises:
+        ConfigError: a split tensor lacks its axis, batch sizes differ, or the batch is empty or
+            smaller than ``microbatches``.
+        TypeError: the call does not fit the signature.
+    """
+    bound = bind_arguments(rules.signature, args, kwargs)
+    batch = _find_batch(tensors, rules, bound, microbatches)
+    sizes = split_sizes(batch or microbatches, microbatches)
+    calls = [
+        _replace_parts(tensors, rules, bound, partial(_cut, tensors, sizes, index))
+        for index in range(microbatches)
+    ]
+    return Microbatches(calls, tuple(size / sum(sizes) for size in sizes))
+
+
+def _cut(
+    tensors: Tensors, sizes: Sequence[int], index: int, value: Any, label: str, axis: int
+) -> Any:
+    """The part of one value that belongs to microbatch ``index``."""
+    if not _slices_itself(value):
+        start = sum(sizes[:index])
+        return tensors.narrow(value, _positive(axis, tensors.shape(value)), start, sizes[index])
+    try:
+        return value.smp_slice(len(sizes), index, axis)
+    except Exception as error:
+        error.add_note(f"raised by smp_slice of step argument {label}")
+        raise
+
+
+def _find_batch(
+    tensors: Tensors, rules: SplitRules, bound: inspect.BoundArguments, microbatches: int
+) -> int | None:
+    """The one batch size of all split tensors; None when there is no split tensor."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def measure(value: Any, label: str, axis: int) -> Any:
+        if _slices_itself(value):
+            return value  # only the object knows its size
+        shape = tuple(tensors.shape(value))
+        if not -len(shape) <= axis < len(shape):
+            raise ConfigError(
+                f"step argument {label} of shape {shape} has no axis {axis} to be split along: "
+                "give its batch axis in input_split_axes, or name it in non_split_inputs."
+            )
+        found[label] = (_positive(axis, shape), shape[axis])
+        return value
+
+    _replace_parts(tensors, rules, bound, measure)
+    if not found:
+        return None
+    listed = ", ".join(f"{label} has {size} along axis {a}" for label, (a, size) in found.items())
+    batch = next(iter(found.values()))[1]
+    if any(size != batch for _, size in found.values()):
+        raise ConfigError(
+            f"all split arguments of a step must have the same batch size; got {listed}. Name "
+            "those without a batch axis in non_split_inputs, and other axes than 0 in "
+            "input_split_axes."
+        )
+    if batch < microbatches:
+        kind = "is empty" if batch == 0 else f"is smaller than microbatches ({microbatches})"
+        fix = "drop it" if batch == 0 else f"use at most {batch} microbatches, or drop the batch"
+        raise ConfigError(
+            f"the batch {kind}: {listed}. Fix: {fix}, or name arguments without a batch axis in "
+            "non_split_inputs."
+        )
+    return batch
+
+
+_Part = Callable[[Any, str, int], Any]
+
+
+def _replace_parts(
+    tensors: Tensors, rules: SplitRules, bound: inspect.BoundArguments, part: _Part
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with ``part`` of everything that is split."""
+
+    def replace(value: object, label: str, *names: str) -> object:
+        axis = rules.axis(*names)
+        return value if axis is None else _replace(tensors, value, label, axis, part)
+
+    replaced: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            replaced[name] = {key: replace(item, key, key, name) for key, item in value.items()}
+        else:
+            replaced[name] = replace(value, name, name)
+    result = inspect.BoundArguments(bound.signature, replaced)
+    return result.args, result.kwargs
+
+
+def _replace(tensors: Tensors, value: Any, label: str, axis: int, part: _Part) -> Any:
+    """``value`` with every tensor in it replaced; the object itself when it has none."""
+    if _slices_itself(value) or tensors.is_tensor(value):
+        return part(value, label, axis)
+    if isinstance(value, Mapping):
+        new = {k: _replace(tensors, v, f"{label}[{k!r}]", axis, part) for k, v in value.items()}
+        unchanged = all(new[key] is value[key] for key in new)
+        return value if unchanged else _rebuild_mapping(value, new)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_replace(tensors, v, f"{label}[{i}]", axis, part) for i, v in enumerate(value)]
+        unchanged = all(new is old for new, old in zip(items, value, strict=True))
+        return value if unchanged else _rebuild_collection(value, items)
+    return value
+
+
+def _rebuild_mapping(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
+    if not isinstance(original, MutableMapping):
+        return type(original)(new)  # type: ignore[call-arg]
+    # A copy keeps what the class holds besides its items: a default factory, dataclass fields.
+    clone = copy.copy(original)
+    for key, item in new.items():
+        clone[key] = item
+    return clone
+
+
+def _rebuild_collection(original: Any, items: list[Any]) -> Any:
+    if isinstance(original, list):
+        clone = copy.copy(original)
+        clone[:] = items
+        return clone
+    if hasattr(original, "_make"):  # a named tuple
+        return original._make(items)
+    return type(original)(items)
+
+
+def _slices_itself(value: object) -> bool:
+    # Asked of the class: a model that forwards unknown attributes must not answer for its wrapper.
+    return hasattr(type(value), "smp_slice")
+
+
+def _positive(axis: int, shape: Sequence[int]) -> int:
+    return axis % len(shape)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from smdistributed.modelparallel.common.config_docs import page, table
+from smdistributed.modelparallel.common.config_parameters import Environment, Parameters
+
+
+def _cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_one_row_for_each_parameter() -> None:
+    header, rule, *rows = _cells(table(Parameters))
+    assert len(rows) == len(Parameters.model_fields)
+    assert {len(row) for row in (header, rule, *rows)} == {7}
+    by_name = {row[0].split(",")[0].strip("`"): row for row in rows}
+    assert list(by_name) == list(Parameters.model_fields)
+    assert by_name["pipeline_parallel_degree"][0] == "`pipeline_parallel_degree`, `partitions`"
+    assert by_name["memory_weight"][1:4] == [
+        "a number, at least 0.0, at most 1.0",
+        "0.2 if optimize is speed, else 0.8",
+        "PyTorch",
+    ]
+    assert by_name["contiguous"][1:5] == ["true or false", "`true`", "TensorFlow", "1.1"]
+    assert by_name["pipeline"][1:4] == ["one of interleaved, simple", "`interleaved`", "both"]
+    assert all(all(row) for row in rows)
+
+
+def test_page_has_every_group() -> None:
+    text = page()
+    assert table(Parameters) in text
+    assert table(Environment) in text
+    assert "| `processes_per_host` | an integer, at least 1 | required |" in text
+    assert "| `parameters` | a dictionary | required |" in text
