@@ -60,7 +60,7 @@ _IMPROPER = re.compile(
     r"(?P<how>exiting\s+improperly|calling\s+\"abort\")"
 )
 _CAUSES = {
-    "exiting": "ended without MPI_Finalize while others still communicate",
+    "exiting": "ended without MPI_Finalize while others communicate",
     "calling": "called MPI_Abort",
 }
 
