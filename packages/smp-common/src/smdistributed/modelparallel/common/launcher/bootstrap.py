@@ -1,0 +1,68 @@
+"""What each rank of an smprun job runs: the user's program, with failures reported at once.
+
+``bootstrap script.py args`` and ``bootstrap -m module args`` behave as ``python`` with the same
+words does: ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the program's own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from smdistributed.modelparallel.common import failure
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
+_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def rank() -> int:
+    """Returns the global rank as the launcher put it into the environment; 0 without one."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def run(program: list[str]) -> object:
+    """Runs the program as ``__main__``.
+
+    Returns:
+        What has to live as long as the interpreter: exit handlers and threads of the program may
+        still use its globals.
+    """
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        return runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    sys.argv = program
+    path = os.path.abspath(program[0])
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    # runpy.run_path would put one path into both argv[0] and __file__, and take __main__ away
+    # before the exit handlers run.
+    main_module = ModuleType("__main__")
+    vars(main_module).update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = main_module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main_module))
+    return main_module
+
+
+def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback from the program's first frame on."""
+    while tb is not None and tb.tb_frame.f_code.co_filename in _OWN_FILES:
+        tb = tb.tb_next
+    return tb
+
+
+def main() -> object:
+    """Runs the program that the command line names; see ``run``."""
+    with failure.guarded(rank):
+        try:
+            return run(sys.argv[1:])
+        except (Exception, KeyboardInterrupt) as error:
+            failure.leave_for_exception(
+                rank(), error.with_traceback(without_own_frames(error.__traceback__))
+            )
+
+
+if __name__ == "__main__":
+    kept = main()

@@ -1,0 +1,211 @@
+"""The command line of smprun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from smdistributed.modelparallel.common.config import ConfigWarning
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.common.launcher import dry_run, job, settings
+from smdistributed.modelparallel.common.launcher.command import (
+    Job,
+    build_command,
+    find_mpirun,
+    job_environment,
+)
+from smdistributed.modelparallel.common.launcher.hosts import (
+    LOCAL_HOST,
+    Host,
+    host_of_ranks,
+    parse_host_list,
+    parse_hostfile,
+    place,
+)
+from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions, translate
+
+_USAGE_EXIT_CODE = 2
+_BROKEN_PIPE_EXIT_CODE = 141
+_FLAGS = ("-h", "--help", "--dry-run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``smprun``; returns its exit code.
+
+    The code is 0 when every process ended well, that of the first failing process otherwise
+    (128+n for signal n), 2 when the command line or the configuration is wrong, and 124 after
+    ``--timeout``.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ConfigWarning)
+            warnings.showwarning = _show_warning
+            return _run(sys.argv[1:] if argv is None else list(argv))
+    except SMPError as error:
+        _say(f"error: {error}")
+        return _USAGE_EXIT_CODE
+    except BrokenPipeError:
+        # The reader of our output left. What the interpreter still flushes goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE_EXIT_CODE
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Returns smprun's own options, each joined to its value, and the program with its arguments.
+
+    The program starts at the first word that is no option, or at ``-m``; what follows is its own.
+    """
+    own: list[str] = []
+    words = list(argv)
+    while words and words[0].startswith("-") and words[0] != "-m":
+        option = words.pop(0)
+        joined = "=" in option or option in _FLAGS or (option[1] != "-" and len(option) > 2)
+        if not joined and words:
+            separator = "=" if option.startswith("--") else ""
+            option += separator + words.pop(0)
+        own.append(option)
+    return own, tuple(words)
+
+
+def _run(argv: list[str]) -> int:
+    own, program = split_arguments(argv)
+    parser = _parser()
+    arguments = parser.parse_args(own)
+    _check_program(parser, program)
+
+    file = settings.ConfigFile()
+    if arguments.config:
+        file = settings.read_config_file(arguments.config)
+    options = translate(" ".join([file.custom_mpi_options, *arguments.mpi_args]))
+    hosts = _place(arguments, options, file.processes_per_host)
+    num_ranks = len(host_of_ranks(hosts))
+
+    merged = settings.merge(
+        os.environ, file.parameters, [settings.parse_setting(text) for text in arguments.set]
+    )
+    num_cores = len(os.sched_getaffinity(0))
+    environ, remark = job_environment(
+        settings.launch_environment(os.environ, merged), hosts, options, num_cores
+    )
+    config, doubt = settings.check(arguments.framework, environ, num_ranks, _per_host(hosts))
+    for text in (remark, doubt and f"warning: {doubt}"):
+        if text:
+            _say(text)
+
+    command = build_command(
+        Job(hosts, options, program, environ),
+        find_mpirun(),
+        as_root=os.geteuid() == 0,
+        num_cores=num_cores,
+    )
+    if arguments.dry_run:
+        dry_run.show(hosts, config, merged.sources, command)
+        return 0
+    return job.run(command, environ, host_of_ranks(hosts), arguments.timeout)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="smprun",
+        usage="smprun [options] (script.py | -m module) [arguments]",
+        description="Starts a Python program on several processes, shows their output by rank, "
+        "and ends them all when one fails.",
+        epilog="Options stand before the program; what follows it belongs to the program.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", dest="num_ranks", type=int, metavar="N", help="number of processes, over all hosts")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A:4,B:4", help="hosts, with their processes")
+    where.add_argument("--hostfile", metavar="FILE", help="hosts, one a line: name slots=4")
+    add("--config", metavar="FILE", help="configuration of the library, YAML or JSON")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one parameter of the configuration; beats --config; may be repeated",
+    )
+    add("--framework", choices=("pytorch", "tensorflow"), default="pytorch")
+    add(
+        "--mpi-args",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help="options for mpirun in one word; those of Open MPI 4 are translated",
+    )
+    add("--timeout", type=_seconds, metavar="SECONDS", help="end the job after this time")
+    add("--dry-run", action="store_true", help="show what would run, and start nothing")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0; received {text}")
+    return value
+
+
+def _check_program(parser: argparse.ArgumentParser, program: Sequence[str]) -> None:
+    if not program:
+        parser.error("no program given: end the line with a script, or with -m and a module")
+    if program[0] == "-m":
+        if len(program) == 1:
+            parser.error("-m needs the name of a module")
+    elif not os.path.isfile(program[0]):
+        raise ConfigError(
+            f"the program must be a Python file; there is no file {program[0]} in {os.getcwd()}."
+        )
+
+
+def _place(
+    arguments: argparse.Namespace, options: MpiOptions, processes_per_host: int | None
+) -> tuple[Host, ...]:
+    num_ranks = arguments.num_ranks
+    if num_ranks is None:
+        num_ranks = options.num_ranks
+    elif options.num_ranks not in (None, num_ranks):
+        raise ConfigError(
+            f"-n must agree with the MPI options; received {num_ranks} and {options.num_ranks}: "
+            "leave it out of one of them."
+        )
+    hosts: tuple[Host, ...] = ()
+    if arguments.hostfile:
+        hosts = parse_hostfile(_read(arguments.hostfile), arguments.hostfile)
+    elif listed := arguments.hosts or options.hosts:
+        hosts = parse_host_list(listed)
+    if num_ranks is None and processes_per_host:
+        hosts = tuple(
+            Host(host.name, host.slots or processes_per_host) for host in hosts or _here()
+        )
+    return place(hosts, num_ranks)
+
+
+def _here() -> tuple[Host, ...]:
+    return (Host(LOCAL_HOST),)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the host file must be readable; {path}: {error}") from None
+
+
+def _per_host(hosts: Sequence[Host]) -> int | None:
+    """Returns the number of processes of each host where they agree."""
+    numbers = {host.slots for host in hosts}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"smprun: {text}\n")
+    sys.stderr.flush()
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _say(f"warning: {message}")

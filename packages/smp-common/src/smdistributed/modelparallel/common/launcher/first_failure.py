@@ -1,0 +1,170 @@
+"""Which rank failed first, told from the ranks' own records and from what mpirun says.
+
+A failure spreads: peers of a dead rank fail too, and mpirun ends the survivors with SIGTERM. The
+user wants the origin.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smdistributed.modelparallel.common.failure import FailureRecord
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Banner:
+    """What mpirun said about the process that it saw fail first.
+
+    Attributes:
+        rank: global rank.
+        host: name of its host; empty where mpirun does not name it.
+        signal_number: signal that killed it, or None.
+        exit_code: code that it left with, or None.
+        cause: other words for its end; empty where one of the two numbers says it.
+    """
+
+    rank: int
+    host: str = ""
+    signal_number: int | None = None
+    exit_code: int | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a job ended.
+
+    Attributes:
+        exit_code: smprun's own exit code.
+        line: the last line for the user; empty when all is well.
+        traceback_rank: the rank whose traceback explains it, or None.
+    """
+
+    exit_code: int
+    line: str = ""
+    traceback_rank: int | None = None
+
+
+_SIGNALLED = re.compile(
+    r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+"
+    r"signal (?P<signal>\d+)"
+)
+_EXITED = re.compile(r"Process name: \[\S+,(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)")
+_IMPROPER = re.compile(
+    r"due to process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) "
+    r"(?P<how>exiting\s+improperly|calling\s+\"abort\")"
+)
+_CAUSES = {
+    "exiting": "ended without MPI_Finalize while others communicate",
+    "calling": "called MPI_Abort",
+}
+
+
+def parse_banner(text: str) -> Banner | None:
+    """Returns what a block of mpirun's own output says about a failure, or None."""
+    if match := _SIGNALLED.search(text):
+        return Banner(int(match["rank"]), match["host"], signal_number=int(match["signal"]))
+    if match := _EXITED.search(text):
+        return Banner(int(match["rank"]), exit_code=int(match["code"]))
+    if match := _IMPROPER.search(text):
+        return Banner(int(match["rank"]), match["host"], cause=_CAUSES[match["how"].split()[0]])
+    return None
+
+
+def judge(
+    records: Sequence[FailureRecord],
+    banners: Sequence[Banner],
+    mpirun_code: int,
+    hosts: Sequence[str],
+) -> Verdict:
+    """Returns how a job ended that nobody asked to end.
+
+    A record that blames nobody is the origin, the earliest first; then the process that mpirun
+    names; then whom the earliest record blames. One exception: SIGKILL is never a consequence, so
+    a rank that mpirun saw killed so, without a record, comes before everything (the kernel out of
+    memory is the usual case, and its peers often cannot tell whom they lost).
+
+    Args:
+        records: of all ranks, in any order.
+        banners: what mpirun said, in order.
+        mpirun_code: mpirun's exit code.
+        hosts: host of each rank, as the user named it.
+    """
+    records = sorted(records, key=lambda record: record.time_seconds)
+    origins = [record for record in records if not record.blamed_ranks]
+    # A handler of SIGTERM may leave a record; it is a consequence.
+    own = [record for record in origins if record.exit_code != _TERMINATED] or origins
+    with_record = {record.rank for record in records}
+    seen = [b for b in banners if b.signal_number != signal.SIGTERM] or list(banners)
+    banner = seen[0] if seen else None
+    if banner is not None and banner.rank not in with_record:
+        if banner.signal_number == signal.SIGKILL:
+            return _of_banner(banner, mpirun_code, hosts)
+        if not own or own[0].exit_code == _TERMINATED:
+            return _of_banner(banner, mpirun_code, hosts)
+    if own:
+        return _of_record(own[0])
+    if records:
+        return _of_blame(records[0])
+    if banner is not None:
+        return _of_banner(banner, mpirun_code, hosts)
+    if mpirun_code:
+        return Verdict(_exit_code(mpirun_code), f"mpirun ended with {_ending(mpirun_code)}")
+    return Verdict(0)
+
+
+def signal_name(number: int) -> str:
+    """Returns ``SIGKILL`` for 9; ``signal 99`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _of_record(record: FailureRecord) -> Verdict:
+    return Verdict(
+        record.exit_code,
+        f"rank {record.rank} ({record.host}) failed first: {record.summary} "
+        f"(exit code {record.exit_code})",
+        # Nothing is printed for sys.exit, and an older traceback would mislead.
+        None if record.summary.startswith("sys.exit(") else record.rank,
+    )
+
+
+def _of_blame(record: FailureRecord) -> Verdict:
+    blamed = record.blamed_ranks
+    ranks = f"rank {blamed[0]}" if len(blamed) == 1 else "ranks " + ", ".join(map(str, blamed))
+    return Verdict(
+        record.exit_code,
+        f"{ranks} did not answer: {record.summary} (noticed by rank {record.rank})",
+        record.rank,
+    )
+
+
+def _of_banner(banner: Banner, mpirun_code: int, hosts: Sequence[str]) -> Verdict:
+    host = banner.host or (hosts[banner.rank] if banner.rank < len(hosts) else "unknown host")
+    who = f"rank {banner.rank} ({host})"
+    if banner.signal_number is not None:
+        number = banner.signal_number
+        name = signal_name(number)
+        return Verdict(128 + number, f"{who} was killed by signal {number} ({name})")
+    code = banner.exit_code or _exit_code(mpirun_code) or 1
+    if banner.exit_code is not None:
+        return Verdict(code, f"{who} failed first: exit code {code}")
+    return Verdict(code, f"{who} failed first: {banner.cause} (exit code {code})")
+
+
+def _exit_code(returncode: int) -> int:
+    """Returns the shell's exit code for a ``Popen.returncode``."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _ending(returncode: int) -> str:
+    if returncode < 0:
+        return f"signal {-returncode} ({signal_name(-returncode)})"
+    return f"exit code {returncode}"

@@ -1,0 +1,211 @@
+"""Runs mpirun and sees to it that the job ends: soon after its first failure, and wholly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+from smdistributed.modelparallel.common.launcher import processes
+from smdistributed.modelparallel.common.launcher.first_failure import Verdict, judge, signal_name
+from smdistributed.modelparallel.common.launcher.output import Relay, Screen
+
+TIMEOUT_EXIT_CODE = 124
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: mpirun needs one to three seconds to end the others by itself.
+_GRACE_SECONDS = 4.0
+_TERMINATE_SECONDS = 3.0
+_TICK_SECONDS = 0.1
+_PIECE_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
+
+
+def run(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    hosts: Sequence[str],
+    timeout_seconds: float | None = None,
+) -> int:
+    """Runs a job to its end and returns smprun's exit code.
+
+    Args:
+        command: mpirun's command line.
+        environ: its environment.
+        hosts: host of each rank.
+        timeout_seconds: after which the job is ended; None for no limit.
+    """
+    relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
+    running = _RunningJob(command, environ, relay, timeout_seconds)
+    with running:
+        running.wait()
+    verdict = running.verdict(hosts)
+    if verdict.traceback_rank is not None:
+        relay.repeat_traceback(verdict.traceback_rank)
+    if verdict.line:
+        sys.stderr.write(f"smprun: {verdict.line}\n")
+        sys.stderr.flush()
+    return verdict.exit_code
+
+
+class _RunningJob:
+    """mpirun from its start to the death of the last process below it.
+
+    Used as a context manager: leaving it, on whatever path, kills what is left.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        relay: Relay,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._command = command
+        self._environ = environ
+        self._relay = relay
+        self._timeout_seconds = timeout_seconds
+        self._asked: Verdict | None = None
+        self._signalled = False
+        self._kill_at: float | None = None
+        self._terminate_at: float | None = None
+
+    def __enter__(self) -> _RunningJob:
+        processes.become_reaper()
+        self._strangers = processes.descendants(os.getpid())
+        self._selector = selectors.DefaultSelector()
+        self._handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in _FORWARDED
+            # Ignored signals stay ignored, as under nohup.
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        out, err = _message_pipe(), _message_pipe()
+        self._selector.register(out[0], selectors.EVENT_READ, False)
+        self._selector.register(err[0], selectors.EVENT_READ, True)
+        try:
+            self._mpirun = subprocess.Popen(
+                self._command,
+                env=dict(self._environ),
+                stdout=out[1].fileno(),
+                stderr=err[1].fileno(),
+                start_new_session=True,  # a ctrl-c reaches it through us alone
+                preexec_fn=processes.end_with_parent,
+            )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            out[1].close()
+            err[1].close()
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            processes.kill_descendants(self._strangers)
+        finally:
+            self._close()
+
+    def wait(self) -> None:
+        """Relays output until mpirun has ended and its output is read."""
+        while self._mpirun.poll() is None:
+            self._relay_output(_TICK_SECONDS)
+            self._hurry()
+        # Helpers of mpirun may hold its streams open: read what there is, no longer.
+        while self._relay_output(_TICK_SECONDS):
+            pass
+        self._relay.finish()
+
+    def verdict(self, hosts: Sequence[str]) -> Verdict:
+        """Returns how the job ended."""
+        if self._asked is not None:
+            return self._asked
+        return judge(self._relay.records, self._relay.banners, self._mpirun.returncode, hosts)
+
+    def _relay_output(self, timeout_seconds: float) -> bool:
+        """Passes on what is there, or waits for it; returns whether anything came."""
+        came = False
+        for key, _ in self._selector.select(timeout_seconds):
+            for piece in _pieces(key.fileobj):
+                if piece:
+                    came = True
+                    self._relay.feed(key.data, piece)
+                else:
+                    self._selector.unregister(key.fileobj)
+        if not came:
+            self._relay.idle()
+        return came
+
+    def _hurry(self) -> None:
+        """Ends mpirun when it does not end the job by itself in time."""
+        now = time.monotonic()
+        if self._timeout_seconds is not None and now > self._started + self._timeout_seconds:
+            self._ask_to_end(
+                Verdict(
+                    TIMEOUT_EXIT_CODE,
+                    f"the job did not end within {self._timeout_seconds:g} s and was ended "
+                    f"(exit code {TIMEOUT_EXIT_CODE})",
+                )
+            )
+        if self._relay.records and self._terminate_at is None:
+            self._terminate_at = now + _GRACE_SECONDS
+        if self._terminate_at is not None and now > self._terminate_at:
+            self._end_mpirun()
+        if self._kill_at is not None and now > self._kill_at:
+            # The rest dies when this context is left.
+            self._mpirun.kill()
+
+    def _ask_to_end(self, verdict: Verdict) -> None:
+        """Ends the job for a reason from outside; that is its verdict unless a rank failed."""
+        if self._kill_at is None and not self._relay.records:
+            self._asked = verdict
+        self._end_mpirun()
+
+    def _end_mpirun(self) -> None:
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + _TERMINATE_SECONDS
+            self._mpirun.terminate()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._signalled:
+            self._kill_at = 0.0
+            return
+        self._signalled = True
+        code = 128 + number
+        self._ask_to_end(Verdict(code, f"ended by {signal_name(number)} (exit code {code})"))
+
+    def _close(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+
+def _message_pipe() -> tuple[socket.socket, socket.socket]:
+    """Returns the reading and the writing end of a pipe that keeps single writes apart."""
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    reader.setblocking(False)
+    return reader, writer
+
+
+def _pieces(reader: object) -> Iterator[bytes]:
+    """Yields what can be read without waiting; an empty piece is the end of the stream."""
+    assert isinstance(reader, socket.socket)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            try:
+                piece = reader.recv(_PIECE_BYTES)
+            except ConnectionResetError:
+                piece = b""
+            yield piece
+            if not piece:
+                return

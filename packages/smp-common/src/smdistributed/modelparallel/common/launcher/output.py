@@ -1,0 +1,206 @@
+"""mpirun's output, taken apart by rank and shown line by line.
+
+mpirun writes each piece of a rank's output with a tag before it, in one call of ``write``; what
+has no tag is its own. The sockets between keep the calls apart, so a piece that spans lines, or
+holds half of one, is never taken for another rank's, and nothing that a rank prints is mistaken
+for a tag.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from smdistributed.modelparallel.common.failure import FailureRecord
+from smdistributed.modelparallel.common.launcher.first_failure import Banner, parse_banner
+
+_TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr)>: ")
+_RULE = re.compile(r"-{60,}$")
+#: mpirun's remarks on an end that smprun asked for.
+_NOISE = re.compile(r"Abort is in progress\.\.\.hit ctrl-c again|^$")
+_LINE_END = re.compile(rb"\r?\n|\r(?!\Z)")
+_TAIL_LINES = 400
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+_COLOURS = (36, 32, 33, 35, 34, 31)
+
+
+class LineAssembler:
+    r"""Puts the pieces of one stream together into lines.
+
+    A progress bar returns to the start of its line with ``\r`` instead of ending it. Each such
+    state is passed on, ended by ``\r``.
+    """
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._searched = 0
+        self._redrawn = False
+        self._shown = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        r"""Yields each complete line and its end, ``\n`` or ``\r``."""
+        self._pending += data
+        while match := _LINE_END.search(self._pending, self._searched):
+            line, end = bytes(self._pending[: match.start()]), match.group()[-1:]
+            del self._pending[: match.end()]
+            self._searched = 0
+            self._redrawn = end == b"\r"
+            if end == b"\n" or line not in (b"", self._shown):
+                yield line, end
+            self._shown = b""
+        # A return at the very end may be the first half of "\r\n".
+        self._searched = max(0, len(self._pending) - 1)
+
+    def preview(self) -> bytes:
+        """Returns the present state of a progress bar, once; it stays part of the line."""
+        state = bytes(self._pending).strip(b"\r")
+        if not self._redrawn or state == self._shown:
+            return b""
+        self._shown = state
+        return state
+
+    def rest(self) -> bytes:
+        """Returns what is left after the last line, at the end of the stream."""
+        rest = bytes(self._pending).strip(b"\r\0")
+        self._pending.clear()
+        return rest
+
+
+class Screen:
+    """Writes lines to the user's two streams, prefixed by their rank."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO, num_ranks: int) -> None:
+        self._streams = (out, err)
+        self._terminal = tuple(stream.isatty() for stream in self._streams)
+        self._colour = "NO_COLOR" not in os.environ
+        self._width = len(str(num_ranks - 1))
+        self._over_bar = False
+        self.last_rank: int | None = None
+
+    def show(self, rank: int | None, is_err: bool, line: bytes, end: bytes = b"\n") -> None:
+        """Writes one line at once; ``rank`` None is mpirun or smprun itself."""
+        terminal = self._terminal[is_err]
+        # A bar leaves the cursor on its own line, with its text still there.
+        erase = b"\x1b[K" if terminal and self._over_bar else b""
+        if terminal:
+            self._over_bar = end == b"\r"
+        stream = self._streams[is_err]
+        stream.write(erase + self._prefix(rank, terminal) + line + end)
+        stream.flush()
+        self.last_rank = rank
+
+    def _prefix(self, rank: int | None, terminal: bool) -> bytes:
+        if rank is None:
+            return b""
+        prefix = f"[{rank:>{self._width}}]"
+        if terminal and self._colour:
+            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{prefix}\x1b[0m"
+        return prefix.encode() + b" "
+
+
+class Relay:
+    """Takes what mpirun writes, shows it, and keeps what tells of failures.
+
+    Attributes:
+        records: the failure records of the ranks; not shown.
+        banners: what mpirun says of failures; not shown.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self.records: list[FailureRecord] = []
+        self.banners: list[Banner] = []
+        self._screen = screen
+        self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
+        self._tails: dict[int, deque[str]] = {}
+        self._block: list[str] | None = None
+
+    def feed(self, is_err: bool, data: bytes) -> None:
+        """Takes one piece, as mpirun wrote it to its standard output or error."""
+        match = _TAG.match(data)
+        rank = int(match[1]) if match else None
+        stream = self._streams.setdefault((rank, is_err), LineAssembler())
+        for line, end in stream.feed(data[match.end() :] if match else data):
+            self._line(rank, is_err, line, end)
+
+    def idle(self) -> None:
+        """Shows progress bars as they stand; to be called when nothing came for a while."""
+        for (rank, is_err), stream in self._streams.items():
+            if line := stream.preview():
+                self._screen.show(rank, is_err, line, b"\r")
+
+    def finish(self) -> None:
+        """Shows what is left when the output has ended."""
+        for (rank, is_err), stream in self._streams.items():
+            if line := stream.rest():
+                self._line(rank, is_err, line, b"\n")
+        self._close_block()
+
+    def repeat_traceback(self, rank: int) -> None:
+        """Shows the rank's last traceback again, unless nothing came after it."""
+        if self._screen.last_rank == rank:
+            return
+        for line in last_traceback(self._tails.get(rank, ())):
+            self._screen.show(rank, True, line.encode())
+
+    def _line(self, rank: int | None, is_err: bool, line: bytes, end: bytes) -> None:
+        line = line.rstrip(b"\0")
+        text = line.decode(errors="replace")
+        if rank is None:
+            if is_err:
+                self._own_line(text)
+            else:
+                self._screen.show(None, False, line, end)
+            return
+        if is_err and (record := _record(text)):
+            self.records.append(record)
+            return
+        if is_err and end == b"\n":
+            self._tails.setdefault(rank, deque(maxlen=_TAIL_LINES)).append(text)
+        self._screen.show(rank, is_err, line, end)
+
+    def _own_line(self, text: str) -> None:
+        """Gathers mpirun's messages, which stand between two rules."""
+        if self._block is not None:
+            self._block.append(text)
+            if _RULE.match(text):
+                self._close_block()
+        elif _RULE.match(text):
+            self._block = [text]
+        elif not _NOISE.search(text):
+            self._screen.show(None, True, text.encode())
+
+    def _close_block(self) -> None:
+        if self._block is None:
+            return
+        banner = parse_banner("\n".join(self._block))
+        if banner is not None:
+            self.banners.append(banner)
+        else:
+            for line in self._block:
+                self._screen.show(None, True, line.encode())
+        self._block = None
+
+
+def last_traceback(lines: deque[str] | tuple[str, ...]) -> list[str]:
+    """Returns the last traceback among ``lines`` with those it is chained to, or nothing."""
+    text = list(lines)
+    starts = [index for index, line in enumerate(text) if _TRACEBACK in line]
+    if not starts:
+        syntax = [index for index, line in enumerate(text) if line.startswith('  File "')]
+        return text[syntax[-1] :] if syntax else []
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAIN) for line in text[max(0, start - 3) : start]):
+        start = starts.pop()
+    return text[start:]
+
+
+def _record(text: str) -> FailureRecord | None:
+    try:
+        return FailureRecord.parse(text)
+    except (KeyError, TypeError):
+        # The program printed something that only begins as a record does.
+        return None

@@ -1,0 +1,154 @@
+"""Two hosts, played by two network namespaces of this one; a script stands in for ssh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
+
+LIMIT_SECONDS = 60
+#: mpirun calls it as ssh: a host, then words of shell. Each host has a name of its own.
+AGENT = """#!/bin/sh
+case "$1" in
+  {other}) namespace={namespace} ;;
+  *) echo "unknown host $1" >&2; exit 255 ;;
+esac
+shift
+exec ip netns exec "$namespace" unshare --uts \
+    sh -c 'hostname {namespace}; env -i PATH="$PATH" HOME="$HOME" sh -c "$0"' "$*"
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts; smprun is started on the first."""
+
+    names: tuple[str, str]
+    addresses: tuple[str, str]
+    agent: Path
+
+    def smprun(self, words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+        first, second = self.addresses
+        launcher = ["-m", "smdistributed.modelparallel.common.launcher"]
+        own = ["-n", "4", "--hosts", f"{first}:2,{second}:2"]
+        mpi = ["--mpi-args", f"-mca plm_rsh_agent {self.agent} -mca btl_tcp_if_include {first}/24"]
+        return subprocess.run(
+            ["ip", "netns", "exec", self.names[0], sys.executable, *launcher, *own, *mpi, *words],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2 (ip), to make network namespaces")
+    # Namespaces and links are the machine's: names must not meet those of another run.
+    mark = f"{os.getpid() % 100000}"
+    names = (f"smpa{mark}", f"smpb{mark}")
+    addresses = ("10.231.7.1", "10.231.7.2")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
+        for name, address in zip(names, addresses, strict=True):
+            ip("link", "set", name, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        agent = tmp_path / "agent"
+        agent.write_text(AGENT.format(other=addresses[1], namespace=names[1]))
+        agent.chmod(0o755)
+        yield Hosts(names, addresses, agent)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("value = 5\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, socket, sys, helper\n"
+        "from mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "local = os.environ['OMPI_COMM_WORLD_LOCAL_RANK']\n"
+        "total = world.allreduce(world.rank)\n"
+        "print(socket.gethostname(), local, total, os.environ['SM_HP_MP_PARAMETERS'],\n"
+        "      os.environ['SMP_X'], sys.argv[1:])\n"
+    )
+    words = ["--set", "ddp=True", "--mpi-args", "-x SMP_X=1", str(script), "a b"]
+    done = hosts.smprun(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    here, there = os.uname().nodename, hosts.names[1]
+    rest = "6 {\"ddp\": true} 1 ['a b']"
+    assert sorted(done.stdout.splitlines()) == [
+        f"[0] {here} 0 {rest}",
+        f"[1] {here} 1 {rest}",
+        f"[2] {there} 0 {rest}",
+        f"[3] {there} 1 {rest}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "cause"),
+    [
+        ("raise ValueError('boom')", 1, "failed first: ValueError: boom (exit code 1)"),
+        ("sys.exit(7)", 7, "failed first: sys.exit(7) (exit code 7)"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_failure_on_the_other_host_ends_everything(
+    hosts: Hosts, tmp_path: Path, end: str, code: int, cause: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        f"open(f'{tmp_path}/pid.{{os.getpid()}}', 'w')\n"
+        "from mpi4py import MPI\n"
+        "MPI.COMM_WORLD.barrier()\n"
+        f"if MPI.COMM_WORLD.rank == 3:\n    {end}\n"
+        "MPI.COMM_WORLD.recv(source=3)\n"
+    )
+    started = time.monotonic()
+    done = hosts.smprun([str(script)], tmp_path)
+    assert done.returncode == code, done.stderr
+    assert time.monotonic() - started < 25
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("smprun: rank 3 (")
+    assert last.endswith(cause)
+    if "raise" in end:
+        assert f'[3]   File "{script}", line 6, in <module>' in done.stderr
+    pids = [path.suffix[1:] for path in tmp_path.glob("pid.*")]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    hosts.agent.write_text("#!/bin/sh\nexit 255\n")
+    done = hosts.smprun([str(script)], tmp_path)
+    assert done.returncode != 0
+    assert hosts.addresses[1] in done.stdout + done.stderr  # mpirun explains
+    assert done.stderr.splitlines()[-1].startswith("smprun: mpirun ended with exit code")

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError, run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+
+
+def rank_and(value: str) -> tuple[int, str]:
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), value
+
+
+def add_up() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)
+
+
+def fail_on_rank_1() -> None:
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+        raise ValueError("boom")
+    time.sleep(60)
+
+
+def pid_and_stop(directory: str) -> None:
+    Path(directory, str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def environment() -> tuple[str | None, str | None]:
+    return os.environ.get("A"), os.environ.get("B")
+
+
+LAUNCHERS = pytest.mark.parametrize("launcher", ["smprun", "mpirun"])
+
+
+@LAUNCHERS
+def test_results_come_back_by_rank(launcher: Launcher) -> None:
+    outcome = run_ranks(2, rank_and, launcher=launcher, timeout=60, args=["x"])
+    assert outcome.results == ((0, "x"), (1, "x"))
+    assert outcome.exit_code == 0
+
+
+def test_ranks_can_talk() -> None:
+    assert run_ranks(3, add_up, timeout=60).results == (3, 3, 3)
+
+
+@LAUNCHERS
+def test_the_first_failing_ranks_traceback_is_raised(launcher: Launcher) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        run_ranks(2, fail_on_rank_1, launcher=launcher, timeout=60)
+    message = str(raised.value)
+    assert "exit code 1: rank 1" in message.splitlines()[0]
+    assert "in fail_on_rank_1" in message
+    assert "ValueError: boom" in message
+    assert raised.value.outcome.exit_code == 1
+
+
+@LAUNCHERS
+def test_no_process_survives_the_time(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError, match="no end within 4 s"):
+        run_ranks(2, pid_and_stop, launcher=launcher, timeout=4, args=[str(tmp_path)])
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_script_and_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("import sys; print(sys.argv[1:])\n")
+    outcome = run_ranks(1, script, launcher="python", timeout=60, args=["a", 1])
+    assert outcome.stdout == "['a', '1']\n"
+    assert outcome.results == (None,)
+
+
+def test_variables_are_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("B", "1")
+    outcome = run_ranks(1, environment, launcher="python", timeout=60, env={"A": "2", "B": None})
+    assert outcome.results == (("2", None),)
+
+
+def test_torchrun() -> None:
+    pytest.importorskip("torch")
+    outcome = run_ranks(2, environment, launcher="torchrun", timeout=100, env={"A": "3"})
+    assert outcome.results == (("3", None), ("3", None))
+
+
+def test_python_starts_one_process() -> None:
+    with pytest.raises(ValueError, match="starts one process"):
+        run_ranks(2, environment, launcher="python", timeout=60)
+
+
+def test_a_body_must_be_found_again() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        run_ranks(1, lambda: sys.exit(), timeout=60)

