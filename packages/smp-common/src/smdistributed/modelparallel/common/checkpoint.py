@@ -1,0 +1,280 @@
+"""Crash-safe checkpoints that all ranks save and resume together; no tensor I/O.
+
+The ranks write their files aside, then one of them commits the checkpoint (see
+`checkpoint_store`), and every step ends with an exchange: when one rank fails, all ranks raise the
+same error and nothing is committed. A process that dies is noticed by the exchange itself.
+
+All ranks must see one directory: one host, or storage that the hosts share. Only a full
+checkpoint, which one rank writes, may lie on that rank's host alone. One job at a time may save in
+a directory.
+
+Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading;
+model-parallel-extended-features-pytorch-checkpoint.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smdistributed.modelparallel.common.checkpoint_store import (
+    FULL_FILES,
+    MANIFEST,
+    Checkpoint,
+    CheckpointStore,
+    Tag,
+)
+from smdistributed.modelparallel.common.durable_files import (
+    FileRecord,
+    Writer,
+    flush_directory,
+    write_and_flush,
+)
+from smdistributed.modelparallel.common.errors import CheckpointError
+
+
+class _Request(NamedTuple):
+    """What a rank asks for when it enters a save."""
+
+    tag: str
+    is_partial: bool
+    keep: int | None
+    names: list[str]
+
+
+class _Reply(NamedTuple):
+    """What a rank tells the others after its part of a step."""
+
+    rank: int
+    host: str
+    failure: str | None
+    result: Any
+
+
+class CheckpointDirectory:
+    """Checkpoints below one path, saved and resolved by all participating ranks together.
+
+    Args:
+        path: the directory; the first save makes it.
+        rank: global rank of this process, for messages.
+        gather: all-gathers a picklable object over the participating ranks, in one order on all
+            of them. An error on one rank is told through it, so no rank waits for one that failed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int,
+        gather: Callable[[Any], Sequence[Any]],
+    ) -> None:
+        self._store = CheckpointStore(path)
+        self.path = self._store.path
+        self._rank = rank
+        self._gather = gather
+
+    def write_partial(
+        self, tag: str | int, files: Mapping[str, Writer], *, keep: int | None = None
+    ) -> None:
+        """Save a partial checkpoint, to which each rank adds its files; it becomes the newest.
+
+        Collective: all participating ranks. Returns when everything is on disk.
+
+        Args:
+            tag: the same on all ranks; an earlier partial checkpoint of this tag is replaced.
+            files: the files of this rank, which may be none; each function writes one.
+            keep: remove the oldest partial checkpoints that exceed this number, after the commit.
+
+        Raises:
+            TypeError, ValueError: on the ranks whose own arguments break a rule.
+            CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
+        """
+        self._write(tag, files, is_partial=True, keep=keep)
+
+    def write_full(self, tag: str | int, files: Mapping[str, Writer]) -> None:
+        """Save a full checkpoint, whose files one rank gives; it becomes the newest.
+
+        Collective: all participating ranks. Returns when everything is on disk.
+
+        Args:
+            tag: the same on all ranks; an earlier full checkpoint of this tag is replaced.
+            files: ``model`` (saved as ``<tag>``) and, if there is any, ``user_content`` (saved as
+                ``user_content_<tag>``); empty on all ranks but one.
+
+        Raises:
+            TypeError, ValueError: on the ranks whose own arguments break a rule.
+            CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
+        """
+        self._write(tag, files, is_partial=False, keep=None)
+
+    def newest(self) -> Tag | None:
+        """The checkpoint saved last; None before the first. Local.
+
+        Raises:
+            CheckpointError: the file ``newest`` is damaged.
+        """
+        return self._store.newest()
+
+    def resolve(self, tag: str | int | None = None, *, partial: bool = True) -> Checkpoint:
+        """Find a checkpoint by its tag, or the newest one of its kind.
+
+        Collective: all participating ranks.
+
+        Raises:
+            CheckpointError: on all ranks, when it is missing or damaged on any; lists the tags
+                found. Or the ranks found different ones.
+        """
+        found: list[Checkpoint] = []
+
+        def find() -> tuple[str, int]:
+            found.append(self._store.find(tag, partial=partial))
+            return str(found[0].tag), found[0].sequence
+
+        which = "the newest checkpoint" if tag is None else f"checkpoint {str(tag)!r}"
+        replies = self._everywhere(f"Finding {which} in {self.path}", find)
+        by_result = {reply.result: reply for reply in reversed(replies)}
+        if len(by_result) > 1:
+            listed = ", ".join(
+                f"'{name}' (save {sequence}) on rank {reply.rank} on host {reply.host}"
+                for (name, sequence), reply in by_result.items()
+            )
+            raise CheckpointError(
+                f"All ranks must resume from one checkpoint, found {listed}: put {self.path} on "
+                "storage that all hosts share, and give the same tag on all ranks."
+            )
+        return found[0]
+
+    def _write(
+        self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
+    ) -> None:
+        doing = f"Saving checkpoint {str(tag)!r} in {self.path}"
+        requests = self._everywhere(
+            doing,
+            lambda: _check_request(tag, files, is_partial, keep),
+            unchanged=(TypeError, ValueError),
+        )
+        leader = _agree(requests)
+        leads = self._rank == leader.rank
+        target = Tag(leader.result.tag, is_partial)
+
+        replies = self._everywhere(doing, lambda: self._store.prepare(target) if leads else None)
+        staging = self.path / next(r.result for r in replies if r.rank == leader.rank)
+        try:
+            written = self._everywhere(
+                doing,
+                lambda: (
+                    self._write_files(staging, files, leader.host) if is_partial or leads else {}
+                ),
+            )
+            records = {name: record for r in written for name, record in r.result.items()}
+            self._everywhere(
+                doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
+            )
+        except BaseException:
+            if leads:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+    def _write_files(
+        self, staging: Path, files: Mapping[str, Writer], leader_host: str
+    ) -> dict[str, FileRecord]:
+        if not staging.is_dir():
+            raise CheckpointError(
+                f"{self.path} must be one directory for all ranks, but what was just made there "
+                f"on host {leader_host} is not visible on host {socket.gethostname()}: use a path "
+                "on storage that all hosts share."
+            )
+        records = {name: write_and_flush(staging / name, files[name]) for name in files}
+        flush_directory(staging)
+        return records
+
+    def _everywhere(
+        self,
+        doing: str,
+        action: Callable[[], object],
+        unchanged: tuple[type[Exception], ...] = (),
+    ) -> list[_Reply]:
+        """Run a step on all ranks and share the results; a failure of any is raised on all.
+
+        It is also the barrier between the steps.
+
+        Raises:
+            CheckpointError: the step failed on some rank.
+        """
+        failure: Exception | None = None
+        result: object = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        text = None if failure is None else _describe(failure)
+        replies = list(self._gather(_Reply(self._rank, socket.gethostname(), text, result)))
+        if failure is not None and isinstance(failure, unchanged):
+            raise failure
+        failed = [reply for reply in replies if reply.failure is not None]
+        if failed:
+            causes = "; ".join(f"rank {r.rank} on host {r.host}: {r.failure}" for r in failed[:4])
+            more = f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else ""
+            raise CheckpointError(f"{doing} failed. {causes}{more}") from failure
+        return replies
+
+
+def _check_request(
+    tag: object, files: Mapping[str, Writer], is_partial: bool, keep: object
+) -> _Request:
+    if not isinstance(tag, str | int):
+        raise TypeError(f"A checkpoint tag must be a string or a step number, got {tag!r}.")
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(
+            f"num_kept_partial_checkpoints must be at least 1, or None to keep all, got {keep!r}."
+        )
+    for name in files:
+        if is_partial and (name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name):
+            raise ValueError(
+                f"A checkpoint's file must have a plain name other than {MANIFEST!r}, got {name!r}."
+            )
+    if not is_partial and files and not {"model"} <= set(files) <= set(FULL_FILES):
+        raise ValueError(
+            "A full checkpoint has a file 'model' and may have 'user_content', "
+            f"got {sorted(files)}."
+        )
+    return _Request(Tag(str(tag), is_partial).name, is_partial, keep, list(files))
+
+
+def _agree(replies: Sequence[_Reply]) -> _Reply:
+    """Check what the ranks ask for together; returns the reply of the rank that commits.
+
+    That is the lowest rank, and for a full checkpoint the one that writes it: its host may be the
+    only one that sees the directory.
+    """
+    first = min(replies, key=lambda reply: reply.rank)
+    for reply in replies:
+        for field in ("tag", "is_partial", "keep"):
+            ours, theirs = getattr(first.result, field), getattr(reply.result, field)
+            if ours != theirs:
+                raise CheckpointError(
+                    f"All ranks must save the same checkpoint: {field} is {ours!r} on rank "
+                    f"{first.rank} and {theirs!r} on rank {reply.rank}."
+                )
+    owners: dict[str, int] = {}
+    for reply in replies:
+        for name in reply.result.names:
+            if name in owners:
+                raise CheckpointError(
+                    f"A file of a checkpoint must come from one rank: {name!r} comes from ranks "
+                    f"{owners[name]} and {reply.rank}."
+                )
+            owners[name] = reply.rank
+    if not owners:
+        raise CheckpointError("A checkpoint must have at least one file, but no rank gave one.")
+    if first.result.is_partial:
+        return first
+    return next(reply for reply in replies if reply.rank == owners["model"])
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
