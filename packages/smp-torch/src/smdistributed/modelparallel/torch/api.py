@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.common.config import Config
-from smdistributed.modelparallel.common.errors import NotInitializedError
+from smdistributed.modelparallel.common.errors import NotInitializedError, UnsupportedError
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.torch import step_function
+from smdistributed.modelparallel.torch import checkpoint, step_function
 from smdistributed.modelparallel.torch.model import DistributedModel as BaseModel
 from smdistributed.modelparallel.torch.model import refuse_unsupported
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer as BaseOptimizer
@@ -166,6 +166,139 @@ def set_partition(module: nn.Module, index: int) -> None:
         PartitionError: ``index`` is no partition.
     """
     slot.get().manual_partitions.set(module, index)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int,
+    partial: bool = True,
+    model: BaseModel | None = None,
+    optimizer: BaseOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Saves a checkpoint that a later job can resume from; never leaves half of one.
+
+    Collective: every process; the library picks the writers. On return everything is on disk.
+
+    Args:
+        path: the folder; made if missing.
+        tag: the same on all ranks, normally the step.
+        partial: one file a rank, to continue from; False: the whole model in the file ``tag``.
+        model: the DistributedModel.
+        optimizer: the DistributedOptimizer; a full checkpoint leaves it out.
+        user_content: anything that ``torch.save`` takes; returned on resume.
+        translate_if_full: accepted; no translation exists yet.
+        num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` is not wrapped.
+        CheckpointError: some rank failed to write; nothing was committed.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    checkpoint.save_checkpoint(
+        slot.get(),
+        path,
+        tag,
+        partial=partial,
+        model=model,
+        optimizer=optimizer,
+        user_content=user_content,
+        num_kept_partial_checkpoints=num_kept_partial_checkpoints,
+    )
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+    *,
+    trust_pickle: bool = False,
+) -> Any:
+    """Restores the model and the optimizer of this script from a checkpoint.
+
+    A model that is not partitioned yet gets the partition and the weights in the first call of a
+    step function. Collective: every process.
+
+    Args:
+        path: the folder.
+        tag: which checkpoint; None takes the newest of its kind.
+        partial: the kind of the checkpoint.
+        strict: missing or unexpected names are errors.
+        load_optimizer: restore the optimizer too; a full checkpoint has none.
+        load_sharded_optimizer_state: without effect: optimizer state is not sharded yet.
+        translate_function: must be None: no translation exists yet.
+        trust_pickle: load user content of any class, which can run code from the file.
+
+    Returns:
+        The user content of the checkpoint, or None.
+
+    Raises:
+        CheckpointError: missing, damaged, or saved with other degrees.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    if translate_function is not None:
+        raise UnsupportedError(
+            "translate_function is not supported yet; translate the state first."
+        )
+    return checkpoint.resume_from_checkpoint(
+        slot.get(),
+        path,
+        tag,
+        partial=partial,
+        strict=strict,
+        load_optimizer=load_optimizer,
+        trust_pickle=trust_pickle,
+    )
+
+
+def save(obj: Any, f: str, partial: bool = True, *, v3: bool = False) -> None:
+    """Saves an object as ``torch.save`` does, through a temporary file; one file a rank if partial.
+
+    Local; call it with dp_rank 0 (partial) or rank 0 (not partial).
+
+    Args:
+        obj: what to save.
+        f: file name; a partial file's gets ``_<mp_rank>``, or with ``v3``
+            ``_<pp_rank>_<tp_rank>_<rdp_rank>``.
+        partial: whether each caller writes a file of its own.
+        v3: the longer name.
+
+    Raises:
+        TypeError: ``f`` is no str.
+        FileNotFoundError: its folder does not exist.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    checkpoint.save(slot.get(), obj, f, partial=partial, v3=v3)
+
+
+def load(
+    f: str, map_location: Any = None, *, partial: bool = True, trust_pickle: bool = False
+) -> Any:
+    """Loads what ``smp.save`` or ``torch.save`` wrote.
+
+    Args:
+        f: file name, as it was given to ``smp.save``.
+        map_location: as in ``torch.load``.
+        partial: read this rank's own file.
+        trust_pickle: load objects of any class, which can run code from the file.
+
+    Raises:
+        CheckpointError: there is no file of this rank.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    return checkpoint.load(
+        slot.get(), f, partial=partial, map_location=map_location, trust_pickle=trust_pickle
+    )
 
 
 def get_world_process_group() -> dist.ProcessGroup:

@@ -92,6 +92,7 @@ class DistributedModel(nn.Module):
         self._placement: Placement | None = None
         self._post_partition_hooks: dict[int, Callable[..., Any]] = {}
         self._deferred: list[Callable[[], Any]] = []
+        self._fixed: dict[str, int] = {}
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device)
         self.random_streams: RandomStreams | None = None
         runtime.models.append(weakref.ref(self))
@@ -176,6 +177,42 @@ class DistributedModel(nn.Module):
                 "function."
             )
         return self._placement
+
+    def fix_partition(self, partition: Mapping[str, int]) -> None:
+        """Decides the partition of modules by name, as a checkpoint has it.
+
+        Raises:
+            SMPError: the model is partitioned already, otherwise.
+        """
+        if self._placement is not None and partition != self.partition_by_name():
+            raise SMPError(
+                "the checkpoint has another partition than the model, which is partitioned "
+                "already: resume before the first call of a step function."
+            )
+        self._fixed = dict(partition)
+
+    @property
+    def fixed_partition(self) -> dict[nn.Module, int]:
+        """The modules whose partition a checkpoint decides."""
+        return {
+            module: self._fixed[name]
+            for module, name in self.fakes.names.items()
+            if name in self._fixed
+        }
+
+    def partition_by_name(self) -> dict[str, int]:
+        """Returns the partition of every module of the chosen granularity, by name."""
+        if self._placement is None:
+            return {}
+        assignment = self._placement.assignment
+        return {**assignment.containers, **assignment.units}
+
+    def when_partitioned(self, action: Callable[[], Any]) -> None:
+        """Runs ``action`` now if the model is partitioned, else right after that."""
+        if self.partitioned:
+            action()
+        else:
+            self._deferred.append(action)
 
     def measure(self, profile: Profile) -> None:
         """Takes from a profile what the model needs besides its partition. Called by the step."""
@@ -348,10 +385,8 @@ class DistributedModel(nn.Module):
         state = dict(state_dict)
         is_partial = bool(state.pop(PARTIAL_KEY, False))
         if is_partial and same_partition_load:
-            if not self.partitioned:
-                self._deferred.append(lambda: self._load_local(state, strict))
-                return None
-            return self._load_local(state, strict)
+            self.when_partitioned(lambda: self._load_local(state, strict))
+            return None
         if is_partial:
             parts = self._runtime.communicator.allgather(state, CommGroup.PP_GROUP)
             state = self._merge(parts)

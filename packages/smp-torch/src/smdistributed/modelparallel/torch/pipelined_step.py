@@ -22,6 +22,7 @@ import torch
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.common.report import partition_text
 from smdistributed.modelparallel.common.schedule import Kind, Schedule
 from smdistributed.modelparallel.common.simulator import TimedAction, Timeline, build_schedule
 from smdistributed.modelparallel.torch.model import DistributedModel
@@ -325,6 +326,7 @@ class PipelinedStep:
             pinned = runtime.manual_partitions.of(model.get_module())
             if not config.auto_partition:
                 pinned.setdefault(model.get_module(), config.default_partition)
+            pinned = model.fixed_partition or pinned
             placement = decide(
                 model.fakes,
                 None if config.skip_tracing else costs,
@@ -334,6 +336,8 @@ class PipelinedStep:
             )
             model.measure(costs)
             model.place(placement)
+            if self._pp_rank == 0 and runtime.coordinates.dp_rank == 0:
+                logger.info("%s", partition_text(placement.assignment))
 
     def _plan(self, models: Sequence[DistributedModel], call: Call) -> Plan:
         runtime = self.runtime
