@@ -380,38 +380,43 @@ def test_a_failure_after_the_commit_says_that_the_checkpoint_is_complete(
 # -------------------------------------------------------- order of operations
 
 
-def test_nothing_gets_its_name_before_it_is_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 1)
+@pytest.fixture
+def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The flushes and renames below tmp_path from now on, in their order."""
     events: list[tuple[str, str]] = []
-    fsync, replace, rename = os.fsync, os.replace, os.rename
-
-    def record_fsync(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        events.append(("fsync", shorten(path)))
-        fsync(descriptor)
+    fsync = os.fsync
 
     def shorten(path: Any) -> str:
         short = str(Path(path).relative_to(tmp_path))
-        if short.startswith(".staging-2_partial-"):
+        if short.startswith(".staging-"):
             return "/".join(["staging", *Path(short).parts[1:]])
         return "temporary" if short.endswith(".tmp") else short
 
-    def record_replace(source: Any, target: Any) -> None:
-        events.append(("rename", f"{shorten(source)} -> {shorten(target)}"))
-        replace(source, target)
+    def record_fsync(descriptor: int) -> None:
+        events.append(("fsync", shorten(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
 
-    def record_rename(source: Any, target: Any) -> None:
-        events.append(("rename", f"{shorten(source)} -> {shorten(target)}"))
-        rename(source, target)
+    def record_rename(real: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def rename(source: Any, target: Any) -> None:
+            events.append(("rename", f"{shorten(source)} -> {shorten(target)}"))
+            real(source, target)
+
+        return rename
 
     monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "replace", record_replace)
-    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename(os.replace))
+    monkeypatch.setattr(os, "rename", record_rename(os.rename))
+    return events
+
+
+def test_nothing_gets_its_name_before_it_is_on_disk(
+    tmp_path: Path, operations: list[tuple[str, str]]
+) -> None:
+    save(tmp_path, 1)
+    operations.clear()
     save(tmp_path, 2, keep=1)
 
-    assert events == [
+    assert operations == [
         ("fsync", "staging/model_0_0.pt"),
         ("fsync", "staging"),
         ("fsync", "staging/manifest.json"),
@@ -424,6 +429,28 @@ def test_nothing_gets_its_name_before_it_is_on_disk(
         ("rename", "temporary -> newest"),
         ("fsync", "."),
         ("rename", "1_partial -> .removed-1_partial"),
+    ]
+
+
+def test_a_full_checkpoint_keeps_its_committed_manifest_until_its_files_are_on_disk(
+    tmp_path: Path, operations: list[tuple[str, str]]
+) -> None:
+    alone(tmp_path).write_full("a", {"model": content("x")})
+
+    assert operations == [
+        ("fsync", "staging/model"),
+        ("fsync", "staging"),
+        ("fsync", "staging/manifest.json"),
+        ("fsync", "staging"),
+        ("rename", "staging -> .committed-a"),
+        ("fsync", "."),
+        ("rename", ".committed-a/model -> a"),
+        ("fsync", "."),
+        ("rename", ".committed-a/manifest.json -> .manifest_a.json"),
+        ("fsync", "."),
+        ("fsync", "temporary"),
+        ("rename", "temporary -> newest"),
+        ("fsync", "."),
     ]
 
 
