@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def test_a_progress_bar_moves_while_it_runs(run: Runner) -> None:
     """)
     process = run.start("-n", "1", script)
     assert process.stdout is not None
+    assert select.select([process.stdout], [], [], LIMIT_SECONDS)[0], "nothing was shown"
     assert os.read(process.stdout.fileno(), 100) == b"[0] step 0\r"
     (run.directory / "seen").touch()
     assert run.finish(process).out == "[0] step 1\n"
