@@ -1,5 +1,6 @@
 """The failure matrix: whatever ends one rank ends the job, soon, with a cause on the screen."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -64,9 +65,7 @@ def test_all_other_ranks_end(failure: str, launcher: str, plane: str, tmp_path: 
         hangs = failure in ("stop", "deadlock")
         limit = event + (TIMEOUT_SECONDS if hangs else 0) + BOUND_SECONDS
         culprits = {1} if failure != "deadlock" else set()
-        others = [
-            int((tmp_path / f"pid{rank}").read_text()) for rank in {0, 1, 2} - culprits
-        ]
+        others = [int((tmp_path / f"pid{rank}").read_text()) for rank in {0, 1, 2} - culprits]
         while any(is_running(pid) for pid in others) and time.time() < limit:
             time.sleep(0.05)
         ended = time.time() - event
@@ -107,8 +106,6 @@ def wait_for_event(notes: Path, job: subprocess.Popen[bytes]) -> float:
 
 def end(job: subprocess.Popen[bytes], notes: Path) -> None:
     for pid in [job.pid, *(int(path.read_text()) for path in notes.glob("pid*"))]:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     job.wait()

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.errors import CommError
 
@@ -38,6 +38,7 @@ _RECORD_MARK = "\x1esmp-failure "
 _SUMMARY_LENGTH = 400  # keeps a record within one atomic write to a pipe
 _LONGEST_READ_SECONDS = 2.0
 _RELAY_SECONDS = 0.2
+_CONSEQUENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,9 @@ class FailureRecord:
             return None
         try:
             fields = json.loads(text)
-        except ValueError:
-            return None
-        fields["blamed_ranks"] = tuple(fields["blamed_ranks"])
-        return FailureRecord(**fields)
+            return FailureRecord(**{**fields, "blamed_ranks": tuple(fields["blamed_ranks"])})
+        except (ValueError, TypeError, KeyError):
+            return None  # a line of the program that looks like one of ours
 
 
 def exit_status(code: object) -> int:
@@ -87,18 +87,29 @@ def exit_status(code: object) -> int:
     return 1
 
 
-def leave(rank: int, summary: str, exit_code: int, blamed_ranks: tuple[int, ...] = ()) -> NoReturn:
-    """Prints the last line, hands the cause to the launcher, and ends the process at once.
+def leave(
+    rank: int,
+    summary: str,
+    exit_code: int,
+    blamed_ranks: tuple[int, ...] = (),
+    details: str = "",
+) -> NoReturn:
+    """Prints details and a last line, tells the launcher the cause, and ends the process at once.
 
     Nothing after this runs: no ``finally``, no ``atexit``, no destructor; they could wait for
-    peers. Output is flushed.
+    peers. Output is flushed. A process that fails because of others first gives the launcher a
+    moment to end it, so that their words, not its own, are the last on the screen.
     """
+    if blamed_ranks:
+        time.sleep(_CONSEQUENCE_SECONDS)
     summary = " ".join(summary.split())[:_SUMMARY_LENGTH]
     record = FailureRecord(
         rank, socket.gethostname(), exit_code, summary, blamed_ranks, time.time()
     )
     with contextlib.suppress(Exception):
         sys.stdout.flush()
+    if details:
+        _say(details)
     # One write a line: other ranks write to the same stream.
     _say(f"smp: rank {rank} ({record.host}) failed: {summary}\n")
     if os.environ.get(RECORDS_VARIABLE):
@@ -110,12 +121,10 @@ def leave(rank: int, summary: str, exit_code: int, blamed_ranks: tuple[int, ...]
 
 def leave_for_exception(rank: int, error: BaseException) -> NoReturn:
     """Prints the traceback of ``error`` and leaves; see ``leave``."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    _say("".join(traceback.format_exception(error)))
     blamed = error.missing_ranks if isinstance(error, CommError) else ()
     summary = "".join(traceback.format_exception_only(error)).strip()
-    leave(rank, summary, 130 if isinstance(error, KeyboardInterrupt) else 1, blamed)
+    words = "".join(traceback.format_exception(error))
+    leave(rank, summary, 130 if isinstance(error, KeyboardInterrupt) else 1, blamed, words)
 
 
 @contextlib.contextmanager
@@ -131,9 +140,8 @@ def guarded(rank: Callable[[], int]) -> Iterator[None]:
         status = exit_status(stop.code)
         if status == 0:
             raise
-        if isinstance(stop.code, str):
-            _say(stop.code + "\n")
-        leave(rank(), f"sys.exit({stop.code!r})", status)
+        words = stop.code + "\n" if isinstance(stop.code, str) else ""
+        leave(rank(), f"sys.exit({stop.code!r})", status, details=words)
     except BaseException as error:
         leave_for_exception(rank(), error)
 
@@ -150,8 +158,8 @@ class _Exit(SystemExit):
         self._exit_code = code
         self._on_exit = on_exit
 
-    @property  # type: ignore[override]
-    def code(self) -> object:
+    @property
+    def code(self) -> Any:  # type: ignore[override]
         try:
             sys._getframe(1)
         except ValueError:
@@ -175,13 +183,19 @@ class FailureHooks:
 
     def install(self) -> None:
         """Replaces the process's exit and exception hooks."""
-        sys.exit = self._exit  # type: ignore[assignment]
+        sys.exit = self._exit
         sys.excepthook = self._uncaught
         atexit.register(self._at_exit)
 
     def renew(self) -> None:
-        """Puts the exception hook back in front of one that a framework has installed since."""
+        """Puts the hooks back in front of those that were installed since.
+
+        At exit, later handlers run first: those that leave the job orderly must not run before it
+        is known whether this process failed.
+        """
         sys.excepthook = self._uncaught
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
 
     def uninstall(self) -> None:
         """Puts the former hooks back."""

@@ -363,7 +363,7 @@ class DistributedModel(nn.Module):
         merged = {name: value for part in parts for name, value in part.items()}
         return {name: merged[name] for name in self.get_module().state_dict() if name in merged}
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
         strict: bool = True,
@@ -451,9 +451,8 @@ class DistributedModel(nn.Module):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, group=group)
             flat /= size
-            for tensor, part in zip(
-                tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-            ):
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
 

@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         return any(id(parameter) in own for parameter in model.parameters())
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the gradients that the step function left; call it outside the step function.
 
         Raises:
@@ -95,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state[PARTIAL_KEY] = self._runtime.topology.pp_size > 1
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what ``local_state_dict`` returned on the same rank under the same partition.
 
         Raises:
@@ -119,7 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     )
         self.optimizer.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Returns the state of the optimizer over all partitions.
 
         Collective: every rank of the PP_GROUP.

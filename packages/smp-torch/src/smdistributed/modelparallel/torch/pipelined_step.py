@@ -13,7 +13,7 @@ What a call does, on every rank of a pipeline:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from smdistributed.modelparallel.torch.pipeline.ir import Value
 from smdistributed.modelparallel.torch.pipeline.links import Links
 from smdistributed.modelparallel.torch.pipeline.program import Program
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
-from smdistributed.modelparallel.torch.pipeline.structure import fill, map_tensors
+from smdistributed.modelparallel.torch.pipeline.structure import fill, map_tensors, tensors_in
 from smdistributed.modelparallel.torch.placement import decide
 from smdistributed.modelparallel.torch.random_streams import draw_step_seed
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
@@ -150,8 +150,7 @@ class PipelinedStep:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
         runtime = self.runtime
-        tensors: list[torch.Tensor] = []
-        map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+        tensors = tensors_in((args, kwargs))
         header = self._agree(tensors, args, kwargs)
         recording = self._recordings.get(header.key)
         everything = set(range(len(tensors)))
@@ -162,7 +161,7 @@ class PipelinedStep:
         if recording is None:
             recording = self._record(calls)
             self._recordings[header.key] = recording
-        inputs = [_tensors_in(call) for call in calls]
+        inputs = [tensors_in(call) for call in calls]
         self._check_guards(recording, inputs)
         results, timed = self._execute(recording, inputs, weights, header.seed)
         self._last = (recording, timed)
@@ -274,7 +273,7 @@ class PipelinedStep:
         kinds: dict[tuple[TensorKind, ...], Plan] = {}
         plans = []
         for call in calls:
-            kind = tuple(TensorKind.of(tensor) for tensor in _tensors_in(call))
+            kind = tuple(TensorKind.of(tensor) for tensor in tensors_in(call))
             if kind not in kinds:
                 kinds[kind] = self._plan(models, call)
             plans.append(kinds[kind])
@@ -464,10 +463,7 @@ class PipelinedStep:
             else:
                 for m, each in enumerate(values):
                     self._share(owner, [each], [found[m]])
-        return [
-            fill(plan.graph.result, Value, lambda value, m=m: found[m][value.index])
-            for m, plan in enumerate(plans)
-        ]
+        return [_filled(plan, values) for plan, values in zip(plans, found, strict=True)]
 
     def _share(
         self, owner: int, values: Sequence[Value], found: Sequence[dict[int, torch.Tensor]]
@@ -501,10 +497,8 @@ class _Stepping:
         self._step._recorder = None
 
 
-def _tensors_in(call: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(call, lambda tensor: found.append(tensor) or tensor)
-    return found
+def _filled(plan: Plan, values: Mapping[int, torch.Tensor]) -> Any:
+    return fill(plan.graph.result, Value, lambda value: values[value.index])
 
 
 def _constants(obj: Any) -> list[object]:

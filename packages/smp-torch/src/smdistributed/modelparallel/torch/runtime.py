@@ -27,6 +27,7 @@ from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.common.transport import (
     SingleProcessTransport,
     Transport,
@@ -112,8 +113,6 @@ def start(
     device = _bind_device(transport)
     if transport.size > 1 and not dist.is_initialized():
         _join_data_plane(communicator, transport, device, timeout_seconds)
-    if hooks is not None:
-        hooks.renew()  # init_process_group installs one that hides ours
     runtime = TorchRuntime(
         config=settings,
         topology=topology,
@@ -126,6 +125,8 @@ def start(
     )
     slot.fill(runtime)
     atexit.register(runtime.close)
+    if hooks is not None:
+        hooks.renew()  # init_process_group has put an exception hook in front of ours
 
 
 def _join(timeout_seconds: float) -> Transport:
@@ -188,16 +189,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _process_groups(
-    topology: configuration.Topology, transport: Transport
-) -> dict[CommGroup, dist.ProcessGroup]:
+def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup, dist.ProcessGroup]:
     """Builds torch's groups of every kind, in one order on all ranks, and keeps the own ones."""
     if transport.size == 1:
         return {}
     own: dict[CommGroup, dist.ProcessGroup] = {}
-    built: dict[tuple[int, ...], dist.ProcessGroup] = {
-        tuple(range(transport.size)): dist.group.WORLD
-    }
+    world = dist.group.WORLD
+    assert world is not None
+    built = {tuple(range(transport.size)): world}
     for kind in CommGroup:
         for members in topology.groups(kind):
             if members not in built:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from smdistributed.modelparallel.torch.pipeline.structure import take_apart
@@ -28,7 +28,7 @@ def combine(results: Sequence[Any], detach: bool, place: str = "the result") -> 
     first = results[0]
     if isinstance(first, torch.Tensor):
         return StepOutput([each.detach() if detach else each for each in results])
-    if isinstance(first, numbers.Number) and not isinstance(first, bool):
+    if isinstance(first, int | float | complex | np.number) and not isinstance(first, bool):
         return list(results)
     below: Callable[[Any, list[Any]], Any] = lambda key, items: combine(  # noqa: E731
         items, detach, f"{place}[{key!r}]"

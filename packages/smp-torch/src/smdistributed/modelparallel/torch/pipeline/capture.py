@@ -41,6 +41,7 @@ from smdistributed.modelparallel.torch.pipeline.structure import (
     placeholders,
     template,
     tensor_paths,
+    tensors_in,
 )
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -52,7 +53,7 @@ _UNRECORDED = {
     torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
@@ -148,11 +149,11 @@ def capture(
     return recorder.graph
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what reaches the dispatcher: operations, bytes, random draws."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.bytes = 0
         self.random_draws = 0
@@ -314,13 +315,9 @@ class Recorder(TorchFunctionMode):
                 "partitions: call model.backward(tensor) on the DistributedModel instead."
             )
         if isinstance(func, torch._ops.OpOverload):
-            if (
-                self._leaves is not None
-                and not self._leaf_depth
-                and "lift_fresh" not in func.name()
-            ):
+            if self._leaves is not None and not self._leaf_depth and "lift_fresh" not in str(func):
                 raise UnsupportedError(
-                    f"{func.name()} was called from {self._where()} past PyTorch's function "
+                    f"{func} was called from {self._where()} past PyTorch's function "
                     "overrides (a scripted or custom function); put that module on one partition."
                 )
             return func(*args, **kwargs)
@@ -358,8 +355,7 @@ class Recorder(TorchFunctionMode):
         node_args = self.template(tuple(args), where)
         node_kwargs = self.template(dict(kwargs), where)
         inputs = list(placeholders((node_args, node_kwargs), Value))
-        tensors: list[torch.Tensor] = []
-        map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
+        tensors = tensors_in((args, kwargs))
         versions = [_version(tensor) for tensor in tensors]
         grad_enabled, autocast = torch.is_grad_enabled(), self._autocast()
         flops, draws = self._meter.flops, self._meter.random_draws
@@ -577,8 +573,8 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         for module in model.names
         if module._compiled_call_impl is not None
     }
-    nn.Module.__call__ = call_module  # type: ignore[method-assign,assignment]
-    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment]
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,method-assign]
     for module in compiled:
         module._compiled_call_impl = None
     try:
@@ -586,7 +582,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         for module, implementation in compiled.items():
             module._compiled_call_impl = implementation
 

@@ -63,8 +63,10 @@ class FakeModel:
         real = {}
         for (module, slot), fake in self.slots.items():
             tensors = _tensors_of(module, slot)
-            real[module, slot] = tensors[slot]
-            fake.requires_grad_(real[module, slot].requires_grad)
+            tensor = tensors[slot]
+            assert tensor is not None
+            real[module, slot] = tensor
+            fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
         self.rebound: list[Slot] = []
         try:

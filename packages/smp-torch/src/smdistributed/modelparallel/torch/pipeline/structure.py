@@ -110,6 +110,18 @@ def map_tensors(obj: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return parts.build(mapped)
 
 
+def tensors_in(obj: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a structure, in the order in which ``map_tensors`` visits them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(obj, note)
+    return found
+
+
 def template(obj: Any, placeholder: Callable[[torch.Tensor], Any], where: str) -> Any:
     """Returns ``obj`` as plain data, each tensor replaced by its placeholder.
 
