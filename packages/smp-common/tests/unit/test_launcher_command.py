@@ -73,18 +73,34 @@ def test_exports() -> None:
     }
 
 
-def test_threads_are_one_when_cores_are_short() -> None:
-    environ, remark = job_environment({}, TWO_HOSTS, MpiOptions(), num_cores=1)
-    assert environ["OMP_NUM_THREADS"] == "1"
-    assert remark == "2 processes on 1 cores: OMP_NUM_THREADS=1"
+@pytest.mark.parametrize(("num_cores", "threads"), [(1, "1"), (2, "1"), (9, "4")])
+def test_processes_share_out_the_cores(num_cores: int, threads: str) -> None:
+    environ, remark = job_environment(
+        {}, TWO_HOSTS, MpiOptions(), num_cores=num_cores, is_terminal=True
+    )
+    assert environ["OMP_NUM_THREADS"] == threads
+    assert remark == f"2 processes on {num_cores} cores: OMP_NUM_THREADS={threads}"
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_terminal", "expected"),
+    [({}, True, None), ({}, False, "0"), ({"TTY_COMPATIBLE": "1"}, False, "1")],
+)
+def test_ranks_learn_whether_their_output_ends_on_a_terminal(
+    environ: dict[str, str], is_terminal: bool, expected: str | None
+) -> None:
+    result, _ = job_environment(environ, TWO_HOSTS, MpiOptions(), 2, is_terminal=is_terminal)
+    assert result.get("TTY_COMPATIBLE") == expected
 
 
 @pytest.mark.parametrize(
     ("environ", "options", "num_cores"),
-    [({}, "", 2), ({"OMP_NUM_THREADS": "4"}, "", 1), ({}, "-x OMP_NUM_THREADS=4", 1)],
+    [({"OMP_NUM_THREADS": "4"}, "", 1), ({}, "-x OMP_NUM_THREADS=4", 1)],
 )
 def test_threads_are_left_alone(environ: dict[str, str], options: str, num_cores: int) -> None:
-    result, remark = job_environment(environ, TWO_HOSTS, translate(options), num_cores)
+    result, remark = job_environment(
+        environ, TWO_HOSTS, translate(options), num_cores, is_terminal=True
+    )
     assert remark is None
     assert result.get("OMP_NUM_THREADS") == environ.get("OMP_NUM_THREADS")
     assert result["SMP_FAILURE_RECORDS"] == "1"

@@ -89,7 +89,11 @@ def _run(argv: list[str]) -> int:
     )
     num_cores = len(os.sched_getaffinity(0))
     environ, remark = job_environment(
-        settings.launch_environment(os.environ, merged), hosts, options, num_cores
+        settings.launch_environment(os.environ, merged),
+        hosts,
+        options,
+        num_cores,
+        is_terminal=sys.stdout.isatty(),
     )
     config, doubt = settings.check(arguments.framework, environ, num_ranks, _per_host(hosts))
     for text in (remark, doubt and f"warning: {doubt}"):

@@ -17,8 +17,14 @@ from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
 
 #: Variables that other hosts need too; mpirun passes a host's own environment on by itself.
-EXPORTED = ("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH", "OMP_NUM_THREADS")
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
+#: Rich's: whether control sequences of a terminal are understood.
+_TERMINAL_VARIABLE = "TTY_COMPATIBLE"
+EXPORTED = (
+    *("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH"),
+    _THREADS_VARIABLE,
+    _TERMINAL_VARIABLE,
+)
 _BOOTSTRAP = "smdistributed.modelparallel.common.launcher.bootstrap"
 
 
@@ -65,20 +71,36 @@ def find_mpirun() -> str:
 
 
 def job_environment(
-    environ: Mapping[str, str], hosts: Sequence[Host], options: MpiOptions, num_cores: int
+    environ: Mapping[str, str],
+    hosts: Sequence[Host],
+    options: MpiOptions,
+    num_cores: int,
+    *,
+    is_terminal: bool,
 ) -> tuple[dict[str, str], str | None]:
     """Returns the environment of the job and a remark for the user, or None.
 
-    Threads of many processes on few cores hold each other up, so each gets one unless the user
-    chose a number.
+    Every process would start a thread a core, and they would hold each other up, so the cores are
+    shared out among the processes unless the user chose a number.
+
+    Args:
+        environ: smprun's own environment.
+        hosts: with their slots.
+        options: of mpirun.
+        num_cores: cores of this host.
+        is_terminal: whether what the ranks print ends on a terminal. They cannot tell: mpirun
+            gives each one a terminal of its own.
     """
     environment = {**environ, RECORDS_VARIABLE: "1"}
+    if not is_terminal:
+        environment.setdefault(_TERMINAL_VARIABLE, "0")
     most = max(host.slots or 0 for host in hosts)
     chosen = _THREADS_VARIABLE in environ or _THREADS_VARIABLE in options.exports
-    if chosen or most <= num_cores:
+    if chosen or most <= 1:
         return environment, None
-    environment[_THREADS_VARIABLE] = "1"
-    return environment, f"{most} processes on {num_cores} cores: {_THREADS_VARIABLE}=1"
+    threads = max(1, num_cores // most)
+    environment[_THREADS_VARIABLE] = str(threads)
+    return environment, f"{most} processes on {num_cores} cores: {_THREADS_VARIABLE}={threads}"
 
 
 def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:

@@ -1,0 +1,91 @@
+"""The language model example: the same losses with any number of processes, and after a resume."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
+
+SCRIPT = Path(__file__).parents[1] / "torch" / "train_lm.py"
+SMALL = [
+    *("--width", "48", "--layers", "4", "--heads", "4", "--context", "32", "--batch", "8"),
+    *("--microbatches", "4", "--dropout", "0.1", "--validation-batches", "1"),
+    *("--save-every", "3"),
+]
+
+
+def train(folder: Path, num_processes: int, *options: str) -> str:
+    """Runs the example and returns what it printed."""
+    command = [sys.executable, str(SCRIPT)]
+    if num_processes > 1:
+        launcher = "smdistributed.modelparallel.common.launcher"
+        command = [sys.executable, "-m", launcher, "-n", str(num_processes), str(SCRIPT)]
+    done = subprocess.run(
+        [*command, *SMALL, "--folder", str(folder), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Returns the training losses, by step, that were written for TensorBoard."""
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {event.step: event.value for event in board.Scalars("loss/train")}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("alone")
+    train(folder, 1, "--steps", "6")
+    return losses(folder)
+
+
+def test_two_partitions_give_the_losses_of_one_process(
+    alone: dict[int, float], tmp_path: Path
+) -> None:
+    printed = train(tmp_path, 2, "--steps", "6")
+    assert sorted(alone) == [1, 2, 3, 4, 5, 6]
+    assert losses(tmp_path) == pytest.approx(alone, abs=1e-6, rel=0)
+    assert alone[6] < alone[1]
+    assert "Partition assignments:" in printed
+    assert "bits per byte; zlib needs" in printed
+    for picture in ("partition.svg", "timeline.svg"):
+        assert (tmp_path / picture).read_text().startswith("<svg")
+
+
+def test_interrupted_training_goes_on_with_the_same_losses(
+    alone: dict[int, float], tmp_path: Path
+) -> None:
+    train(tmp_path, 2, "--steps", "3")
+    printed = train(tmp_path, 2, "--steps", "6")
+    assert "resumed at step 3" in printed
+    straight = tmp_path / "straight"
+    train(straight, 2, "--steps", "6")
+    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path) == pytest.approx(alone, abs=1e-6, rel=0)
+
+
+def test_replicas_share_the_batch(alone: dict[int, float], tmp_path: Path) -> None:
+    # Each replica has half of every mini-batch, so only runs without dropout are comparable.
+    train(tmp_path / "one", 1, "--steps", "4", "--dropout", "0")
+    train(tmp_path / "four", 4, "--steps", "4", "--dropout", "0")
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-5, rel=0)
+
+
+def test_hugging_face_architecture(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = ("--steps", "4", "--hugging-face", "llama", "--dropout", "0")
+    train(tmp_path / "one", 1, *options)
+    train(tmp_path / "two", 2, *options)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-6, rel=0)
