@@ -140,11 +140,11 @@ def tests(session: nox.Session) -> None:
     install_packages(session, *PACKAGES)
     check_types(session)
     check_imports(session)
-    check_docs(session)
-    check_builds(session)
+    check_units(session, *PACKAGES)
     if having("multiproc"):
         check_processes(session, *PACKAGES)
-    check_units(session, *PACKAGES)
+    check_docs(session)
+    check_builds(session)
 
 
 @nox.session
