@@ -127,6 +127,7 @@ def check_processes(session: nox.Session, *packages: str) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model, split over two processes of this machine."""
+    install_groups(session, "examples")
     install_packages(session, "smp-common", "smp-torch", editable=True)
     example = "examples/torch/train_lm.py"
     session.run("smprun", "-n", "2", example, *session.posargs, env=ONE_THREAD)
