@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 BODY = Path(__file__).parent / "bodies" / "failing_job.py"
 TIMEOUT_SECONDS = 5  # as in the body
 BOUND_SECONDS = 10
-FAILURES = ("kill", "stop", "exception", "exit", "deadlock")
+FAILURES = ("kill", "stop", "exception", "exit", "system-exit", "deadlock")
 LAUNCHERS = ("mpirun", "torchrun", "smprun")
 PLANES = ("control", "data")
 CAUSES = {
@@ -26,6 +26,7 @@ CAUSES = {
     "stop": ("did not answer", "did not take part", "Timed out"),
     "exception": ("planted failure",),
     "exit": ("sys.exit(7)",),
+    "system-exit": ("sys.exit(7)", "has ended", "has died", "exitcode: 7", "exitcode  : 7"),
     "deadlock": ("did not answer", "did not take part"),
 }
 

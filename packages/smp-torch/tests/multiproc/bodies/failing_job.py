@@ -29,6 +29,8 @@ def fail():
         raise ValueError("planted failure")
     elif FAILURE == "exit":
         sys.exit(7)
+    elif FAILURE == "system-exit":
+        raise SystemExit(7)  # unlike sys.exit, it cannot be seen coming
     elif FAILURE == "deadlock":
         smp.recv_from(0, smp.RankType.WORLD_RANK)
     else:

@@ -140,7 +140,7 @@ class PipelinedStep:
         self._links = Links(
             topology.members(CommGroup.PP_GROUP, rank),
             self._pp_rank,
-            runtime.process_groups[CommGroup.PP_GROUP],
+            runtime.process_groups,
             runtime.device,
             runtime.config.communication_timeout,
         )

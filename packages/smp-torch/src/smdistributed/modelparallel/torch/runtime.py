@@ -65,12 +65,10 @@ class TorchRuntime(Runtime):
     """
 
     device: torch.device
-    process_groups: Mapping[CommGroup, dist.ProcessGroup]
+    process_groups: dict[CommGroup, dist.ProcessGroup]
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
-    fake_mode: FakeTensorMode = field(
-        default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    fake_mode: FakeTensorMode
     current_step: Step | None = None
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -85,9 +83,16 @@ class TorchRuntime(Runtime):
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
-        self.transport.close(_release_data_plane)
+        self.transport.close(self._release_data_plane)
         if self.hooks is not None:
             self.hooks.uninstall()
+
+    def _release_data_plane(self) -> None:
+        """Closes torch's connections; peers that still wait for this process learn it so."""
+        # Only the end of the last reference to a group closes its connections.
+        self.process_groups.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def start(
@@ -102,6 +107,9 @@ def start(
         return
     settings = configuration.load("pytorch", config)
     timeout_seconds = settings.communication_timeout
+    # Before any process group exists: the first fake mode imports functions of torch that keep the
+    # world's group as a default argument, and with it the connections that `close` must close.
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     transport = _join(timeout_seconds)
     hooks = None
     if transport.size > 1:
@@ -121,6 +129,7 @@ def start(
         device=device,
         process_groups=_process_groups(topology, transport),
         hooks=hooks,
+        fake_mode=fake_mode,
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
     slot.fill(runtime)
@@ -204,11 +213,6 @@ def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup,
             if transport.rank in members:
                 own[kind] = built[members]
     return own
-
-
-def _release_data_plane() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _alive(references: list[weakref.ref[Any]]) -> list[Any]:

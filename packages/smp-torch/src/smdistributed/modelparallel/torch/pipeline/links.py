@@ -7,13 +7,14 @@ transfers of one communicator run in one order, and the two directions must not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.groups import CommGroup
 
 
 class Links:
@@ -22,7 +23,8 @@ class Links:
     Args:
         members: global ranks of the pipeline, by pp_rank.
         pp_rank: this process's.
-        group: torch's process group of the pipeline.
+        groups: torch's process groups; that of the pipeline is looked up at each use, so that
+            the runtime alone keeps it alive and can close its connections.
         device: where the tensors live.
         timeout_seconds: how long a transfer waits for its peer.
     """
@@ -31,16 +33,20 @@ class Links:
         self,
         members: Sequence[int],
         pp_rank: int,
-        group: dist.ProcessGroup,
+        groups: Mapping[CommGroup, dist.ProcessGroup],
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
         self._members = tuple(members)
         self._pp_rank = pp_rank
-        self._group = group
+        self._groups = groups
         self._device = device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._groups[CommGroup.PP_GROUP]
 
     def connect(self, directions: Iterable[tuple[int, int]]) -> None:
         """Makes communicators for (source, target) pairs that will be used.
