@@ -99,9 +99,10 @@ def assert_same_gradients(model: smp.DistributedModel, reference: nn.Module) -> 
     """Each gradient, on the rank that has it; every parameter is on exactly one rank."""
     expected = dict(reference.named_parameters(remove_duplicate=False))
     own = dict(model.local_named_parameters())
+    # Before any assertion, so that a failure on one rank leaves the others in step.
+    everywhere = [name for part in smp.allgather(list(own), smp.PP_GROUP) for name in part]
     for name, parameter in own.items():
         assert_close(parameter.grad, expected[name].grad, name)
-    everywhere = [name for part in smp.allgather(list(own), smp.PP_GROUP) for name in part]
     assert sorted(everywhere) == sorted(name for name, _ in reference.named_parameters())
 
 

@@ -69,11 +69,9 @@ MEMBERS: dict[smp.CommGroup, Callable[[], list[int]]] = {
 
 
 def message_of(kind: type[Exception], call: Callable[[], object]) -> str:
-    try:
+    with pytest.raises(kind) as raised:
         call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
+    return str(raised.value)
 
 
 def case_ranks() -> tuple[int, ...]:
@@ -243,13 +241,11 @@ def case_the_last_a_rank_that_never_comes_is_named() -> float:
         time.sleep(TIMEOUT_SECONDS + 2)
         return 0
     call = f"recv_from(3, {smp.RankType.WORLD_RANK.name})"
-    try:
+    with pytest.raises(CommError) as raised:
         smp.recv_from(3, smp.RankType.WORLD_RANK)
-    except CommError as error:
-        assert error.missing_ranks == (3,)
-        assert f"rank {smp.rank()}: {call} cannot complete: rank 3 did not answer" in str(error)
-    else:
-        raise AssertionError("no CommError")
+    assert raised.value.missing_ranks == (3,)
+    message = f"rank {smp.rank()}: {call} cannot complete: rank 3 did not answer"
+    assert message in str(raised.value)
     return time.monotonic() - began
 
 

@@ -130,7 +130,17 @@ def _train(name: str, padded_rows: slice) -> None:
         mask[padded_rows, 8:] = 0
         return [tokens, mask, tokens.masked_fill(mask == 0, -100)]
 
-    compare(_builders()[name], body, [batch(), batch()])
+    def build() -> nn.Module:
+        model = _builders()[name]()
+        for parameter_name, parameter in model.named_parameters():
+            # A softmax does not see what all keys have in common: the gradient of this bias is
+            # zero but for rounding, and rounding depends on the order in which readers of the
+            # encoder's result add up.
+            if name == "bart" and parameter_name.endswith("k_proj.bias"):
+                parameter.requires_grad_(False)
+        return model
+
+    compare(build, body, [batch(), batch()])
 
 
 def cases() -> dict[str, Callable[[], Any]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _pytest.outcomes import Failed
 
 import smdistributed.modelparallel.torch as smp
 
@@ -35,7 +36,7 @@ def run_cases(config: Mapping[str, object], cases: Mapping[str, Case]) -> dict[s
         torch.manual_seed(0)
         try:
             results[name] = Result(value=case())
-        except Exception:
+        except (Exception, Failed):
             results[name] = Result(failure=f"rank {smp.rank()}: {traceback.format_exc()}")
         # Every rank forgets the case's models at the same time.
         gc.collect()

@@ -38,7 +38,9 @@ class Net(nn.Module):
         return x
 
 
-def recorded(partitions: dict[str, int], between: Any = None) -> tuple[Recorded, Callable[..., Any]]:
+def recorded(
+    partitions: dict[str, int], between: Any = None
+) -> tuple[Recorded, Callable[..., Any]]:
     torch.manual_seed(0)
     module = Net(between) if between else Net()
     step = Recorded(module, partitions)
@@ -184,9 +186,7 @@ def test_every_message_is_sent_once_and_taken_once(
     assert len(sent) == len(set(sent)) > 0
     for rank, itinerary in enumerate(itineraries):
         other = 1 - rank
-        out_of_other = [
-            m for sends in itineraries[other].sends for m in sends if m.target == rank
-        ]
+        out_of_other = [m for sends in itineraries[other].sends for m in sends if m.target == rank]
         assert itinerary.arrivals[other] == out_of_other
         needed = [m for needs in itinerary.needs for m in needs]
         assert sorted(needed) == sorted(out_of_other)

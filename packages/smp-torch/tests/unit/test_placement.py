@@ -39,10 +39,10 @@ def test_modules_in_uncalled_containers_are_recorded_whole() -> None:
 
 
 def test_only_the_outermost_called_module_is_a_leaf() -> None:
-    module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
-    recorded = Recorded(module, {"0": 0, "1": 1})
-    graph, _ = recorded.capture(module, torch.ones(2, 4))
-    assert [node.name for node in graph.nodes if node.kind is NodeKind.LEAF] == ["0", "1"]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)]
+    module = nn.Sequential(*blocks)
+    graph, _ = Recorded(module, {}).capture(module, torch.ones(2, WIDTH))
+    assert [node.name for node in graph.nodes if node.kind is NodeKind.LEAF] == list("01234567")
 
 
 def test_fixed_partitions_are_kept_and_own_their_parameters() -> None:
@@ -63,6 +63,6 @@ def test_shared_parameters_stay_together() -> None:
     module[3].weight = module[0].weight
     placement = Recorded(module, {}).place(module, torch.ones(2, WIDTH))
     assert placement.partition_of[module[0]] == placement.partition_of[module[3]]
-    assert set(placement.partition_of[layer] for layer in module) == {0, 1}
+    assert {placement.partition_of[layer] for layer in module} == {0, 1}
     with pytest.raises(PartitionError):
         Recorded(module, {"0": 0, "3": 1}).place(module, torch.ones(2, WIDTH))

@@ -40,7 +40,9 @@ def test_detach(detach: bool) -> None:
     assert [each.requires_grad for each in result.outputs] == [not detach] * 2
 
 
-@pytest.mark.parametrize("make", [lambda t: [t, None], lambda t: (t, None), lambda t: Point(t, None)])
+@pytest.mark.parametrize(
+    "make", [lambda t: [t, None], lambda t: (t, None), lambda t: Point(t, None)]
+)
 def test_sequences_keep_their_class(make: Any) -> None:
     results = [make(each) for each in tensors(1, 2)]
     result = combine(results, detach=True)
