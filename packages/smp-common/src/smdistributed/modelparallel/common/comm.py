@@ -139,14 +139,10 @@ class Communicator:
             CommError: as ``allgather``.
         """
         call = f"from_first(..., {_name(group, CommGroup)})"
-        members = self._members(group)
-        if len(members) == 1:
-            return obj
-        channel = _GROUP_CHANNELS[group]
-        if self._transport.rank == members[0]:
-            self._send(call, self._encode(call, obj), members[1:], channel)
-            return obj
-        return self._codec.loads(self._receive(call, members[:1], channel)[0])
+        is_first = self._transport.rank == self._members(group)[0]
+        payload = self._encode(call, obj) if is_first else b""
+        first = self._exchange(call, payload, group)[0]
+        return obj if is_first else self._codec.loads(first)
 
     def _exchange(self, call: str, payload: bytes, group: CommGroup) -> Sequence[bytes]:
         """Collects one byte string of every member at every member."""

@@ -21,22 +21,25 @@ class _TensorPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
             return NotImplemented
+        is_parameter = isinstance(obj, torch.nn.Parameter)
         if obj.device.type not in ("cpu", "meta"):
-            return _to_own_device, (obj.detach().cpu(), obj.requires_grad)
+            return _to_own_device, (obj.detach().cpu(), obj.requires_grad, is_parameter)
         if obj.device.type == "cpu" and obj.untyped_storage().nbytes() > obj.nbytes:
             # A view would take the whole storage along.
-            return _restore_view, (obj.detach().clone(), obj.requires_grad)
+            return _restore, (obj.detach().clone(), obj.requires_grad, is_parameter)
         return NotImplemented
 
 
-def _to_own_device(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def _to_own_device(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         tensor = tensor.to(accelerator)
-    return tensor.requires_grad_(requires_grad)
+    return _restore(tensor, requires_grad, is_parameter)
 
 
-def _restore_view(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+def _restore(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
 
 

@@ -36,9 +36,12 @@ class Placement:
 
     @cached_property
     def leaves(self) -> dict[nn.Module, str]:
-        """The outermost modules that sit whole on one partition, with their names."""
-        units = self.assignment.units
-        return {module: name for module, name in self.fakes.names.items() if name in units}
+        """The modules that sit whole on one partition, with their names.
+
+        Those inside others too: a ``ModuleList`` is never called itself, only what it holds.
+        """
+        split = self.assignment.containers
+        return {module: name for module, name in self.fakes.names.items() if name not in split}
 
     @cached_property
     def partition_of(self) -> dict[nn.Module, int]:

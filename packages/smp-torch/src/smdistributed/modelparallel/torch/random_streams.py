@@ -75,6 +75,9 @@ class RandomStreams:
         module.register_forward_hook(leave, always_call=True)
 
     def _enter(self, name: str) -> None:
+        # First of all: ``leave`` is called also when the rest raises.
+        generators = self._generators()
+        self._saved.append([generator.get_state() for generator in generators])
         key = (name, self._microbatch)
         if self._recomputing:
             if self._calls[key] > 1:
@@ -89,8 +92,6 @@ class RandomStreams:
             self._calls[key] += 1
         text = f"{self._seed}:{self._microbatch}:{name}:{call}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        generators = self._generators()
-        self._saved.append([generator.get_state() for generator in generators])
         for generator in generators:
             generator.manual_seed(seed)
 

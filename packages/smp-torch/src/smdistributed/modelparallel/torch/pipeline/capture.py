@@ -135,7 +135,8 @@ def capture(
         args, kwargs: one microbatch of its arguments.
         mode: the fake mode of the models' fakes.
         device: where the step will run.
-        leaves: the modules to record as one opaque call, with their names.
+        leaves: the modules to record as one opaque call, with their names; of nested ones, the
+            outermost that is called.
         on_start: told the recorder, so that ``model.backward`` finds it.
 
     Raises:
@@ -240,10 +241,9 @@ class Recorder(TorchFunctionMode):
     def check_rebound_buffers(self) -> None:
         """Raises if glue code assigned a new tensor to a buffer: a replay would not."""
         assert self._leaves is not None
-        whole = {inner for leaf in self._leaves for inner in leaf.modules()}
         for model in self.models:
             for slot in model.rebound:
-                if slot[0] not in whole:
+                if slot[0] not in self._leaves:
                     raise UnsupportedError(
                         f"{model.slot_name(slot)} was assigned a new tensor in the forward of a "
                         "module that is split over partitions. Change it in place, or put the "

@@ -1,0 +1,56 @@
+"""Records a step in this process, as the ranks of a pipeline would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.torch.pipeline.capture import Recorder, capture, profile
+from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
+from smdistributed.modelparallel.torch.pipeline.ir import Graph
+from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
+from smdistributed.modelparallel.torch.placement import Placement, decide
+
+CPU = torch.device("cpu")
+
+
+class Recorded:
+    """One model, placed on partitions by module name, and what a step makes of it."""
+
+    def __init__(self, module: nn.Module, partitions: Mapping[str, int], num: int = 2) -> None:
+        self.module = module
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = FakeModel(module, self.mode, CPU)
+        modules = dict(module.named_modules())
+        self.pinned = {modules[name]: index for name, index in partitions.items()}
+        self.num = num
+        self.recorder: Recorder | None = None
+
+    def place(self, function: Callable[..., Any], *args: Any) -> Placement:
+        self.recorder = None
+        costs = profile([self.fakes], function, args, {}, self.mode, CPU)
+        return decide(self.fakes, costs, self.pinned, self.num, 0.8)
+
+    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[Graph, Placement]:
+        placement = self.place(function, *args)
+
+        def note(recorder: Recorder) -> None:
+            self.recorder = recorder
+
+        graph = capture(
+            [self.fakes], function, args, {}, self.mode, CPU, placement.leaves, on_start=note
+        )
+        return graph, placement
+
+    def plan(self, function: Callable[..., Any], *args: Any) -> Plan:
+        graph, placement = self.capture(function, *args)
+        return cut(graph, placement.partition_of, placement.owner_of)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Stands for ``model.backward`` in a body."""
+        if self.recorder is not None:
+            self.recorder.backward(loss, None)

@@ -1,0 +1,195 @@
+"""Capture, cut, generated programs and itineraries, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recorded import CPU, Recorded
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.schedule import Kind
+from smdistributed.modelparallel.common.simulator import build_schedule
+from smdistributed.modelparallel.torch.pipeline.executor import prepare
+from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
+from smdistributed.modelparallel.torch.pipeline.program import Program
+from smdistributed.modelparallel.torch.pipeline.segments import Plan
+
+WIDTH = 4
+ALTERNATING = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
+HALVES = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
+
+
+class Net(nn.Module):
+    def __init__(self, between: Callable[..., torch.Tensor] = lambda x, first: torch.tanh(x)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("offset", torch.rand(WIDTH))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x) * self.scale + self.offset
+        for layer in self.layers[1:]:
+            x = layer(self.between(x, first))
+        return x
+
+
+def recorded(
+    partitions: dict[str, int], between: Any = None
+) -> tuple[Recorded, Callable[..., Any]]:
+    torch.manual_seed(0)
+    module = Net(between) if between else Net()
+    step = Recorded(module, partitions)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).square().mean()
+        step.backward(loss)
+        return loss
+
+    return step, body
+
+
+def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Runs all segments in order, as one process would."""
+    values: dict[int, torch.Tensor] = {}
+    for segment in plan.segments:
+        program = Program(plan, segment, CPU)
+        arguments = [values[value.index] for value in segment.inputs]
+        results = program.run(inputs, *arguments)
+        values |= {
+            value.index: result for value, result in zip(segment.outputs, results, strict=True)
+        }
+    return values
+
+
+BETWEEN: dict[str, Callable[..., Any]] = {
+    "tanh": lambda x, first: torch.tanh(x),
+    "skip": lambda x, first: x + first,
+    "in place": lambda x, first: (x * 2).add_(1).relu_(),
+    "keywords and slices": lambda x, first: torch.cat([x[:, 2:], x[..., :2]], dim=-1).clamp(min=0),
+    "no grad": lambda x, first: x + first.detach() * torch.ones_like(x),
+    "list": lambda x, first: torch.stack(list(x.unbind(1)), 1),
+    "constant": lambda x, first: x + torch.arange(WIDTH, dtype=x.dtype),
+    "in place on an earlier result": lambda x, first: first.add_(1) * 0.5 + x,
+    "infinity": lambda x, first: x.masked_fill(x > 0, float("-inf")).clamp(min=-1.0),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("partitions", [HALVES, ALTERNATING], ids=["halves", "alternating"])
+def test_programs_compute_what_the_module_does(partitions: dict[str, int], between: str) -> None:
+    step, body = recorded(partitions, BETWEEN[between])
+    x = torch.randn(3, WIDTH)
+    plan = step.plan(body, x)
+    values = run(plan, x)
+    expected = step.module(x).square().mean()
+    (returned,) = plan.graph.returned
+    assert torch.equal(values[returned.index], expected)
+    expected.backward()
+    wanted = {name: p.grad for name, p in step.module.named_parameters()}
+    step.module.zero_grad()
+    values[returned.index].backward()
+    for name, parameter in step.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name])
+
+
+def test_segments_follow_the_partitions() -> None:
+    step, body = recorded(ALTERNATING)
+    plan = step.plan(body, torch.randn(3, WIDTH))
+    assert [segment.rank for segment in plan.segments] == [0, 1, 0, 1]
+    assert plan.backward == {0, 1, 2, 3}
+    leaves = [node for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
+    assert [node.name for node in leaves] == [f"layers.{index}" for index in range(4)]
+    assert [node.rank for node in leaves] == [0, 1, 0, 1]
+
+
+def test_a_recording_is_the_same_every_time_and_knows_a_difference() -> None:
+    x = torch.randn(3, WIDTH)
+    digests = []
+    for between in (BETWEEN["tanh"], BETWEEN["tanh"], BETWEEN["skip"]):
+        step, body = recorded(HALVES, between)
+        digests.append(step.plan(body, x).digest())
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_capture_leaves_no_trace() -> None:
+    step, body = recorded(HALVES)
+    before = {name: (id(p), p.clone()) for name, p in step.module.named_parameters()}
+    call, state = nn.Module.__call__, torch.get_rng_state()
+    step.plan(body, torch.randn(3, WIDTH))
+    torch.manual_seed(5)
+    after_seed = torch.get_rng_state()
+    step.plan(body, torch.ones(3, WIDTH))
+    assert torch.equal(torch.get_rng_state(), after_seed)
+    assert not torch.equal(state, after_seed)
+    assert nn.Module.__call__ is call
+    for name, parameter in step.module.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+        assert parameter.grad is None
+
+
+def test_capture_undoes_its_patches_when_the_body_fails() -> None:
+    step, body = recorded(HALVES)
+    call, apply = nn.Module.__call__, torch.autograd.Function.apply
+
+    def fail(x: torch.Tensor) -> None:
+        body(x)
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        step.plan(fail, torch.ones(3, WIDTH))
+    assert nn.Module.__call__ is call
+    assert torch.autograd.Function.apply == apply
+    assert type(step.module.layers[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda x, first: x if x.sum() > 0 else -x, "depend on the value of an activation"),
+        (lambda x, first: x * x.mean().item(), "depend on the value of an activation"),
+        (lambda x, first: x[x[:, 0] > 0], "depend on the value of an activation"),
+    ],
+    ids=["branch", "item", "shape"],
+)
+def test_what_a_replay_cannot_repeat_is_refused(between: Any, message: str) -> None:
+    step, body = recorded(ALTERNATING, between)
+    with pytest.raises(UnsupportedError, match=message):
+        step.plan(body, torch.randn(3, WIDTH))
+
+
+def test_a_decision_from_inputs_is_a_guard() -> None:
+    step, body = recorded(HALVES)
+    plan = step.plan(lambda x: body(x if bool((x > 0).all()) else -x), torch.ones(3, WIDTH))
+    assert [guard.expected for guard in plan.graph.guards] == [True]
+    assert plan.inputs_of_rank(1) == {0}
+
+
+@pytest.mark.parametrize("policy", ["simple", "interleaved"])
+@pytest.mark.parametrize("between", ["tanh", "skip"])
+@pytest.mark.parametrize("partitions", [HALVES, ALTERNATING], ids=["halves", "alternating"])
+def test_every_message_is_sent_once_and_taken_once(
+    partitions: dict[str, int], between: str, policy: Any
+) -> None:
+    step, body = recorded(partitions, BETWEEN[between])
+    plan = step.plan(body, torch.randn(3, WIDTH))
+    microbatches = 3
+    schedule = build_schedule(plan.segment_graph(2), microbatches, policy, 4).schedule
+    plans = [plan] * microbatches
+    itineraries = [prepare(plans, schedule, rank) for rank in range(2)]
+    sent = [m for itinerary in itineraries for sends in itinerary.sends for m in sends]
+    assert len(sent) == len(set(sent)) > 0
+    for rank, itinerary in enumerate(itineraries):
+        other = 1 - rank
+        out_of_other = [m for sends in itineraries[other].sends for m in sends if m.target == rank]
+        assert itinerary.arrivals[other] == out_of_other
+        needed = [m for needs in itinerary.needs for m in needs]
+        assert sorted(needed) == sorted(out_of_other)
+        assert itinerary.directions == {(0, 1), (1, 0)}
+    activations = sum(message.kind is Kind.FORWARD for message in sent)
+    assert activations == len(sent) / 2  # each comes back as a gradient

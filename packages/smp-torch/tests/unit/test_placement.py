@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from recorded import Recorded
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Calls what a ModuleList and a ModuleDict hold; they themselves are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.drops = nn.ModuleDict({"a": nn.Dropout(0.5), "b": nn.Dropout(0.5)})
+        self.register_buffer("offset", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.drops["ab"[index % 2]](layer(x)) + self.offset
+        return x
+
+
+def test_modules_in_uncalled_containers_are_recorded_whole() -> None:
+    """Their hooks, and the random streams that hang on them, work only then."""
+    module = Net()
+    recorded = Recorded(module, {"layers.0": 0, "layers.3": 1})
+    graph, placement = recorded.capture(module, torch.ones(2, WIDTH))
+    leaves = [node.name for node in graph.nodes if node.kind is NodeKind.LEAF]
+    expected = [name for i in range(4) for name in (f"layers.{i}", f"drops.{'ab'[i % 2]}")]
+    assert leaves == expected
+    assert not [node for node in graph.nodes if node.kind is NodeKind.CALL and node.random]
+    assert module not in placement.leaves
+
+
+def test_only_the_outermost_called_module_is_a_leaf() -> None:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)]
+    module = nn.Sequential(*blocks)
+    graph, _ = Recorded(module, {}).capture(module, torch.ones(2, WIDTH))
+    assert [node.name for node in graph.nodes if node.kind is NodeKind.LEAF] == list("01234567")
+
+
+def test_fixed_partitions_are_kept_and_own_their_parameters() -> None:
+    module = Net()
+    fixed = {"layers.0": 1, "layers.1": 0, "layers.2": 1, "layers.3": 0}
+    recorded = Recorded(module, fixed)
+    placement = recorded.place(module, torch.ones(2, WIDTH))
+    modules = dict(module.named_modules())
+    for name, index in fixed.items():
+        assert placement.partition_of[modules[name]] == index
+        assert placement.owner_of((modules[name], "weight")) == index
+        assert not placement.is_everywhere((modules[name], "weight"))
+    assert placement.is_everywhere((module, "offset"))
+
+
+def test_shared_parameters_stay_together() -> None:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    module[3].weight = module[0].weight
+    placement = Recorded(module, {}).place(module, torch.ones(2, WIDTH))
+    assert placement.partition_of[module[0]] == placement.partition_of[module[3]]
+    assert {placement.partition_of[layer] for layer in module} == {0, 1}
+    with pytest.raises(PartitionError):
+        Recorded(module, {"0": 0, "3": 1}).place(module, torch.ones(2, WIDTH))
