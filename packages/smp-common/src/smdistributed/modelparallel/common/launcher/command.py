@@ -124,6 +124,9 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     if max(host.slots or 0 for host in job.hosts) > num_cores:
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
+    # A survivor whose connection to a killed peer closes would otherwise abort the job, and be
+    # blamed, before mpirun has heard of the kill.
+    command += ["--mca", "mpi_abort_delay", "2"]
     # Raw: as it comes, so that progress bars move. The relay puts lines together.
     command += ["--output", "tag:raw"]
     command += options.arguments()
