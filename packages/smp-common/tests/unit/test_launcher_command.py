@@ -28,7 +28,8 @@ def test_command() -> None:
     command = build_command(job(), "/bin/mpirun", as_root=False, num_cores=8)
     assert command[: command.index(sys.executable)] == [
         *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
-        *("--bind-to", "none", "--map-by", "slot", "--output", "tag:raw"),
+        *("--bind-to", "none", "--map-by", "slot"),
+        *("--mca", "mpi_abort_delay", "2", "--output", "tag:raw"),
     ]
     assert command[-4:] == [
         "smdistributed.modelparallel.common.launcher.bootstrap",
