@@ -31,7 +31,7 @@ def case_partition_contexts() -> None:
                     self.middle.append(Block())
             self.last = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.last(self.middle(self.first(x)))
 
     model = compare(Model, regress, [batch(), batch()])
@@ -54,10 +54,10 @@ def case_set_partition() -> None:
 
 def case_the_outer_assignment_is_that_of_everything_below() -> None:
     def build() -> nn.Module:
-        module = nn.Sequential(Block(), nn.Sequential(Block(), Block()))
-        smp.set_partition(module[1], 1)
-        smp.set_partition(module[1][0], 0)
-        return module
+        inner = nn.Sequential(Block(), Block())
+        smp.set_partition(inner, 1)
+        smp.set_partition(inner[0], 0)
+        return nn.Sequential(Block(), inner)
 
     model = compare(build, regress, [batch()])
     expected = {"0": 0, "1.0": 0, "1.1": 1}
@@ -74,7 +74,7 @@ def case_tied_head_on_the_first_partition() -> None:
             self.head = nn.Linear(WIDTH, 11)
             self.head.weight = self.embedding.weight
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(self, tokens: torch.Tensor) -> Any:
             return self.head(self.block(self.embedding(tokens)))
 
     compare(Model, predict_tokens, [[torch.randint(11, (8, 6))] for _ in range(2)])

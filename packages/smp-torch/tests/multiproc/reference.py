@@ -31,7 +31,7 @@ class Plain:
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * self.weight).backward()
+        torch.autograd.backward(loss * self.weight)
 
 
 def split(batch: Batch, axes: Sequence[int | None]) -> tuple[list[list[torch.Tensor]], list[float]]:

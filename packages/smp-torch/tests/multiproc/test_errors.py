@@ -59,7 +59,7 @@ def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None
 
 def case_tensor_backward() -> None:
     model = smp.DistributedModel(Layers())
-    expect(UnsupportedError, r"model\.backward", lambda: train(model, lambda loss: loss.backward()))
+    expect(UnsupportedError, r"model\.backward", lambda: train(model, torch.Tensor.backward))
 
 
 def case_branch_on_an_activation() -> None:
@@ -98,7 +98,7 @@ def case_nested_step() -> None:
 
 def case_a_failed_step_leaves_the_library_usable() -> None:
     model = smp.DistributedModel(Layers())
-    expect(UnsupportedError, r"model\.backward", lambda: train(model, lambda loss: loss.backward()))
+    expect(UnsupportedError, r"model\.backward", lambda: train(model, torch.Tensor.backward))
     assert train(model).isfinite()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,7 @@ _NO_DROPOUT = {
 
 
 def _builders() -> dict[str, Callable[[], nn.Module]]:
-    import transformers as hf
-
+    hf: Any = importlib.import_module("transformers")
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     gpt2 = hf.GPT2Config(
         vocab_size=VOCABULARY,

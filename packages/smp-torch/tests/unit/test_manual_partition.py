@@ -23,9 +23,10 @@ def test_the_innermost_context_wins_and_outside_nothing_is_fixed() -> None:
 
 def test_set_covers_everything_below_and_the_last_one_wins() -> None:
     partitions = ManualPartitions(2, is_used=True)
-    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1))
-    partitions.set(model[0], 1)
-    assert partitions.of(model) == {model[0]: 1, model[0][0]: 1}
+    inner = nn.Sequential(nn.Linear(1, 1))
+    model = nn.Sequential(inner, nn.Linear(1, 1))
+    partitions.set(inner, 1)
+    assert partitions.of(model) == {inner: 1, inner[0]: 1}
     partitions.set(model, 0)
     assert set(partitions.of(model).values()) == {0}
 
