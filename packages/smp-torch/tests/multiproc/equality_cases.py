@@ -129,9 +129,9 @@ class InPlace(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = x * 1.0
-        total = torch.tanh(self.layers[0](h))
+        total = self.layers[0](h) * 0.5
         for layer in self.layers:
             h = layer(h)
             total.add_(h)  # made on one partition, changed on others

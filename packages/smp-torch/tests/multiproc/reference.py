@@ -116,11 +116,15 @@ def assert_close(got: torch.Tensor | None, want: torch.Tensor | None, name: str)
 
 
 def assert_is_split(model: smp.DistributedModel) -> None:
-    """Every rank computes something: else a comparison proves nothing."""
+    """Every rank computes something, else a comparison proves nothing, and keeps its own only."""
     if smp.pp_size() > 1:
         placement = model.placement
         partitions = {placement.partition_of[module] for module in placement.leaves}
         assert partitions == set(range(smp.pp_size())), model.partition_by_name()
+        own = {id(parameter) for parameter in model.local_parameters()}
+        others = [each for each in model.parameters() if id(each) not in own]
+        assert others
+        assert not any(parameter.numel() for parameter in others)
 
 
 def compare(

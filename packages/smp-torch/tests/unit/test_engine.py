@@ -66,12 +66,19 @@ def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
     return values
 
 
+def without_gradient(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        shift = first * 2 + x.mean()
+    return x + shift
+
+
 BETWEEN: dict[str, Callable[..., Any]] = {
     "tanh": lambda x, first: torch.tanh(x),
     "skip": lambda x, first: x + first,
     "in place": lambda x, first: (x * 2).add_(1).relu_(),
     "keywords and slices": lambda x, first: torch.cat([x[:, 2:], x[..., :2]], dim=-1).clamp(min=0),
-    "no grad": lambda x, first: x + first.detach() * torch.ones_like(x),
+    "no grad": without_gradient,
+    "detach": lambda x, first: x + first.detach() * torch.ones_like(x),
     "list": lambda x, first: torch.stack(list(x.unbind(1)), 1),
     "constant": lambda x, first: x + torch.arange(WIDTH, dtype=x.dtype),
     "in place on an earlier result": lambda x, first: first.add_(1) * 0.5 + x,
