@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-from smdistributed.modelparallel.common import config_docs
+from smdistributed.modelparallel.common.config import docs as config_docs
 
 project = "smdistributed.modelparallel"
 author = "the smdistributed.modelparallel developers"

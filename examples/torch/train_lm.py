@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common import report
+from smdistributed.modelparallel.common.planning import report
 
 NUM_BYTES = 256
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from smdistributed.modelparallel.common.checkpoint import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
 
 KILLED = 77
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "test"}

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from smdistributed.modelparallel.common.checkpoint import CheckpointDirectory
-from smdistributed.modelparallel.common.checkpoint_store import CheckpointStore, Tag
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.store import CheckpointStore, Tag
 from smdistributed.modelparallel.common.errors import CheckpointError
 
 DRIVER = Path(__file__).with_name("checkpoint_driver.py")

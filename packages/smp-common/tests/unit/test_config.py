@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from smdistributed.modelparallel.common.config import Config, ConfigWarning, Framework, load
-from smdistributed.modelparallel.common.config_schema import names, unknown_key
+from smdistributed.modelparallel.common.config.schema import names, unknown_key
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.topology import Topology
 

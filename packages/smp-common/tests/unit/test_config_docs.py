@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from smdistributed.modelparallel.common.config_docs import page, table
-from smdistributed.modelparallel.common.config_parameters import Environment, Parameters
+from smdistributed.modelparallel.common.config.docs import page, table
+from smdistributed.modelparallel.common.config.parameters import Environment, Parameters
 
 
 def _cells(text: str) -> list[list[str]]:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smdistributed.modelparallel.common.contiguous import CutProblem
+from smdistributed.modelparallel.common.planning.contiguous import CutProblem
 
 
 @st.composite

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from smdistributed.modelparallel.common.durable_files import make_directory, write_file
+from smdistributed.modelparallel.common.checkpoint.durable_files import make_directory, write_file
 from smdistributed.modelparallel.common.errors import CheckpointError
 
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from smdistributed.modelparallel.common.list_scheduling import (
+from smdistributed.modelparallel.common.planning.list_scheduling import (
     CostModel,
     PassGraph,
     Policy,
     interleaved_policies,
     list_schedule,
 )
-from smdistributed.modelparallel.common.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 
 
 def texts(graph: SegmentGraph, num: int, policy: Policy, costs: CostModel) -> list[str]:

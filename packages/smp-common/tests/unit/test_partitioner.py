@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.common.partitioner import Assignment, Unit, partition
+from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
 
 
 def flat(*children: Unit) -> Unit:

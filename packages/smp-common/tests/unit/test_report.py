@@ -6,16 +6,26 @@ from xml.etree import ElementTree
 
 import pytest
 
-from smdistributed.modelparallel.common.partitioner import Unit, partition
-from smdistributed.modelparallel.common.report import (
+from smdistributed.modelparallel.common.planning.partitioner import Unit, partition
+from smdistributed.modelparallel.common.planning.report import (
     partition_svg,
     partition_text,
     timeline_svg,
     timeline_text,
 )
-from smdistributed.modelparallel.common.schedule import Action, Edge, Kind, Segment, SegmentGraph
-from smdistributed.modelparallel.common.simulator import TimedAction, Timeline, build_schedule
-from smdistributed.modelparallel.common.svg import clip, number, text_width, ticks
+from smdistributed.modelparallel.common.planning.schedule import (
+    Action,
+    Edge,
+    Kind,
+    Segment,
+    SegmentGraph,
+)
+from smdistributed.modelparallel.common.planning.simulator import (
+    TimedAction,
+    Timeline,
+    build_schedule,
+)
+from smdistributed.modelparallel.common.planning.svg import clip, number, text_width, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20

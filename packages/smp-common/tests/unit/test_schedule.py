@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from smdistributed.modelparallel.common.errors import PartitionError, ScheduleError
-from smdistributed.modelparallel.common.schedule import (
+from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
     Kind,
@@ -50,7 +50,7 @@ def test_segments_are_left_out_only_where_they_say_nothing() -> None:
 
 def test_digest_is_the_same_in_every_process_and_sees_order() -> None:
     texts = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
-    module = "smdistributed.modelparallel.common.schedule"
+    module = "smdistributed.modelparallel.common.planning.schedule"
     code = f"from {module} import Schedule; print(Schedule.parse({texts!r}).digest())"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

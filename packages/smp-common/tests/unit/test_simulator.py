@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.common.errors import ScheduleDeadlock, ScheduleError
-from smdistributed.modelparallel.common.schedule import (
+from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
     Kind,
@@ -18,7 +18,7 @@ from smdistributed.modelparallel.common.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.common.simulator import (
+from smdistributed.modelparallel.common.planning.simulator import (
     CostModel,
     TimedAction,
     Timeline,

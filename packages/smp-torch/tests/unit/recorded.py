@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.pipeline.capture import Recorder, capture, profile
+from smdistributed.modelparallel.torch.pipeline.capture import capture, profile
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
 from smdistributed.modelparallel.torch.pipeline.ir import Graph
+from smdistributed.modelparallel.torch.pipeline.recorder import Recorder
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
 from smdistributed.modelparallel.torch.placement import Placement, decide
 

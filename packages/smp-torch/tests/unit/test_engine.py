@@ -11,8 +11,8 @@ from recorded import CPU, Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.common.schedule import Kind
-from smdistributed.modelparallel.common.simulator import build_schedule
+from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.common.planning.simulator import build_schedule
 from smdistributed.modelparallel.torch.pipeline.executor import prepare
 from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
 from smdistributed.modelparallel.torch.pipeline.program import Program

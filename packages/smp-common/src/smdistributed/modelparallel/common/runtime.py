@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from smdistributed.modelparallel.common.comm import Communicator
+from smdistributed.modelparallel.common.comm.communicator import Communicator
+from smdistributed.modelparallel.common.comm.transport import Transport
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import NotInitializedError
 from smdistributed.modelparallel.common.topology import Coordinates, Topology
-from smdistributed.modelparallel.common.transport import Transport
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 A partial checkpoint has one file a rank and is the one to continue training from; a full one is the
 whole model in one file, for use elsewhere. Nothing is ever half there: see
-``common.checkpoint_store``.
+``common.checkpoint.store``.
 
 Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 """
@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from smdistributed.modelparallel.common.checkpoint import CheckpointDirectory
-from smdistributed.modelparallel.common.checkpoint_store import Checkpoint
-from smdistributed.modelparallel.common.durable_files import Writer, write_file
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.durable_files import Writer, write_file
+from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model import DistributedModel

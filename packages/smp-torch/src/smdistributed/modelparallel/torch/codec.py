@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.common.comm import Codec
+from smdistributed.modelparallel.common.comm.communicator import Codec
 
 
 class _TensorPickler(pickle.Pickler):

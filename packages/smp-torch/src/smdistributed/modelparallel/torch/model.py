@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.pipeline.capture import Profile
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
+from smdistributed.modelparallel.torch.pipeline.recorder import Profile
 from smdistributed.modelparallel.torch.placement import Placement
 from smdistributed.modelparallel.torch.random_streams import RandomStreams
 from smdistributed.modelparallel.torch.runtime import TorchRuntime

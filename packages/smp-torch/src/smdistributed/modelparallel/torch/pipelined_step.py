@@ -22,20 +22,21 @@ import torch
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
-from smdistributed.modelparallel.common.report import partition_text
-from smdistributed.modelparallel.common.schedule import Kind, Schedule
-from smdistributed.modelparallel.common.simulator import TimedAction, Timeline, build_schedule
-from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.pipeline.capture import (
-    Recorder,
-    capture,
-    evaluate_replicated,
-    profile,
+from smdistributed.modelparallel.common.planning.report import partition_text
+from smdistributed.modelparallel.common.planning.schedule import Kind, Schedule
+from smdistributed.modelparallel.common.planning.simulator import (
+    TimedAction,
+    Timeline,
+    build_schedule,
 )
+from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.pipeline.capture import capture, profile
 from smdistributed.modelparallel.torch.pipeline.executor import Executor, prepare
 from smdistributed.modelparallel.torch.pipeline.ir import Value
 from smdistributed.modelparallel.torch.pipeline.links import Links
 from smdistributed.modelparallel.torch.pipeline.program import Program
+from smdistributed.modelparallel.torch.pipeline.recorder import Recorder
+from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
 from smdistributed.modelparallel.torch.pipeline.structure import fill, map_tensors, tensors_in
 from smdistributed.modelparallel.torch.placement import decide

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from torch import nn
 
-from smdistributed.modelparallel.common.partitioner import Assignment, Unit, partition
-from smdistributed.modelparallel.torch.pipeline.capture import ModuleProfile, Profile
+from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.pipeline.recorder import ModuleProfile, Profile
 
 #: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
 _STATE_FACTOR = 4

@@ -22,19 +22,19 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common import config as configuration
-from smdistributed.modelparallel.common.comm import Communicator
-from smdistributed.modelparallel.common.errors import CommError
-from smdistributed.modelparallel.common.failure import FailureHooks
-from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
-from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.common.transport import (
+from smdistributed.modelparallel.common.comm.communicator import Communicator
+from smdistributed.modelparallel.common.comm.mpi import MPITransport
+from smdistributed.modelparallel.common.comm.transport import (
     SingleProcessTransport,
     Transport,
     started_by_mpi,
     started_by_torchrun,
 )
-from smdistributed.modelparallel.common.transport_mpi import MPITransport
+from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.failure import FailureHooks
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.transport import TorchTransport

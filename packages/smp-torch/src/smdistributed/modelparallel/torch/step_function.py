@@ -12,8 +12,8 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
+from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.common.simulator import Timeline
 from smdistributed.modelparallel.torch.eager_step import EagerStep
 from smdistributed.modelparallel.torch.pipelined_step import PipelinedStep
 from smdistributed.modelparallel.torch.runtime import TorchRuntime

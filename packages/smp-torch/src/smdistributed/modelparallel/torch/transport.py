@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.transport import (
+from smdistributed.modelparallel.common.comm.transport import (
     FAREWELL_SECONDS,
     PeersMissingError,
     Transport,

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from smdistributed.modelparallel.common.config import Config, Framework, load
-from smdistributed.modelparallel.common.config_schema import Text, names
-from smdistributed.modelparallel.common.config_source import (
+from smdistributed.modelparallel.common.config.schema import Text, names
+from smdistributed.modelparallel.common.config.source import (
     LAUNCH_VARIABLE,
     read_given,
     read_launch,

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.common.schedule import Action, Kind, Schedule
-from smdistributed.modelparallel.common.simulator import TimedAction
+from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
+from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.torch.pipeline.ir import Value
 from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
 from smdistributed.modelparallel.torch.pipeline.program import Program

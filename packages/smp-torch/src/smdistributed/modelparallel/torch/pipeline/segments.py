@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.common.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.pipeline.fakes import Slot
 from smdistributed.modelparallel.torch.pipeline.ir import Graph, Node, NodeKind, Value
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from smdistributed.modelparallel.common.transport import (
+from smdistributed.modelparallel.common.comm.transport import (
     FAREWELL_SECONDS,
     PeersMissingError,
     Transport,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smdistributed.modelparallel.common.comm.transport import PeersMissingError, Transport
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.common.transport import PeersMissingError, Transport
 
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}

@@ -10,10 +10,10 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from smdistributed.modelparallel.common.partitioner import Assignment, PlacedUnit
-from smdistributed.modelparallel.common.schedule import Kind
-from smdistributed.modelparallel.common.simulator import TimedAction, Timeline
-from smdistributed.modelparallel.common.svg import Drawing, clip, number, text_width, ticks
+from smdistributed.modelparallel.common.planning.partitioner import Assignment, PlacedUnit
+from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
+from smdistributed.modelparallel.common.planning.svg import Drawing, clip, number, text_width, ticks
 
 _MARGIN = 16.0
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<digits>0|[1-9][0-9]*)")

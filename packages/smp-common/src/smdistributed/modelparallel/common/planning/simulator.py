@@ -14,14 +14,19 @@ from functools import cached_property
 from typing import Literal
 
 from smdistributed.modelparallel.common.errors import ScheduleDeadlock, ScheduleError
-from smdistributed.modelparallel.common.list_scheduling import (
+from smdistributed.modelparallel.common.planning.list_scheduling import (
     CostModel,
     PassGraph,
     interleaved_policies,
     list_schedule,
     simple_policies,
 )
-from smdistributed.modelparallel.common.schedule import Action, Kind, Schedule, SegmentGraph
+from smdistributed.modelparallel.common.planning.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    SegmentGraph,
+)
 
 __all__ = ["CostModel", "TimedAction", "Timeline", "build_schedule", "simulate"]
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from smdistributed.modelparallel.common.durable_files import (
+from smdistributed.modelparallel.common.checkpoint.durable_files import (
     FileRecord,
     Writer,
     flush_directory,

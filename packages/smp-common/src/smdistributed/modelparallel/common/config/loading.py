@@ -18,13 +18,13 @@ from typing import Literal, NamedTuple
 
 from pydantic import PrivateAttr
 
-from smdistributed.modelparallel.common.config_parameters import (
+from smdistributed.modelparallel.common.config.parameters import (
     UNDOCUMENTED,
     Environment,
     Parameters,
 )
-from smdistributed.modelparallel.common.config_rules import IDLE_RULES, RULES, broken
-from smdistributed.modelparallel.common.config_schema import (
+from smdistributed.modelparallel.common.config.rules import IDLE_RULES, RULES, broken
+from smdistributed.modelparallel.common.config.schema import (
     ConfigWarning,
     Framework,
     Text,
@@ -34,7 +34,7 @@ from smdistributed.modelparallel.common.config_schema import (
     parameter,
     unknown_key,
 )
-from smdistributed.modelparallel.common.config_source import read_given, read_launch
+from smdistributed.modelparallel.common.config.source import read_given, read_launch
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.topology import Topology, describe_indivisible

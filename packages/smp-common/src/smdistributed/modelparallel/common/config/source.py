@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator
 
-from smdistributed.modelparallel.common.config_schema import (
+from smdistributed.modelparallel.common.config.schema import (
     Bool,
     ConfigWarning,
     Parameter,

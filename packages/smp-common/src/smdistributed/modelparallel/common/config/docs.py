@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smdistributed.modelparallel.common.config_parameters import Environment, Parameters
-from smdistributed.modelparallel.common.config_schema import (
+from smdistributed.modelparallel.common.config.parameters import Environment, Parameters
+from smdistributed.modelparallel.common.config.schema import (
     BOTH,
     PYTORCH,
     TENSORFLOW,
@@ -11,7 +11,7 @@ from smdistributed.modelparallel.common.config_schema import (
     allowed,
     parameter,
 )
-from smdistributed.modelparallel.common.config_source import Envelope, Mpi
+from smdistributed.modelparallel.common.config.source import Envelope, Mpi
 
 _FRAMEWORKS = {BOTH: "both", PYTORCH: "PyTorch", TENSORFLOW: "TensorFlow"}
 _HEADER = ("Name", "Allowed", "Default", "Framework", "Since", "Meaning", "Source")

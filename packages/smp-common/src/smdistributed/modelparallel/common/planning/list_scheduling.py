@@ -16,7 +16,7 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from smdistributed.modelparallel.common.schedule import Kind, SegmentGraph
+from smdistributed.modelparallel.common.planning.schedule import Kind, SegmentGraph
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How bytes travel between the processes of a job.
 
 A transport moves byte strings between global ranks over numbered channels; everything above it
-(objects, groups, collectives) is written once, in ``comm``. Messages of one sender on one channel
-arrive in sending order. Sending is synchronous: it ends when the receiver has the message.
+(objects, groups, collectives) is written once, in ``communicator``. Messages of one sender on one
+channel arrive in sending order. Sending is synchronous: it ends when the receiver has the message.
 """
 
 from __future__ import annotations

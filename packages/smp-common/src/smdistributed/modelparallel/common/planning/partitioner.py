@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from smdistributed.modelparallel.common.contiguous import CutProblem
-from smdistributed.modelparallel.common.cost_tree import Group, Unit, flatten, open_and_group
 from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.planning.contiguous import CutProblem
+from smdistributed.modelparallel.common.planning.cost_tree import (
+    Group,
+    Unit,
+    flatten,
+    open_and_group,
+)
 
 __all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
 

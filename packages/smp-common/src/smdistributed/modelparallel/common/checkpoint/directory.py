@@ -1,7 +1,7 @@
 """Crash-safe checkpoints that all ranks save and resume together; no tensor I/O.
 
 The ranks write their files aside, then one of them commits the checkpoint (see
-`checkpoint_store`), and every step ends with an exchange: when one rank fails, all ranks raise the
+`checkpoint.store`), and every step ends with an exchange: when one rank fails, all ranks raise the
 same error and nothing is committed. A process that dies is noticed by the exchange itself.
 
 All ranks must see one directory: one host, or storage that the hosts share. Only a full
@@ -21,18 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smdistributed.modelparallel.common.checkpoint_store import (
+from smdistributed.modelparallel.common.checkpoint.durable_files import (
+    FileRecord,
+    Writer,
+    flush_directory,
+    write_and_flush,
+)
+from smdistributed.modelparallel.common.checkpoint.store import (
     FULL_FILES,
     MANIFEST,
     Checkpoint,
     CheckpointStore,
     Tag,
-)
-from smdistributed.modelparallel.common.durable_files import (
-    FileRecord,
-    Writer,
-    flush_directory,
-    write_and_flush,
 )
 from smdistributed.modelparallel.common.errors import CheckpointError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from smdistributed.modelparallel.common.config_parameters import Parameters
+from smdistributed.modelparallel.common.config.parameters import Parameters
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The declarations: every parameter and environment variable of the library, once.
 
 Type, bounds, default, spellings and description stand side by side; errors and the documentation
-table are generated from them. Rules between parameters are in `config_rules`.
+table are generated from them. Rules between parameters are in `config.rules`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from smdistributed.modelparallel.common.config_schema import (
+from smdistributed.modelparallel.common.config.schema import (
     PYTORCH,
     TENSORFLOW,
     Bool,

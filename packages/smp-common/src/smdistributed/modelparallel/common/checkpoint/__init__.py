@@ -1,0 +1,1 @@
+"""Crash-safe checkpoints: durable files, a store of them, and what all ranks do together."""
