@@ -16,7 +16,7 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 
 FAILURE, PLANE, NOTES = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-TIMEOUT_SECONDS = 5
+TIMEOUT_SECONDS = float(os.environ["TIMEOUT_SECONDS"])
 
 
 def fail():
@@ -61,9 +61,11 @@ def train_until_failure():
         model.backward(loss)
         return loss
 
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", smp.local_rank()) if on_gpu else torch.device("cpu")
     for iteration in range(1000):
         Bomb.armed = iteration == 3
-        train(model, torch.randn(8, 64))
+        train(model, torch.randn(8, 64, device=device))
 
 
 def talk_until_failure():

@@ -56,12 +56,15 @@ class TensorKind:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device_type: str
     requires_grad: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorKind:
         """Returns the kind of a tensor."""
-        return TensorKind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return TensorKind(
+            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
+        )
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,9 @@ class PipelinedStep:
         received = []
         for position, kind in enumerate(header.tensors):
             if position in needed[self._pp_rank]:
-                buffer = torch.empty(kind.shape, dtype=kind.dtype, device=self.runtime.device)
+                on_host = kind.device_type == "cpu"
+                device = torch.device("cpu") if on_host else self.runtime.device
+                buffer = torch.empty(kind.shape, dtype=kind.dtype, device=device)
                 tensor = self._links.receive(buffer, 0).wait()
             else:
                 tensor = torch.empty(kind.shape, dtype=kind.dtype, device="meta")

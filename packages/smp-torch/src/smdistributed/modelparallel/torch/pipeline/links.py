@@ -60,7 +60,10 @@ class Links:
                 continue
             pair = [self._members[source], self._members[target]]
             group = dist.new_group(
-                sorted(pair), timeout=self._timeout, use_local_synchronization=True
+                sorted(pair),
+                timeout=self._timeout,
+                backend="nccl",
+                use_local_synchronization=True,
             )
             self._directions[source, target] = group
             # NCCL connects at the first transfer; do it now, in one order on all ranks.
@@ -76,17 +79,23 @@ class Links:
     def send(self, tensor: torch.Tensor, target: int) -> Transfer:
         """Starts sending a tensor to a pp_rank."""
         tensor = tensor.contiguous()
-        group = self._directions.get((self._pp_rank, target), self._group)
+        group = self._way(tensor, self._pp_rank, target)
         with _naming(self._members[target], "sending to"):
             work = dist.isend(tensor, self._members[target], group=group)
         return Transfer(tensor, work, self._members[target], "sending to")
 
     def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
         """Starts receiving into a tensor from a pp_rank."""
-        group = self._directions.get((source, self._pp_rank), self._group)
+        group = self._way(tensor, source, self._pp_rank)
         with _naming(self._members[source], "receiving from"):
             work = dist.irecv(tensor, self._members[source], group=group)
         return Transfer(tensor, work, self._members[source], "receiving from")
+
+    def _way(self, tensor: torch.Tensor, source: int, target: int) -> dist.ProcessGroup:
+        """Returns the communicator of a direction; tensors on the host go by the common one."""
+        if tensor.is_cuda:
+            return self._directions.get((source, target), self._group)
+        return self._group
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP."""
