@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 BODY = Path(__file__).parent / "bodies" / "failing_job.py"
 #: NCCL takes longer than this to connect for the first time.
-TIMEOUT_SECONDS = 30 if torch.cuda.is_available() else 5
+TIMEOUT_SECONDS = 15 if torch.cuda.is_available() else 5
 BOUND_SECONDS = 10
 FAILURES = ("kill", "stop", "exception", "exit", "system-exit", "deadlock")
 LAUNCHERS = ("mpirun", "torchrun", "smprun")

@@ -141,13 +141,16 @@ class PipelinedStep:
         self._recorder: Recorder | None = None
         topology, rank = runtime.topology, runtime.rank
         self._pp_rank = runtime.coordinates.pp_rank
-        self._links = Links(
-            topology.members(CommGroup.PP_GROUP, rank),
-            self._pp_rank,
-            runtime.process_groups,
-            runtime.device,
-            runtime.config.communication_timeout,
-        )
+        if runtime.links is None:
+            runtime.links = Links(
+                topology.groups(CommGroup.PP_GROUP),
+                topology.members(CommGroup.PP_GROUP, rank),
+                self._pp_rank,
+                runtime.process_groups,
+                runtime.device,
+                runtime.config.communication_timeout,
+            )
+        self._links: Links = runtime.links
 
     # ------------------------------------------------------------------ a call
 
@@ -296,7 +299,7 @@ class PipelinedStep:
             graph, len(calls), config.pipeline, config.active_microbatches
         ).schedule
         itinerary = prepare(plans, schedule, self._pp_rank)
-        self._links.connect({*itinerary.directions, *((0, target) for target in range(1, pp_size))})
+        self._links.connect(itinerary.directions | _usual_directions(pp_size))
         programs = {
             plan: {
                 segment.index: Program(plan, segment, runtime.device)
@@ -501,6 +504,14 @@ class _Stepping:
     def __exit__(self, *exception: object) -> None:
         self._step.runtime.current_step = None
         self._step._recorder = None
+
+
+def _usual_directions(pp_size: int) -> set[tuple[int, int]]:
+    """Returns the pairs of pp_ranks that nearly every step uses: inputs, neighbours, tied ends."""
+    pairs = {(0, rank) for rank in range(1, pp_size)}
+    pairs |= {(rank, rank + 1) for rank in range(pp_size - 1)}
+    pairs |= {(0, pp_size - 1)}
+    return pairs | {(target, source) for source, target in pairs}
 
 
 def _filled(plan: Plan, values: Mapping[int, torch.Tensor]) -> Any:

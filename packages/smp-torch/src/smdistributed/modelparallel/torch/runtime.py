@@ -61,6 +61,8 @@ class TorchRuntime(Runtime):
         manual_partitions: what the user fixed.
         fake_mode: of all fake tensors.
         current_step: the step in progress.
+        links: the transfers between the ranks of the pipeline, from the first step on; all step
+            functions share them.
         models, optimizers: references to those of this process, in order of creation.
     """
 
@@ -70,6 +72,7 @@ class TorchRuntime(Runtime):
     manual_partitions: ManualPartitions
     fake_mode: FakeTensorMode
     current_step: Step | None = None
+    links: Any = None
     models: list[weakref.ref[Any]] = field(default_factory=list)
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
 

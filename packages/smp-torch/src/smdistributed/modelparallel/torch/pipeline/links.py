@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 
 
@@ -21,8 +21,9 @@ class Links:
     """The transfers of this process.
 
     Args:
-        members: global ranks of the pipeline, by pp_rank.
-        pp_rank: this process's.
+        pipelines: of each pipeline of the job, the global ranks by pp_rank.
+        members: this process's pipeline.
+        pp_rank: this process's place in it.
         groups: torch's process groups; that of the pipeline is looked up at each use, so that
             the runtime alone keeps it alive and can close its connections.
         device: where the tensors live.
@@ -31,13 +32,15 @@ class Links:
 
     def __init__(
         self,
-        members: Sequence[int],
+        pipelines: Sequence[tuple[int, ...]],
+        members: tuple[int, ...],
         pp_rank: int,
         groups: Mapping[CommGroup, dist.ProcessGroup],
         device: torch.device,
         timeout_seconds: float,
     ) -> None:
-        self._members = tuple(members)
+        self._pipelines = pipelines
+        self._members = members
         self._pp_rank = pp_rank
         self._groups = groups
         self._device = device
@@ -49,32 +52,44 @@ class Links:
         return self._groups[CommGroup.PP_GROUP]
 
     def connect(self, directions: Iterable[tuple[int, int]]) -> None:
-        """Makes communicators for (source, target) pairs that will be used.
+        """Makes communicators for (source, target) pairs of pp_ranks that will be used.
 
-        Collective: both ranks of every pair, with the same pairs on all ranks of the pipeline.
+        Only the first call makes any. Collective: WORLD, with the same pairs on all ranks; later
+        calls may come from one pipeline alone, so they must do with the pairs that there are.
+
+        Raises:
+            UnsupportedError: a later call needs a pair that the first did not.
         """
+        wanted = set(directions)
         if self._device.type != "cuda":
             return
-        for source, target in sorted(set(directions)):
-            if (source, target) in self._directions or self._pp_rank not in (source, target):
-                continue
-            pair = [self._members[source], self._members[target]]
-            group = dist.new_group(
-                sorted(pair),
-                timeout=self._timeout,
-                backend="nccl",
-                use_local_synchronization=True,
-            )
-            self._directions[source, target] = group
-            # NCCL connects at the first transfer; do it now, in one order on all ranks.
-            probe = torch.zeros(1, device=self._device)
-            work = (
-                dist.isend(probe, pair[1], group=group)
-                if self._pp_rank == source
-                else dist.irecv(probe, pair[0], group=group)
-            )
-            assert work is not None
-            work.wait()
+        if self._directions:
+            if missing := wanted - set(self._directions):
+                raise UnsupportedError(
+                    f"this call of a step function sends tensors between pp_ranks {sorted(missing)}"
+                    ", which the first call did not. Call the step function that sends most first."
+                )
+            return
+        # torch names a group by how many there are: all ranks must make all groups, in one order.
+        for source, target in sorted(wanted):
+            for members in self._pipelines:
+                pair = (members[source], members[target])
+                group = dist.new_group(list(pair), timeout=self._timeout, backend="nccl")
+                if members == self._members:
+                    self._directions[source, target] = group
+                    self._greet(group, pair)
+
+    def _greet(self, group: dist.ProcessGroup, pair: tuple[int, int]) -> None:
+        """Sends something: NCCL connects at the first transfer, which must be in one order too."""
+        probe = torch.zeros(1, device=self._device)
+        if dist.get_rank() == pair[0]:
+            work = dist.isend(probe, pair[1], group=group)
+        elif dist.get_rank() == pair[1]:
+            work = dist.irecv(probe, pair[0], group=group)
+        else:
+            return
+        assert work is not None
+        work.wait()
 
     def send(self, tensor: torch.Tensor, target: int) -> Transfer:
         """Starts sending a tensor to a pp_rank."""
