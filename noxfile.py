@@ -121,6 +121,10 @@ def check_processes(session: nox.Session, *packages: str) -> None:
     session.run("pytest", "-m", "multiproc", *places, *session.posargs, env=ONE_THREAD)
 
 
+def check_examples(session: nox.Session) -> None:
+    session.run("pytest", "examples/tests", *session.posargs, env=ONE_THREAD)
+
+
 # Sessions
 
 
@@ -144,6 +148,7 @@ def tests(session: nox.Session) -> None:
     check_units(session, *PACKAGES)
     if having("multiproc"):
         check_processes(session, *PACKAGES)
+    check_examples(session)
     check_docs(session)
     check_builds(session)
 

@@ -41,7 +41,7 @@ from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
 from smdistributed.modelparallel.torch.pipeline.structure import fill, map_tensors, tensors_in
 from smdistributed.modelparallel.torch.placement import decide
 from smdistributed.modelparallel.torch.random_streams import draw_step_seed
-from smdistributed.modelparallel.torch.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.runtime import TorchRuntime, data_plane_timeout
 from smdistributed.modelparallel.torch.step_results import combine
 from smdistributed.modelparallel.torch.tensors import TENSORS
 
@@ -148,7 +148,7 @@ class PipelinedStep:
                 self._pp_rank,
                 runtime.process_groups,
                 runtime.device,
-                runtime.config.communication_timeout,
+                data_plane_timeout(runtime.config.communication_timeout),
             )
         self._links: Links = runtime.links
 

@@ -146,9 +146,19 @@ def _join(timeout_seconds: float) -> Transport:
         return MPITransport()
     if started_by_torchrun():
         if not dist.is_initialized():
-            dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_seconds))
+            dist.init_process_group(_backend(), timeout=data_plane_timeout(timeout_seconds))
         return TorchTransport(timeout_seconds)
     return SingleProcessTransport()
+
+
+def data_plane_timeout(timeout_seconds: float) -> timedelta:
+    """Returns how long torch's own transfers wait.
+
+    On GPUs a hang shows on the host first, in the next call of the control plane, which can name
+    the missing rank; NCCL's watchdog cannot, so it comes after.
+    """
+    grace_seconds = 5.0 if torch.cuda.is_available() else 0.0
+    return timedelta(seconds=timeout_seconds + grace_seconds)
 
 
 def _backend() -> str:
@@ -185,7 +195,7 @@ def _join_data_plane(
         _backend(),
         rank=transport.rank,
         world_size=transport.size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=data_plane_timeout(timeout_seconds),
     )
 
 

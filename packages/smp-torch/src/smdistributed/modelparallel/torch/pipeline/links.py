@@ -27,7 +27,7 @@ class Links:
         groups: torch's process groups; that of the pipeline is looked up at each use, so that
             the runtime alone keeps it alive and can close its connections.
         device: where the tensors live.
-        timeout_seconds: how long a transfer waits for its peer.
+        timeout: how long a transfer waits for its peer.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Links:
         pp_rank: int,
         groups: Mapping[CommGroup, dist.ProcessGroup],
         device: torch.device,
-        timeout_seconds: float,
+        timeout: timedelta,
     ) -> None:
         self._pipelines = pipelines
         self._members = members
         self._pp_rank = pp_rank
         self._groups = groups
         self._device = device
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._timeout = timeout
         self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     @property
