@@ -64,6 +64,12 @@ def test_two_partitions_give_the_losses_of_one_process(
         assert (tmp_path / picture).read_text().startswith("<svg")
 
 
+def test_without_tied_weights_nothing_is_rounded_differently(tmp_path: Path) -> None:
+    train(tmp_path / "one", 1, "--steps", "12", "--untied")
+    train(tmp_path / "two", 2, "--steps", "12", "--untied")
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
 def test_interrupted_training_goes_on_with_the_same_losses(
     alone: dict[int, float], tmp_path: Path
 ) -> None:

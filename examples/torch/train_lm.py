@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes; the output layer shares its weight with the embedding."""
+    """A GPT over bytes; the output layer shares its weight with the embedding, unless untied."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -69,7 +69,8 @@ class ByteGPT(nn.Module):
         )
         self.norm = nn.LayerNorm(args.width)
         self.head = nn.Linear(args.width, NUM_BYTES, bias=False)
-        self.head.weight = self.bytes.weight
+        if not args.untied:
+            self.head.weight = self.bytes.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -252,6 +253,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--untied", action="store_true", help="an output layer of its own")
     parser.add_argument(
         "--hugging-face", metavar="NAME", help="gpt2, llama, ...: needs transformers"
     )
