@@ -6,7 +6,6 @@ Source: smd_model_parallel_pytorch.rst, DistributedModel.
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +23,6 @@ from smdistributed.modelparallel.torch.pipeline.recorder import Profile
 from smdistributed.modelparallel.torch.placement import Placement
 from smdistributed.modelparallel.torch.random_streams import RandomStreams
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
-
-logger = logging.getLogger(__name__)
 
 PARTIAL_KEY = "_smp_is_partial"
 

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.common.planning.report import partition_text
-from smdistributed.modelparallel.common.planning.schedule import Kind, Schedule
+from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import (
     TimedAction,
     Timeline,
@@ -95,7 +95,6 @@ class Recording:
 
     Attributes:
         plans: one a microbatch.
-        schedule: the order of actions on every rank.
         executor: runs this rank's.
         needed_inputs: for each pp_rank, the positions of the tensor arguments that it reads.
         models: those that the step calls.
@@ -103,7 +102,6 @@ class Recording:
     """
 
     plans: list[Plan]
-    schedule: Schedule
     executor: Executor
     needed_inputs: list[set[int]]
     models: list[DistributedModel]
@@ -312,7 +310,7 @@ class PipelinedStep:
             plans, [programs[plan] for plan in plans], itinerary, self._links, runtime.device
         )
         needed = [plans[0].inputs_of_rank(rank) for rank in range(pp_size)]
-        return Recording(plans, schedule, executor, needed, models, self._scale())
+        return Recording(plans, executor, needed, models, self._scale())
 
     def _place_models(self, call: Call) -> None:
         runtime = self.runtime

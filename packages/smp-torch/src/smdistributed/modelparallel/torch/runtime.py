@@ -7,7 +7,6 @@ MPI), torchrun (control plane over torch.distributed), or nothing (a world of on
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 import warnings
@@ -38,8 +37,6 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.transport import TorchTransport
-
-logger = logging.getLogger(__name__)
 
 
 class Step(Protocol):

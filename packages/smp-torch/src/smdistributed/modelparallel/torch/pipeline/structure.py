@@ -46,6 +46,8 @@ _CONSTANT_TYPES = (
     torch.Generator,
     torch.nn.Module,
 )
+#: Containers that templates keep as they are; exactly these classes, no subclasses.
+_PLAIN_TYPES = (list, tuple, dict, slice)
 
 
 class Container:
@@ -93,18 +95,13 @@ def map_tensors(obj: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Returns a copy of ``obj`` with ``function`` applied to each tensor in it."""
     if isinstance(obj, torch.Tensor):
         return function(obj)
-    if type(obj) is list:
-        return [map_tensors(item, function) for item in obj]
-    if type(obj) is tuple:
-        return tuple(map_tensors(item, function) for item in obj)
-    if type(obj) is dict:
-        return {key: map_tensors(item, function) for key, item in obj.items()}
-    if type(obj) is slice:
-        return slice(*(map_tensors(item, function) for item in (obj.start, obj.stop, obj.step)))
+    inner = functools.partial(map_tensors, function=function)
+    if type(obj) in _PLAIN_TYPES:
+        return _map_plain(obj, inner)
     parts = take_apart(obj)
     if parts is None:
         return obj
-    mapped = {key: map_tensors(item, function) for key, item in parts.items.items()}
+    mapped = {key: inner(item) for key, item in parts.items.items()}
     if all(mapped[key] is item for key, item in parts.items.items()):
         return obj
     return parts.build(mapped)
@@ -136,14 +133,8 @@ def template(obj: Any, placeholder: Callable[[torch.Tensor], Any], where: str) -
     if isinstance(obj, torch.Tensor):
         return placeholder(obj)
     inner = functools.partial(template, placeholder=placeholder, where=where)
-    if type(obj) is list:
-        return [inner(item) for item in obj]
-    if type(obj) is tuple:
-        return tuple(inner(item) for item in obj)
-    if type(obj) is dict:
-        return {key: inner(item) for key, item in obj.items()}
-    if type(obj) is slice:
-        return slice(inner(obj.start), inner(obj.stop), inner(obj.step))
+    if type(obj) in _PLAIN_TYPES:
+        return _map_plain(obj, inner)
     parts = take_apart(obj)
     if parts is not None:
         skeleton = parts.skeleton
@@ -186,15 +177,7 @@ def fill(obj: Any, kind: type, value: Callable[[Any], Any]) -> Any:
     inner = functools.partial(fill, kind=kind, value=value)
     if isinstance(obj, Container):
         return obj.build({key: inner(item) for key, item in obj.items.items()})
-    if type(obj) is list:
-        return [inner(item) for item in obj]
-    if type(obj) is tuple:
-        return tuple(inner(item) for item in obj)
-    if type(obj) is dict:
-        return {key: inner(item) for key, item in obj.items()}
-    if type(obj) is slice:
-        return slice(inner(obj.start), inner(obj.stop), inner(obj.step))
-    return obj
+    return _map_plain(obj, inner) if type(obj) in _PLAIN_TYPES else obj
 
 
 #: One step into a structure: ("item", key) or ("attribute", name).
@@ -231,6 +214,15 @@ def follow(obj: Any, path: Path) -> Any:
     for kind, key in path:
         obj = obj[key] if kind == "item" else getattr(obj, key)
     return obj
+
+
+def _map_plain(obj: Any, inner: Callable[[Any], Any]) -> Any:
+    """Returns a copy of a plain container with ``inner`` applied to what it holds."""
+    if type(obj) is dict:
+        return {key: inner(item) for key, item in obj.items()}
+    if type(obj) is slice:
+        return slice(inner(obj.start), inner(obj.stop), inner(obj.step))
+    return type(obj)(inner(item) for item in obj)
 
 
 def _make_sequence(kind: Any, items: list[Any]) -> Any:
