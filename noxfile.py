@@ -20,7 +20,7 @@ nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
 PACKAGES = ("smp-common", "smp-torch", "smp-tf")
-SOURCES = ("packages", "tools", "examples", "docs", "noxfile.py")
+SOURCES = ("packages", "tools", "examples", "docs", "benchmarks", "noxfile.py")
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -89,7 +89,7 @@ def check_lint(session: nox.Session) -> None:
 
 
 def check_types(session: nox.Session) -> None:
-    leaves = ("common", "torch", "tensorflow")
+    leaves = ("backend", "common", "torch", "tensorflow")
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
     )
@@ -117,7 +117,7 @@ def check_units(session: nox.Session, *packages: str) -> None:
 
 
 def check_processes(session: nox.Session, *packages: str) -> None:
-    places = suites("multiproc", packages)
+    places = suites("multiproc", packages) + suites("architectures", packages)
     session.run("pytest", "-m", "multiproc", *places, *session.posargs, env=ONE_THREAD)
 
 
@@ -169,6 +169,24 @@ def multiproc(session: nox.Session, package: str) -> None:
     install_groups(session, "test")
     install_packages(session, *with_common(package))
     check_processes(session, package)
+
+
+@nox.session
+def architectures(session: nox.Session) -> None:
+    """Survey Transformers: which architectures give the numbers of one process?"""
+    install_groups(session, "test", "architectures")
+    install_packages(session, "smp-common", "smp-torch")
+    tool = "packages/smp-torch/tests/architectures"
+    session.run("python", tool, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def trainer(session: nox.Session) -> None:
+    """Train with the Trainer of Transformers 4, over two partitions and in one process."""
+    install_groups(session, "test", "trainer")
+    install_packages(session, "smp-common", "smp-torch")
+    test = "packages/smp-torch/tests/multiproc/test_trainer.py"
+    session.run("pytest", test, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

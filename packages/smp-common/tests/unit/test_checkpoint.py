@@ -174,7 +174,20 @@ def test_files_may_be_read_by_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag", ["", ".", "..", ".hidden", "a/b", "a\nb", "newest", "user_content_1", "1_partial", " "]
+    "tag",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "a/b",
+        "a\nb",
+        "newest",
+        "user_content_1",
+        "optimizer_1",
+        "1_partial",
+        " ",
+    ],
 )
 def test_tags_that_the_layout_cannot_hold_are_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(ValueError, match="A checkpoint tag must"):
@@ -200,7 +213,7 @@ def test_file_names_that_are_no_plain_names_are_refused(tmp_path: Path, name: st
         alone(tmp_path).write_partial(1, {name: content("x")})
 
 
-@pytest.mark.parametrize("given", [["user_content"], ["model", "optimizer"]])
+@pytest.mark.parametrize("given", [["user_content"], ["optimizer"], ["model", "scheduler"]])
 def test_other_files_of_a_full_checkpoint_are_refused(tmp_path: Path, given: list[str]) -> None:
     with pytest.raises(ValueError, match="A full checkpoint has a file 'model'"):
         alone(tmp_path).write_full("a", dict.fromkeys(given, content("x")))

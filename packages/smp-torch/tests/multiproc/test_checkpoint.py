@@ -1,40 +1,43 @@
-"""Checkpoints: a new job continues to the last bit; what does not fit is refused by name."""
+"""Checkpoints: a killed job continues to the last bit, also under other degrees up to rounding."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
+import pickle
+import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from small_nets import WIDTH, DropoutNet
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
-WIDTH = 16
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 50, 25
+CONTENT = {"step": SAVED, "note": "text"}
+TOLERANCE = 1e-6
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
-                for _ in range(4)
-            )
-        )
-        self.register_buffer("offset", torch.ones(WIDTH))
+class Shape(NamedTuple):
+    """Degrees of a job."""
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layers(x) + self.offset
+    pp: int
+    dp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp
 
 
 @smp.step
@@ -44,125 +47,253 @@ def train_step(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def job(num_partitions: int, seed: int) -> tuple[Any, Any]:
+def start(shape: tuple[int, int], seed: int) -> tuple[Any, Any]:
+    pp, dp = shape
     smp.init(
         {
-            "pipeline_parallel_degree": num_partitions,
+            "pipeline_parallel_degree": pp,
+            "ddp": dp > 1,
             "microbatches": 2,
             "communication_timeout": 20,
         }
     )
-    torch.manual_seed(seed)
-    model = smp.DistributedModel(Net())
-    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(seed + smp.rdp_rank())
+    model = smp.DistributedModel(DropoutNet())
+    # Two groups, in another order than the model's.
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[::-2], "lr": 2e-2}, {"params": parameters[-2::-2]}]
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=1e-2))
 
 
 def train(model: Any, optimizer: Any, first: int, last: int) -> list[list[float]]:
+    """Trains on numbers of every generator."""
     losses = []
-    for number in range(first, last):
-        torch.manual_seed(100 + number)
+    for _ in range(first, last):
+        x = torch.randn(8, WIDTH) + random.random() + np.random.random()
         optimizer.zero_grad()
-        output = train_step(model, torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+        output = train_step(model, x, x.roll(1, 1))
         optimizer.step()
         losses.append([loss.item() for loss in output.outputs])
     return losses
 
 
-def train_and_save(folder: str) -> Any:
-    model, optimizer = job(2, seed=0)
+def train_until_killed(shape: tuple[int, int], folder: str) -> None:
+    model, optimizer = start(shape, seed=0)
     losses = train(model, optimizer, 0, SAVED)
-    content = {"step": SAVED, "note": "text"}
-    smp.save_checkpoint(
-        folder, tag=SAVED, partial=True, model=model, optimizer=optimizer, user_content=content
-    )
-    smp.save_checkpoint(folder, tag="full", partial=False, model=model, user_content=content)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    losses += train(model, optimizer, SAVED, STEPS)
-    smp.save({"rank": smp.pp_rank()}, f"{folder}/own", partial=True)
-    smp.save({"rank": smp.pp_rank()}, f"{folder}/three", partial=True, v3=True)
+    wrapped = {"model": model, "optimizer": optimizer, "user_content": CONTENT}
+    smp.save_checkpoint(folder, tag=SAVED, **wrapped)
+    smp.save_checkpoint(folder, tag="full", partial=False, **wrapped)
+    states = model.state_dict(), optimizer.state_dict()
     if smp.rank() == 0:
-        smp.save(torch.ones(2), f"{folder}/whole.pt", partial=False)
+        torch.save(states, f"{folder}/states")
+    losses += train(model, optimizer, SAVED, STEPS)
+    Path(folder, f"losses.{smp.rank()}").write_bytes(pickle.dumps(losses))
     smp.barrier()
-    assert smp.load(f"{folder}/own") == {"rank": smp.pp_rank()}
-    assert smp.load(f"{folder}/three") == {"rank": smp.pp_rank()}
-    assert torch.equal(smp.load(f"{folder}/whole.pt", partial=False), torch.ones(2))
-    return losses, state
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def resume(folder: str) -> Any:
-    model, optimizer = job(2, seed=7)  # other weights than those that come back
-    content = smp.resume_from_checkpoint(folder, partial=True)
-    assert content == {"step": SAVED, "note": "text"}
-    return train(model, optimizer, SAVED, STEPS), model.state_dict()
+def resume(shape: tuple[int, int], folder: str) -> Any:
+    model, optimizer = start(shape, seed=7)  # other weights than those that come back
+    assert smp.resume_from_checkpoint(folder) == CONTENT
+    assert optimizer.param_groups[0]["lr"] == 2e-2
+    generators = smp.allgather(torch.get_rng_state(), smp.PP_GROUP)
+    assert all(torch.equal(each, generators[0]) for each in generators)
+    return train(model, optimizer, SAVED, STEPS)
 
 
-def resume_full(folder: str) -> Any:
-    model, _ = job(2, seed=7)
-    content = smp.resume_from_checkpoint(folder, tag="full", partial=False)
-    assert content == {"step": SAVED, "note": "text"}
+def states_after_resume(shape: tuple[int, int], folder: str, partial: bool) -> Any:
+    model, optimizer = start(shape, seed=7)
+    assert smp.resume_from_checkpoint(folder, partial=partial) == CONTENT
     with torch.no_grad():
         model.eval()
         smp.step(lambda model, x: model(x))(model, torch.ones(4, WIDTH))
-    return model.state_dict()
+    return model.state_dict(), optimizer.state_dict()
 
 
-def resume_alone(folder: str) -> str:
-    _model, _ = job(1, seed=7)
-    with pytest.raises(CheckpointError) as raised:
-        smp.resume_from_checkpoint(folder, partial=True)
-    return str(raised.value)
+def run(shape: Shape, body: Any, *args: object) -> Any:
+    launcher = "python" if shape.num_ranks == 1 else "smprun"
+    return run_ranks(
+        shape.num_ranks, body, launcher=launcher, timeout=60, args=[tuple(shape), *args]
+    ).results
 
 
-def trust(folder: str) -> None:
-    model, _ = job(1, seed=0)
-    content = {"path": Path("x")}
-    smp.save_checkpoint(folder, tag="c", partial=True, model=model, user_content=content)
-    with pytest.raises(CheckpointError, match="trust_pickle=True"):
-        smp.resume_from_checkpoint(folder, tag="c")
-    assert smp.resume_from_checkpoint(folder, tag="c", trust_pickle=True) == content
+class Saved:
+    """What killed jobs left behind, one job a shape."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def folder(self, shape: Shape) -> str:
+        folder = self._folder / f"{shape.pp}x{shape.dp}"
+        if not folder.exists():
+            folder.mkdir()
+            with contextlib.suppress(RanksFailedError):
+                run(shape, train_until_killed, str(folder))
+        return str(folder)
+
+    def losses(self, shape: Shape) -> list[Any]:
+        """Returns the losses of the undisturbed run, by rank."""
+        folder = Path(self.folder(shape))
+        return [
+            pickle.loads((folder / f"losses.{rank}").read_bytes())
+            for rank in range(shape.num_ranks)
+        ]
+
+    def states(self, shape: Shape) -> Any:
+        return torch.load(f"{self.folder(shape)}/states", weights_only=True)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return folder, run_ranks(2, train_and_save, timeout=60, args=[folder]).results
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("checkpoints"))
 
 
-def test_a_new_job_continues_to_the_last_bit(saved: Any) -> None:
-    folder, results = saved
-    resumed = run_ranks(2, resume, timeout=60, args=[folder]).results
-    for (losses, _), (after, _) in zip(results, resumed, strict=True):
+def assert_equal(got: Any, expected: Any) -> None:
+    """Two states have the same structure, order and bits."""
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, value in expected.items():
+            assert_equal(got[key], value)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(got, expected)
+    else:
+        assert got == expected
+
+
+def sorted_states(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": dict(sorted(state["state"].items()))}
+
+
+@pytest.mark.parametrize("shape", [Shape(1), Shape(2), Shape(4), Shape(2, 2)])
+def test_a_killed_job_continues_to_the_last_bit(saved: Saved, shape: Shape) -> None:
+    expected = saved.losses(shape)
+    for got, losses in zip(run(shape, resume, saved.folder(shape)), expected, strict=True):
         assert len(losses) == STEPS
-        assert after == losses[SAVED:]
+        assert got == losses[SAVED:]
 
 
-def test_a_full_checkpoint_is_the_plain_state(saved: Any) -> None:
-    folder, ((_, state), _) = saved
-    loaded = torch.load(Path(folder, "full"), weights_only=True)
-    torch.manual_seed(0)
-    plain = Net()
-    plain.load_state_dict(loaded, strict=True)
-    assert list(loaded) == list(plain.state_dict()) == list(state)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [
+        (Shape(2), Shape(4)),
+        (Shape(2), Shape(1)),
+        (Shape(1), Shape(2)),
+        (Shape(2, 2), Shape(1, 2)),
+    ],
+)
+def test_a_job_of_another_degree_continues(saved: Saved, shape: Shape, other: Shape) -> None:
+    expected = saved.losses(shape)
+    if shape.dp > 1:
+        expected = [expected[0], expected[2]]
+    results = run(other, resume, saved.folder(shape))
+    by_replica = [results[0], results[-1]][: other.dp]
+    for got, losses in zip(by_replica, expected, strict=False):
+        np.testing.assert_allclose(got, losses[SAVED:], atol=TOLERANCE, rtol=0)
 
 
-def test_a_full_checkpoint_is_resumed(saved: Any) -> None:
-    folder, ((_, state), _) = saved
-    for got in run_ranks(2, resume_full, timeout=60, args=[folder]).results:
-        assert got.keys() == state.keys()
-        assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
+@pytest.mark.parametrize(
+    ("shape", "other", "partial"),
+    [
+        (Shape(2), Shape(2), False),
+        (Shape(2), Shape(1), False),
+        (Shape(2), Shape(4), True),
+        (Shape(2, 2), Shape(1), True),
+        (Shape(2), Shape(1, 2), True),
+    ],
+)
+def test_model_and_optimizer_come_back(
+    saved: Saved, shape: Shape, other: Shape, partial: bool
+) -> None:
+    model_state, optimizer_state = saved.states(shape)
+    for got in run(other, states_after_resume, saved.folder(shape), partial):
+        assert_equal(got[0], model_state)
+        assert_equal(sorted_states(got[1]), sorted_states(optimizer_state))
 
 
-def test_another_degree_is_refused_with_both_named(saved: Any) -> None:
-    folder, _ = saved
-    (message,) = run_ranks(1, resume_alone, launcher="python", timeout=60, args=[folder]).results
-    assert re.search(r"pipeline_parallel_degree 2, this job has 1", message), message
+EXPORT = """
+import sys, torch
+from small_nets import DropoutNet
+folder = sys.argv[1]
+model = DropoutNet()
+parameters = list(model.parameters())
+groups = [{"params": parameters[::-2], "lr": 1.0}, {"params": parameters[-2::-2]}]
+optimizer = torch.optim.AdamW(groups)
+model.load_state_dict(torch.load(f"{folder}/full", weights_only=True))
+optimizer.load_state_dict(torch.load(f"{folder}/optimizer_full", weights_only=True))
+assert not any(name.startswith("smdistributed") for name in sys.modules)
+torch.save((dict(model.state_dict()), optimizer.state_dict()), sys.argv[2])
+"""
 
 
-def test_files_of_save_are_named_by_rank(saved: Any) -> None:
-    names = set(os.listdir(saved[0]))
-    assert {"own_0", "own_1", "three_0_0_0", "three_1_0_0", "whole.pt"} <= names
+def test_a_full_checkpoint_is_for_torch_alone(saved: Saved, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    subprocess.run(
+        [sys.executable, "-c", EXPORT, saved.folder(Shape(2)), out],
+        cwd=Path(__file__).parent,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        check=True,
+        timeout=60,
+    )
+    model_state, optimizer_state = torch.load(out, weights_only=True)
+    expected_model, expected_optimizer = saved.states(Shape(2))
+    assert_equal(model_state, expected_model)
+    assert_equal(sorted_states(optimizer_state), sorted_states(expected_optimizer))
 
 
-def test_other_classes_need_trust(tmp_path: Path) -> None:
-    run_ranks(1, trust, launcher="python", timeout=60, args=[str(tmp_path)])
+def resume_elsewhere(shape: tuple[int, int], folder: str, partial_folder: str) -> str:
+    """What a job alone can do with the files of others."""
+    model, optimizer = start(shape, seed=0)
+    content = {"path": Path("x")}
+    smp.save_checkpoint(partial_folder, tag="c", model=model, user_content=content)
+    with pytest.raises(CheckpointError, match="trust_pickle=True"):
+        smp.resume_from_checkpoint(partial_folder, tag="c")
+    assert smp.resume_from_checkpoint(partial_folder, tag="c", trust_pickle=True) == content
+
+    # As the Trainer of Transformers does: a raw state, and an empty file beside it.
+    torch.save(DropoutNet().state_dict(), f"{folder}/pytorch_model.bin")
+    for name in ("user_content.pt", "user_content_pytorch_model.bin"):
+        Path(folder, name).touch()
+    raw = {"tag": "pytorch_model.bin", "partial": False}
+    assert smp.resume_from_checkpoint(folder, load_optimizer=False, **raw) is None
+    assert_equal(
+        dict(model.state_dict()), torch.load(f"{folder}/pytorch_model.bin", weights_only=True)
+    )
+    torch.save({"other": torch.ones(1)}, f"{folder}/other.bin")
+    with pytest.raises(RuntimeError, match=r"Missing key.*offset"):
+        smp.resume_from_checkpoint(folder, tag="other.bin", partial=False)
+    smp.resume_from_checkpoint(folder, tag="other.bin", partial=False, strict=False)
+
+    # The former name of load_optimizer.
+    smp.save_checkpoint(partial_folder, tag="d", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 5.0
+    smp.resume_from_checkpoint(partial_folder, tag="d", load_optimizer_states=False)
+    assert optimizer.param_groups[0]["lr"] == 5.0
+    smp.resume_from_checkpoint(partial_folder, tag="d", load_optimizer_states=True)
+    assert optimizer.param_groups[0]["lr"] == 2e-2
+    with pytest.raises(TypeError, match=r"smp\.DistributedModel; received DropoutNet"):
+        smp.save_checkpoint(partial_folder, tag="e", model=model.get_module())
+    return "done"
+
+
+def test_other_files_and_old_names(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("raw", "own")]
+    Path(folders[0]).mkdir()
+    assert run(Shape(1), resume_elsewhere, *folders) == ("done",)
+
+
+def damage(shape: tuple[int, int], folder: str) -> str:
+    _kept_alive = start(shape, seed=0)
+    if smp.rank() == 0:
+        Path(folder, f"{SAVED}_partial", "optimizer_1_0.pt").write_bytes(b"x")
+    smp.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        smp.resume_from_checkpoint(folder)
+    return str(raised.value)
+
+
+def test_a_damaged_part_is_an_error_on_every_rank(saved: Saved, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-r", saved.folder(Shape(2)), str(tmp_path / "copy")], check=True)
+    for message in run(Shape(2), damage, str(tmp_path / "copy")):
+        assert "rank 1" in message
+        assert "optimizer_1_0.pt" in message

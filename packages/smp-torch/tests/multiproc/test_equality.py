@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import equality_cases
 import manual_cases
 import pytest
+import soundness_cases
 import torch
 import transformers_cases
 from world import Result, run_cases, values
@@ -31,15 +32,15 @@ class World(NamedTuple):
 _FEW = ("mlp", "tied_embedding_and_container_tensors", "skip_connections_and_reuse", "dropout")
 _MANUAL = {"auto_partition": False, "default_partition": 0}
 WORLDS = {
-    "one": World(1, {"pipeline_parallel_degree": 1}, ("equality",)),
-    "pp2": World(2, {"pipeline_parallel_degree": 2}, ("equality", "transformers")),
+    "one": World(1, {"pipeline_parallel_degree": 1}, ("equality", "soundness")),
+    "pp2": World(2, {"pipeline_parallel_degree": 2}, ("equality", "soundness", "transformers")),
     "pp2-manual-simple": World(
         2, {"pipeline_parallel_degree": 2, "pipeline": "simple", **_MANUAL}, ("manual",)
     ),
     "pp2-simple": World(
         2, {"pipeline_parallel_degree": 2, "pipeline": "simple"}, ("equality",), _FEW
     ),
-    "pp4": World(4, {"pipeline_parallel_degree": 4}, ("equality", "transformers")),
+    "pp4": World(4, {"pipeline_parallel_degree": 4}, ("equality", "soundness", "transformers")),
     "pp2-dp2": World(4, {"pipeline_parallel_degree": 2, "ddp": True}, ("equality",)),
 }
 
@@ -50,6 +51,8 @@ def run_world(config: dict[str, object], modules: tuple[str, ...], only: tuple[s
         cases |= equality_cases.cases(only=only)
     if "manual" in modules:
         cases |= manual_cases.cases()
+    if "soundness" in modules:
+        cases |= soundness_cases.cases()
     if "transformers" in modules and importlib.util.find_spec("transformers"):
         cases |= transformers_cases.cases()
     return run_cases({"microbatches": 4, **config}, cases)
@@ -74,6 +77,8 @@ def _pairs() -> list[tuple[str, str]]:
             pairs += [(name, case) for case in equality_cases.cases(only=world.only)]
         if "manual" in world.modules:
             pairs += [(name, case) for case in manual_cases.cases()]
+        if "soundness" in world.modules:
+            pairs += [(name, case) for case in soundness_cases.cases()]
     return pairs
 
 
@@ -89,22 +94,18 @@ def test_transformers_give_the_numbers_of_one_process(world: str, model: str) ->
     values(outcome(world), model)
 
 
-@pytest.mark.xfail(
-    reason="Transformers asks whether a mask is all ones, and the answer is part of the recording: "
-    "a microbatch with another answer needs a recording of its own",
-)
 def test_transformers_with_padding_in_some_microbatches() -> None:
     pytest.importorskip("transformers")
     values(outcome("pp2"), "padding_in_some_microbatches")
 
 
-@pytest.mark.xfail(
-    reason="random numbers that a split module's own forward draws come from the generator of the "
-    "rank that runs it, not from a stream of the module",
-)
 @pytest.mark.parametrize("world", ["pp2", "pp4"])
-def test_functional_dropout_does_not_depend_on_the_partition(world: str) -> None:
-    case = "functional_dropout_in_a_split_module"
+@pytest.mark.parametrize(
+    "case", ["functional_dropout_in_a_split_module", "layer_dropped_at_random"]
+)
+def test_random_numbers_of_split_modules_do_not_depend_on_the_partition(
+    world: str, case: str
+) -> None:
     assert values(outcome(world), case)[0] == values(outcome("one"), case)[0]
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.pipeline.capture import capture, profile
+from smdistributed.modelparallel.torch.pipeline.capture import Capture, capture, profile
+from smdistributed.modelparallel.torch.pipeline.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
-from smdistributed.modelparallel.torch.pipeline.ir import Graph
+from smdistributed.modelparallel.torch.pipeline.leaf_memory import LeafMemory
 from smdistributed.modelparallel.torch.pipeline.recorder import Recorder
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
 from smdistributed.modelparallel.torch.placement import Placement, decide
+from smdistributed.modelparallel.torch.random_streams import StepRandom
 
 CPU = torch.device("cpu")
 
@@ -30,26 +32,40 @@ class Recorded:
         self.pinned = {modules[name]: index for name, index in partitions.items()}
         self.num = num
         self.recorder: Recorder | None = None
+        self.memory = LeafMemory()
+        self.random = StepRandom(CPU)
 
     def place(self, function: Callable[..., Any], *args: Any) -> Placement:
         self.recorder = None
-        costs = profile([self.fakes], function, args, {}, self.mode, CPU)
+        costs = profile(
+            [self.fakes], function, args, {}, self.mode, CPU, OwnDecisions(), self.random
+        )
         return decide(self.fakes, costs, self.pinned, self.num, 0.8)
 
-    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[Graph, Placement]:
+    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[Capture, Placement]:
         placement = self.place(function, *args)
 
         def note(recorder: Recorder) -> None:
             self.recorder = recorder
 
-        graph = capture(
-            [self.fakes], function, args, {}, self.mode, CPU, placement.leaves, on_start=note
+        captured = capture(
+            [self.fakes],
+            function,
+            args,
+            {},
+            self.mode,
+            CPU,
+            placement.leaves,
+            OwnDecisions(),
+            self.random,
+            self.memory,
+            on_start=note,
         )
-        return graph, placement
+        return captured, placement
 
     def plan(self, function: Callable[..., Any], *args: Any) -> Plan:
-        graph, placement = self.capture(function, *args)
-        return cut(graph, placement.partition_of, placement.owner_of)
+        captured, placement = self.capture(function, *args)
+        return cut(captured.graph, placement.partition_of, placement.owner_of)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Stands for ``model.backward`` in a body."""

@@ -30,19 +30,21 @@ def test_modules_in_uncalled_containers_are_recorded_whole() -> None:
     """Their hooks, and the random streams that hang on them, work only then."""
     module = Net()
     recorded = Recorded(module, {"layers.0": 0, "layers.3": 1})
-    graph, placement = recorded.capture(module, torch.ones(2, WIDTH))
-    leaves = [node.name for node in graph.nodes if node.kind is NodeKind.LEAF]
+    captured, placement = recorded.capture(module, torch.ones(2, WIDTH))
+    leaves = [node.name for node in captured.graph.nodes if node.kind is NodeKind.LEAF]
     expected = [name for i in range(4) for name in (f"layers.{i}", f"drops.{'ab'[i % 2]}")]
     assert leaves == expected
-    assert not [node for node in graph.nodes if node.kind is NodeKind.CALL and node.random]
+    assert not [node for node in captured.graph.nodes if node.draw]
     assert module not in placement.leaves
 
 
 def test_only_the_outermost_called_module_is_a_leaf() -> None:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)]
     module = nn.Sequential(*blocks)
-    graph, _ = Recorded(module, {}).capture(module, torch.ones(2, WIDTH))
-    assert [node.name for node in graph.nodes if node.kind is NodeKind.LEAF] == list("01234567")
+    captured, _ = Recorded(module, {}).capture(module, torch.ones(2, WIDTH))
+    assert [node.name for node in captured.graph.nodes if node.kind is NodeKind.LEAF] == list(
+        "01234567"
+    )
 
 
 def test_fixed_partitions_are_kept_and_own_their_parameters() -> None:

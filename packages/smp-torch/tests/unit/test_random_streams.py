@@ -1,16 +1,30 @@
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.random_streams import RandomStreams
+from smdistributed.modelparallel.torch.pipeline.costs import Draws
+from smdistributed.modelparallel.torch.random_streams import RandomStreams, StepRandom
+
+ONE_DRAW = Draws(1, frozenset({F.dropout}))
 
 
-def streams() -> tuple[RandomStreams, nn.Dropout, nn.Dropout]:
+def keyed(**modules: nn.Module) -> StepRandom:
+    """Returns the random numbers of a step in which modules draw."""
+    step = StepRandom(torch.device("cpu"))
+    RandomStreams(step).add({name: (module, ONE_DRAW) for name, module in modules.items()})
+    return step
+
+
+def streams() -> tuple[StepRandom, nn.Dropout, nn.Dropout]:
     first, second = nn.Dropout(0.5), nn.Dropout(0.5)
-    return RandomStreams({"a": first, "b": second}, torch.device("cpu")), first, second
+    return keyed(a=first, b=second), first, second
 
 
 def test_masks_do_not_depend_on_the_order_of_modules_or_microbatches() -> None:
@@ -18,7 +32,7 @@ def test_masks_do_not_depend_on_the_order_of_modules_or_microbatches() -> None:
     found = []
     for order in ([0, 1], [1, 0]):
         stream, first, second = streams()
-        stream.begin_step(11)
+        stream.begin(11)
         masks = {}
         for microbatch in order:
             stream.enter_pass(microbatch, backward=False)
@@ -37,14 +51,14 @@ def test_calls_and_steps_differ_and_the_users_generator_is_left_alone() -> None:
     stream, first, _ = streams()
     x = torch.ones(64)
     state = torch.get_rng_state()
-    stream.begin_step(1)
+    stream.begin(1)
     one, two = first(x), first(x)
-    stream.begin_step(2)
+    stream.begin(2)
     three = first(x)
     assert not torch.equal(one, two)
     assert not torch.equal(one, three)
     assert torch.equal(torch.get_rng_state(), state)
-    stream.end_step()
+    stream.end()
     first(x)
     assert not torch.equal(torch.get_rng_state(), state)
 
@@ -52,7 +66,7 @@ def test_calls_and_steps_differ_and_the_users_generator_is_left_alone() -> None:
 def test_a_recomputation_repeats_its_numbers() -> None:
     stream, first, _ = streams()
     x = torch.ones(64)
-    stream.begin_step(1)
+    stream.begin(1)
     mask = first(x)
     stream.enter_pass(0, backward=True)
     assert torch.equal(first(x), mask)
@@ -70,9 +84,55 @@ def test_an_error_in_a_module_puts_the_generator_back() -> None:
             raise KeyError("planted")
 
     module = Failing()
-    stream = RandomStreams({"f": module}, torch.device("cpu"))
-    stream.begin_step(1)
+    stream = keyed(f=module)
+    stream.begin(1)
     state = torch.get_rng_state()
     with pytest.raises(KeyError):
         module()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Twice(nn.Module):
+    """Draws twice, around a child that draws too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [F.dropout(x, 0.5), self.child(x), F.dropout(x, 0.5)]
+
+
+def test_several_draws_of_a_module_with_children_are_keyed_one_by_one() -> None:
+    module = Twice()
+    step = StepRandom(torch.device("cpu"))
+    draws = Draws(2, frozenset({F.dropout}))
+    RandomStreams(step).add({"m": (module, draws), "c": (module.child, ONE_DRAW)})
+    step.begin(3)
+    x = torch.ones(64)
+    first, child, second = module(x)
+    step.begin(3)
+    for name, draw, expected in (("m", 1, second), ("c", 0, child), ("m", 0, first)):
+        with step.drawing(name, 0, draw):
+            assert torch.equal(F.dropout(x, 0.5), expected)
+    assert not torch.equal(first, second)
+
+
+def test_python_and_numpy_are_keyed_where_a_module_draws_from_them() -> None:
+    class Choosing(nn.Module):
+        def forward(self) -> tuple[float, float]:
+            return random.random(), np.random.rand()
+
+    found = []
+    for state in (1, 2):
+        random.seed(state)
+        np.random.seed(state)
+        module = Choosing()
+        step = StepRandom(torch.device("cpu"))
+        RandomStreams(step).add({"m": (module, Draws(in_python=True))})
+        before = random.getstate()
+        step.begin(3)
+        found.append(module())
+        assert random.getstate() == before
+        assert step.draws_in_python(module)
+    assert found[0] == found[1]

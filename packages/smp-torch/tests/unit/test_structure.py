@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.pipeline import structure
 
 
@@ -101,8 +100,7 @@ class Cache:
         self.keys = torch.ones(1)
 
 
-def test_objects_with_state_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"here passes an object of class .*Cache"):
-        structure.template([Cache()], lambda tensor: 0, "here")
-    with pytest.raises(UnsupportedError, match="Cache that holds tensors"):
-        list(structure.tensor_paths(Cache()))
+def test_objects_with_state_are_left_to_the_caller() -> None:
+    cache = Cache()
+    assert structure.template([cache, 1], lambda tensor: 0, lambda obj: (obj,)) == [(cache,), 1]
+    assert not list(structure.tensor_paths(cache))

@@ -38,12 +38,13 @@ def fail():
 
 
 class Bomb(nn.Module):
-    """Passes its input on; fails on rank 1 once it is armed."""
+    """Passes its input on; fails on rank 1 once it is armed.
 
-    armed = False
+    By the environment: a change of Python state would record the step again, and fail there.
+    """
 
     def forward(self, x):
-        if Bomb.armed and smp.rank() == 1:
+        if "BOMB_IS_ARMED" in os.environ and smp.rank() == 1:
             fail()
         return x * 1.0
 
@@ -64,7 +65,8 @@ def train_until_failure():
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", smp.local_rank()) if on_gpu else torch.device("cpu")
     for iteration in range(1000):
-        Bomb.armed = iteration == 3
+        if iteration == 3:
+            os.environ["BOMB_IS_ARMED"] = "1"
         train(model, torch.randn(8, 64, device=device))
 
 

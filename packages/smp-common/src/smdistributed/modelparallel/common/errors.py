@@ -21,6 +21,10 @@ class NotInitializedError(SMPError, RuntimeError):
     """A name that needs ``smp.init`` was used before it."""
 
 
+class NotPartitionedError(SMPError, RuntimeError):
+    """A name that needs the partition of the model was used before the first step call."""
+
+
 class UnsupportedError(SMPError, NotImplementedError):
     """A documented feature that this version does not have yet."""
 

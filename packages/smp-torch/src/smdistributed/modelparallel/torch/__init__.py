@@ -4,10 +4,15 @@ Use it as ``import smdistributed.modelparallel.torch as smp``.
 """
 
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.torch import amp
+from smdistributed.modelparallel.torch import model as model
+from smdistributed.modelparallel.torch import nn as nn
+from smdistributed.modelparallel.torch import optimizers as optimizers
 from smdistributed.modelparallel.torch.api import (
     DistributedModel,
     DistributedOptimizer,
-    State,
+    clip_grad_norm_,
+    delay_param_initialization,
     facade,
     get_dp_process_group,
     get_mp_process_group,
@@ -16,17 +21,24 @@ from smdistributed.modelparallel.torch.api import (
     get_tp_process_group,
     get_world_process_group,
     init,
+    is_tracing,
     load,
+    model_creation,
     partition,
     resume_from_checkpoint,
     save,
     save_checkpoint,
+    set_activation_checkpointing,
     set_partition,
     step,
 )
+from smdistributed.modelparallel.torch.creation import (
+    hvd_average_grads,
+    set_tensor_parallelism,
+    tensor_parallelism,
+)
+from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step_output import StepOutput
-
-state = State()
 
 is_initialized = facade.is_initialized
 rank = facade.rank
@@ -80,8 +92,11 @@ __all__ = [
     "RankType",
     "StepOutput",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
+    "clip_grad_norm_",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -96,11 +111,14 @@ __all__ = [
     "get_tp_group",
     "get_tp_process_group",
     "get_world_process_group",
+    "hvd_average_grads",
     "init",
     "is_initialized",
+    "is_tracing",
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",
@@ -117,10 +135,13 @@ __all__ = [
     "save",
     "save_checkpoint",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
     "tp_size",

@@ -4,32 +4,62 @@ A partial checkpoint has one file a rank and is the one to continue training fro
 whole model in one file, for use elsewhere. Nothing is ever half there: see
 ``common.checkpoint.store``.
 
+A partial checkpoint is named after the partition that wrote it, but its parts go by the names of
+parameters. A job with the same degrees takes over the partition, and each rank reads its own part;
+any other job reads all parts, and each rank keeps what belongs there.
+
 Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
-import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
-from smdistributed.modelparallel.common.checkpoint.durable_files import Writer, write_file
+from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch import optimizer_state, random_state
 from smdistributed.modelparallel.torch.model import DistributedModel
+from smdistributed.modelparallel.torch.model_state import PARTIAL_KEY
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
 
+logger = logging.getLogger(__name__)
+
 _LAYOUT = "layout.json"
 _USER_CONTENT = "user_content.pt"
+
+_Wrapper = TypeVar("_Wrapper", DistributedModel, DistributedOptimizer)
+
+
+@dataclass
+class _Content:
+    """What this rank takes from a checkpoint.
+
+    Attributes:
+        model: the whole state, or with ``partition`` this rank's part.
+        optimizer: its state, as ``model``.
+        partition: the partition to take over, by module name; None to keep the job's own.
+        random: the state of the random generators.
+        user: the user's content.
+    """
+
+    model: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+    partition: dict[str, int] | None = None
+    random: dict[str, Any] | None = None
+    user: Any = None
 
 
 def save_checkpoint(
@@ -44,36 +74,38 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None,
 ) -> None:
     """See ``smp.save_checkpoint``."""
-    _expect(model, DistributedModel, "model")
-    _expect(optimizer, DistributedOptimizer, "optimizer")
+    _expect(model, DistributedModel, "save_checkpoint(model=...)")
+    _expect(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
     directory = _directory(runtime, path)
+    files: dict[str, Writer] = {}
+    # What a writer computes may fail on one rank; the directory tells it to the others.
     if not partial:
-        if optimizer is not None:
-            warnings.warn(
-                "a full checkpoint holds no optimizer state; save a partial one to continue from.",
-                stacklevel=3,
-            )
-        state = model.state_dict() if model is not None else None
-        files: dict[str, Writer] = {}
+        whole = {
+            "model": model and model.state_dict(gather_to_rank0=True),
+            "optimizer": optimizer and optimizer.state_dict(gather_to_rank0=True),
+            "user_content": user_content,
+        }
         if runtime.rank == 0:
-            files["model"] = _writer(state)
-            if user_content is not None:
-                files["user_content"] = _writer(user_content)
+            for name, value in whole.items():
+                if name == "model" or value is not None:
+                    files[name] = _writer(lambda value=value: value)  # type: ignore[misc]
         directory.write_full(tag, files)
         return
-    files = {}
     place = runtime.coordinates
+    part = _part(place.pp_rank, place.tp_rank)
     if place.rdp_rank == 0:
-        suffix = f"{place.pp_rank}_{place.tp_rank}.pt"
         if model is not None:
-            files[f"model_{suffix}"] = _writer(model.local_state_dict())
+            files[f"model_{part}.pt"] = _writer(model.local_state_dict)
         if optimizer is not None:
-            files[f"optimizer_{suffix}"] = _writer(optimizer.local_state_dict())
+            files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)
+    files[f"random_{part}_{place.rdp_rank}.pt"] = _writer(
+        lambda: random_state.capture(runtime.device)
+    )
     if runtime.rank == 0:
         layout = json.dumps(_layout(runtime, model), indent=1).encode()
         files[_LAYOUT] = lambda stream: _write_bytes(stream, layout)
         if user_content is not None:
-            files[_USER_CONTENT] = _writer(user_content)
+            files[_USER_CONTENT] = _writer(lambda: user_content)
     directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
 
 
@@ -83,84 +115,152 @@ def resume_from_checkpoint(
     tag: str | int | None,
     *,
     partial: bool,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
     strict: bool,
     load_optimizer: bool,
     trust_pickle: bool,
 ) -> Any:
     """See ``smp.resume_from_checkpoint``."""
-    models, optimizers = runtime.live_models(), runtime.live_optimizers()
-    if not models:
+    model = _given_or_last(model, DistributedModel, runtime.live_models(), "model")
+    optimizer = _given_or_last(
+        optimizer, DistributedOptimizer, runtime.live_optimizers(), "optimizer"
+    )
+    if model is None:
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
-    model = models[-1]
-    checkpoint = _directory(runtime, path).resolve(tag, partial=partial)
-    if not partial:
-        model.load_state_dict(_read(checkpoint, "model", trust_pickle), strict=strict)
-        return _read_optional(checkpoint, "user_content", trust_pickle)
-    with checkpoint.open(_LAYOUT) as stream:
-        layout = json.load(stream)
-    _check_degrees(runtime, checkpoint, layout)
-    model.fix_partition(layout["partition"])
-    place = runtime.coordinates
-    suffix = f"{place.pp_rank}_{place.tp_rank}.pt"
-    if f"model_{suffix}" in checkpoint.paths:
-        state = _read(checkpoint, f"model_{suffix}", trust_pickle)
-        model.load_state_dict(state, strict=strict, same_partition_load=True)
-    if load_optimizer and f"optimizer_{suffix}" in checkpoint.paths:
-        if not optimizers:
-            raise SMPError(
+    directory = _directory(runtime, path)
+    checkpoint = directory.resolve(tag, partial=partial)
+    reader = _Reader(runtime, checkpoint, trust_pickle)
+    contents: list[_Content] = []
+
+    def read() -> None:
+        content = reader.partial(model, load_optimizer) if partial else reader.full(load_optimizer)
+        # Full checkpoints are also for scripts that do not train.
+        if partial and content.optimizer is not None and optimizer is None:
+            raise CheckpointError(
                 "the checkpoint holds optimizer state: make the DistributedOptimizer before "
                 "smp.resume_from_checkpoint, or pass load_optimizer=False."
             )
-        state = _read(checkpoint, f"optimizer_{suffix}", trust_pickle)
-        model.when_partitioned(lambda: optimizers[-1].load_state_dict(state))
-    return _read_optional(checkpoint, _USER_CONTENT, trust_pickle)
+        contents.append(content)
+
+    directory.everywhere(f"Resuming checkpoint '{checkpoint.tag}' in {directory.path}", read)
+    (content,) = contents
+    if content.partition is not None:
+        model.fix_partition(content.partition)
+    if content.model is not None:
+        is_own = content.partition is not None
+        model.load_state_dict(content.model, strict=strict, same_partition_load=is_own)
+    if content.optimizer is not None and optimizer is not None:
+        optimizer.load_state_dict(content.optimizer)
+    if content.random is not None:
+        random_state.restore(content.random, runtime.device)
+    return content.user
 
 
-def save(runtime: TorchRuntime, obj: Any, path: str, *, partial: bool, v3: bool) -> None:
-    """See ``smp.save``."""
-    target = Path(_file_name(path))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"smp.save: the folder {target.parent} does not exist; make it.")
-    if partial:
-        target = target.with_name(f"{target.name}_{_part(runtime, three=v3)}")
-    write_file(target, _writer(obj))
+class _Reader:
+    """Reads the files of one checkpoint that this rank needs. Local.
 
+    Args:
+        runtime: the state of the library in this process.
+        checkpoint: where the files are.
+        trust_pickle: load objects of any class.
+    """
 
-def load(
-    runtime: TorchRuntime, path: str, *, partial: bool, map_location: Any, trust_pickle: bool
-) -> Any:
-    """See ``smp.load``."""
-    target = Path(_file_name(path))
-    if partial:
-        names = [
-            target.with_name(f"{target.name}_{_part(runtime, three=three)}")
-            for three in (True, False)
-        ]
-        found = [name for name in names if name.exists()]
-        if not found:
-            written = sorted(each.name for each in target.parent.glob(f"{target.name}_*"))
+    def __init__(self, runtime: TorchRuntime, checkpoint: Checkpoint, trust_pickle: bool) -> None:
+        self._runtime = runtime
+        self._checkpoint = checkpoint
+        self._trust_pickle = trust_pickle
+
+    def full(self, load_optimizer: bool) -> _Content:
+        """Returns the content of a full checkpoint."""
+        return _Content(
+            model=self._read("model"),
+            optimizer=self._read_if_there("optimizer") if load_optimizer else None,
+            user=self._user_content("user_content"),
+        )
+
+    def partial(self, model: DistributedModel, load_optimizer: bool) -> _Content:
+        """Returns the content of a partial checkpoint that belongs to this rank."""
+        with self._checkpoint.open(_LAYOUT) as stream:
+            layout = json.load(stream)
+        own = _layout(self._runtime, model)
+        degree = "tensor_parallel_degree"
+        if layout[degree] != own[degree]:
             raise CheckpointError(
-                f"no partial file {names[1].name} (or {names[0].name}) in {target.parent}; found "
-                f"{written or 'none'}. Load with the degrees that it was saved with, or with "
-                "partial=False."
+                f"it was saved with {degree} {layout[degree]}, this job has {own[degree]}: resume "
+                "with the same degree, or from a full checkpoint."
             )
-        target = found[0]
-    return torch.load(target, map_location=map_location, weights_only=not trust_pickle)
+        degree = "pipeline_parallel_degree"
+        same_degree = layout[degree] == own[degree]
+        adopts = same_degree and (not own["partition"] or own["partition"] == layout["partition"])
+        place = self._runtime.coordinates
+        if not adopts:
+            logger.info(
+                "%s was saved with pipeline_parallel_degree %d under another partition; "
+                "every rank takes its share of all parts.",
+                self._checkpoint.tag,
+                layout[degree],
+            )
+        ranks = [place.pp_rank] if adopts else range(layout[degree])
+        parts = [_part(pp_rank, place.tp_rank) for pp_rank in ranks]
+        models = self._read_all(f"model_{part}.pt" for part in parts)
+        optimizers = (
+            self._read_all(f"optimizer_{part}.pt" for part in parts) if load_optimizer else []
+        )
+        if not adopts and models:
+            whole = {name: value for each in models for name, value in each.items()}
+            models = [{**whole, PARTIAL_KEY: False}]
+        if not adopts and optimizers:
+            optimizers = [optimizer_state.merge(optimizers)]
+        return _Content(
+            model=models[0] if models else None,
+            optimizer=optimizers[0] if optimizers else None,
+            partition=layout["partition"] if adopts else None,
+            random=self._random_state(same_degree),
+            user=self._user_content(_USER_CONTENT),
+        )
 
+    def _user_content(self, name: str) -> Any:
+        path = self._checkpoint.paths.get(name)
+        # Programs mark a folder as a checkpoint without user content by an empty file.
+        return None if path is None or not path.stat().st_size else self._read(name)
 
-def _file_name(path: object) -> str:
-    if not isinstance(path, str):
-        raise TypeError(f"the file must be given by name, as a str; received {path!r}.")
-    return path
+    def _random_state(self, same_degree: bool) -> Any:
+        place = self._runtime.coordinates
+        # With other partitions, that of the first one: the numbers of a step follow from it.
+        part = _part(place.pp_rank if same_degree else 0, place.tp_rank)
+        name = f"random_{part}_{place.rdp_rank}.pt"
+        if name not in self._checkpoint.paths:
+            logger.warning(
+                "%s has no random state of replica %d: the job that saved it had fewer. The "
+                "random generators of this rank stay as the script seeded them.",
+                self._checkpoint.tag,
+                place.rdp_rank,
+            )
+        return self._read_if_there(name)
 
+    def _read_all(self, names: Any) -> list[dict[str, Any]]:
+        return [self._read(name) for name in names if name in self._checkpoint.paths]
 
-def _part(runtime: TorchRuntime, *, three: bool) -> str:
-    place = runtime.coordinates
-    if three:
-        return f"{place.pp_rank}_{place.tp_rank}_{place.rdp_rank}"
-    if runtime.topology.tp_size > 1:
-        return f"{place.pp_rank}_{place.tp_rank}"
-    return str(place.mp_rank)
+    def _read_if_there(self, name: str) -> Any:
+        return self._read(name) if name in self._checkpoint.paths else None
+
+    def _read(self, name: str) -> Any:
+        self._checkpoint.open(name).close()  # which verifies it
+        path = self._checkpoint.paths[name]
+        try:
+            return torch.load(
+                path,
+                map_location="cpu",
+                weights_only=not self._trust_pickle,
+                # Tensors of other ranks are then never read, only their names.
+                mmap=zipfile.is_zipfile(path),
+            )
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain values, which only a full unpickling "
+                "can load, and that can run code: if you trust the file, pass trust_pickle=True."
+            ) from error
 
 
 def _directory(runtime: TorchRuntime, path: str | os.PathLike[str]) -> CheckpointDirectory:
@@ -169,6 +269,10 @@ def _directory(runtime: TorchRuntime, path: str | os.PathLike[str]) -> Checkpoin
         rank=runtime.rank,
         gather=lambda obj: runtime.communicator.allgather(obj, CommGroup.WORLD),
     )
+
+
+def _part(pp_rank: int, tp_rank: int) -> str:
+    return f"{pp_rank}_{tp_rank}"
 
 
 def _layout(runtime: TorchRuntime, model: DistributedModel | None) -> dict[str, Any]:
@@ -180,45 +284,24 @@ def _layout(runtime: TorchRuntime, model: DistributedModel | None) -> dict[str, 
     }
 
 
-def _check_degrees(
-    runtime: TorchRuntime, checkpoint: Checkpoint, layout: Mapping[str, Any]
-) -> None:
-    own = _layout(runtime, None)
-    for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
-        if layout[name] != own[name]:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.tag} was saved with {name} {layout[name]}, this job has "
-                f"{own[name]}: resume with the same degrees, or from a full checkpoint."
-            )
-
-
-def _expect(value: object, kind: type, name: str) -> None:
+def _expect(value: object, kind: type, argument: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(
-            f"save_checkpoint({name}=...) takes a smp.{kind.__name__}; received "
-            f"{type(value).__name__}: wrap it first."
+            f"{argument} takes a smp.{kind.__name__}; received {type(value).__name__}: wrap it "
+            "first."
         )
 
 
-def _writer(obj: Any) -> Writer:
-    return lambda stream: torch.save(obj, stream)
+def _given_or_last(
+    given: _Wrapper | None, kind: type[_Wrapper], alive: list[_Wrapper], name: str
+) -> _Wrapper | None:
+    _expect(given, kind, f"resume_from_checkpoint({name}=...)")
+    return given or (alive[-1] if alive else None)
+
+
+def _writer(make: Callable[[], Any]) -> Writer:
+    return lambda stream: torch.save(make(), stream)
 
 
 def _write_bytes(stream: BinaryIO, data: bytes) -> None:
     stream.write(data)
-
-
-def _read(checkpoint: Checkpoint, name: str, trust_pickle: bool) -> Any:
-    with checkpoint.open(name) as stream:
-        try:
-            return torch.load(stream, map_location="cpu", weights_only=not trust_pickle)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{checkpoint.paths[name]} holds more than tensors and plain values, which only a "
-                "full unpickling can load, and that can run code: if you trust the file, pass "
-                "trust_pickle=True."
-            ) from error
-
-
-def _read_optional(checkpoint: Checkpoint, name: str, trust_pickle: bool) -> Any:
-    return _read(checkpoint, name, trust_pickle) if name in checkpoint.paths else None

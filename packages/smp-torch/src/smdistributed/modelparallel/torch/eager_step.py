@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.pipeline.capture import profile
-from smdistributed.modelparallel.torch.random_streams import draw_step_seed
+from smdistributed.modelparallel.torch.pipeline.costs import Draws
+from smdistributed.modelparallel.torch.pipeline.decisions import OwnDecisions
+from smdistributed.modelparallel.torch.pipeline.recorder import STEP_FUNCTION
+from smdistributed.modelparallel.torch.random_streams import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.step_results import combine
 from smdistributed.modelparallel.torch.tensors import TENSORS
@@ -29,6 +33,8 @@ class EagerStep:
         detach_outputs: detach returned tensors.
     """
 
+    is_tracing = False
+
     def __init__(
         self,
         runtime: TorchRuntime,
@@ -42,7 +48,11 @@ class EagerStep:
         self._detach_outputs = detach_outputs
         self._weight = 1.0
         self._microbatch = 0
+        self._is_last = False
+        self._calls = 0
+        self._usual_calls = 0
         self._reached: dict[DistributedModel, None] = {}
+        self._draws: dict[tuple[object, ...], Draws] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
@@ -51,33 +61,42 @@ class EagerStep:
             TENSORS, self._rules, runtime.config.microbatches, args, kwargs
         )
         models = runtime.live_models()
-        self._measure(models, *calls[0])
-        seed = draw_step_seed()
+        for model in models:
+            model.refresh()
+        draws = self._measure(models, *calls[0])
+        random = runtime.random
+        random.begin(draw_step_seed())
         results = []
         self._reached = {}
         for model in models:
-            model.sync_buffers()
-            if model.random_streams is not None:
-                model.random_streams.begin_step(seed)
+            model.data_parallel.begin_step()
         runtime.current_step = self
         try:
             for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
+                if microbatch:
+                    self._usual_calls = self._calls
+                self._calls = 0
                 self._microbatch, self._weight = microbatch, weight
-                self._enter_pass(backward=False)
-                results.append(self._function(*call[0], **call[1]))
+                self._is_last = microbatch == len(calls) - 1
+                random.enter_pass(microbatch, backward=False)
+                with self._own_draws(draws):
+                    results.append(self._function(*call[0], **call[1]))
         finally:
             runtime.current_step = None
-            for model in models:
-                if model.random_streams is not None:
-                    model.random_streams.end_step()
-        for model in self._reached:
-            model.reduce_gradients()
+            random.end()
+        for model in models:
+            # A backward pass through one model can reach another.
+            if model in self._reached or model.data_parallel.has_gradients:
+                model.data_parallel.end_step()
+                model.run_post_step_hooks()
+        self._usual_calls = self._calls
         return combine(results, self._detach_outputs)
 
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
-        scale = self._weight if model.gradient_scale == "mean" else 1.0
+        self._calls += 1
+        scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
             grad_tensors = None if grad_tensors is None else [grad_tensors]
@@ -89,26 +108,56 @@ class EagerStep:
             else start * scale
             for tensor, start in zip(tensors, grad_tensors or [None] * len(tensors), strict=True)
         ]
-        self._enter_pass(backward=True)
+        self.runtime.random.enter_pass(self._microbatch, backward=True)
+        # As many calls as for the microbatch before: then nothing follows that adds to gradients.
+        is_last = self._is_last and self._calls == self._usual_calls
+        for each in self.runtime.live_models():
+            if is_last:
+                each.data_parallel.enter_last_pass()
+            else:
+                each.data_parallel.enter_pass(frozenset())
         torch.autograd.backward(tensors, starts)
-        self._enter_pass(backward=False)
+        self.runtime.random.enter_pass(self._microbatch, backward=False)
 
-    def _enter_pass(self, *, backward: bool) -> None:
-        for model in self.runtime.live_models():
-            if model.random_streams is not None:
-                model.random_streams.enter_pass(self._microbatch, backward=backward)
+    @contextlib.contextmanager
+    def _own_draws(self, draws: Draws) -> Iterator[None]:
+        """Keys the draws of the step function itself, outside all modules."""
+        if not draws:
+            yield
+            return
+        random = self.runtime.random
+        mode = DrawByDraw(random, STEP_FUNCTION, 0, draws.functions)
+        random.entered.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            random.entered.pop()
 
     def _measure(
         self, models: list[DistributedModel], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Finds the modules that draw random numbers, once, by a run on fakes."""
-        if all(model.random_streams is not None for model in models):
-            return
+    ) -> Draws:
+        """Finds out who draws random numbers, by a run on fakes, once for all training flags."""
+        flags = tuple(
+            (model.number, model.version, tuple(module.training for module in model.fakes.names))
+            for model in models
+        )
+        if flags in self._draws:
+            return self._draws[flags]
         runtime = self.runtime
         runtime.current_step = _Unmeasured()
+        self._draws[flags] = Draws()
         try:
-            fakes = [model.fakes for model in models]
-            costs = profile(fakes, self._function, args, kwargs, runtime.fake_mode, runtime.device)
+            costs = profile(
+                [model.fakes for model in models],
+                self._function,
+                args,
+                kwargs,
+                runtime.fake_mode,
+                runtime.device,
+                OwnDecisions(),
+                runtime.random,
+            )
         except Exception as error:
             # One partition needs no recording; only the independence of masks is lost.
             logger.warning(
@@ -116,15 +165,19 @@ class EagerStep:
                 "more partitions: %s",
                 error,
             )
-            return
+            return Draws()
         finally:
             runtime.current_step = None
         for model in models:
             model.measure(costs)
+        self._draws[flags] = costs.step_draws
+        return costs.step_draws
 
 
 class _Unmeasured:
     """Stands for the step during the run on fakes: there is nothing to differentiate."""
+
+    is_tracing = True
 
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         pass

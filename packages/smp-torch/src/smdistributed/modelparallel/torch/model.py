@@ -5,26 +5,36 @@ Source: smd_model_parallel_pytorch.rst, DistributedModel.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import warnings
-import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
-from smdistributed.modelparallel.torch.pipeline.recorder import Profile
+from smdistributed.modelparallel.common.errors import (
+    NotPartitionedError,
+    SMPError,
+    UnsupportedError,
+)
+from smdistributed.modelparallel.torch.data_parallel import DataParallel, DataParallelOptions
+from smdistributed.modelparallel.torch.model_state import PARTIAL_KEY, ModelState, collect
+from smdistributed.modelparallel.torch.pipeline.costs import Profile
+from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.pipeline.structure import map_tensors
 from smdistributed.modelparallel.torch.placement import Placement
 from smdistributed.modelparallel.torch.random_streams import RandomStreams
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel_queries import TensorParallelQueries
 
-PARTIAL_KEY = "_smp_is_partial"
+_NOT_PARTITIONED = (
+    "the model is not partitioned yet: that happens in the first call of a step function."
+)
 
 
 class ModuleShell(nn.Module):
@@ -45,7 +55,7 @@ class ModuleShell(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(TensorParallelQueries, nn.Module):
     """The user's model, split over the ranks of the pipeline.
 
     Use it in place of the model in the rest of the script: call it and its ``backward`` inside a
@@ -55,11 +65,7 @@ class DistributedModel(nn.Module):
     Args:
         runtime: the state of the library in this process.
         module: the model to distribute, on the CPU.
-        overlapping_allreduce: accepted; gradients are reduced at the end of the step.
-        backward_passes_per_step: step calls whose gradients are summed before they are reduced.
-        average_grads_across_microbatches: divide summed gradients by the number of microbatches
-            (the loss is a mean over the batch); False only sums.
-        broadcast_buffers: with ddp, buffers follow the first rank of the DP_GROUP at each step.
+        options: about data parallelism.
 
     Raises:
         TypeError: ``module`` is no ``torch.nn.Module``.
@@ -70,10 +76,7 @@ class DistributedModel(nn.Module):
         self,
         runtime: TorchRuntime,
         module: nn.Module,
-        *,
-        backward_passes_per_step: int = 1,
-        average_grads_across_microbatches: bool = True,
-        broadcast_buffers: bool = True,
+        options: DataParallelOptions,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -81,21 +84,28 @@ class DistributedModel(nn.Module):
             )
         super().__init__()
         self.module = ModuleShell(module)
+        if not hasattr(module, "module"):
+            # Scripts go one ``.module`` further for each wrapper that they expect. Not an
+            # attribute assignment, which would make the model a submodule of itself.
+            vars(module)["module"] = module
         self._runtime = runtime
-        self._backward_passes_per_step = backward_passes_per_step
-        self._average_over_microbatches = average_grads_across_microbatches
-        self._broadcast_buffers = broadcast_buffers
-        self._passes = 0
+        self.data_parallel = DataParallel(runtime, options)
         self._placement: Placement | None = None
-        self._post_partition_hooks: dict[int, Callable[..., Any]] = {}
+        # A handle refers to its registry weakly, which a plain dict does not allow.
+        self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._deferred: list[Callable[[], Any]] = []
         self._fixed: dict[str, int] = {}
-        self.fakes = FakeModel(module, runtime.fake_mode, runtime.device)
-        self.random_streams: RandomStreams | None = None
-        runtime.models.append(weakref.ref(self))
+        self.number, self.place_in_keys = runtime.add_model(self)
+        self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=self.place_in_keys)
+        self.random_streams = RandomStreams(runtime.random)
+        #: How often the structure of the user's model was taken.
+        self.version = 0
         if runtime.topology.pp_size == 1:
+            for _, tensor in self._delayed():
+                runtime.delayed.fill(tensor, runtime.device)
             module.to(runtime.device)
-            self._broadcast_from_first_replica()
+            self.data_parallel.attach(self.local_named_parameters(), self.local_buffers)
 
     # ------------------------------------------------------------------ the user's calls
 
@@ -139,6 +149,54 @@ class DistributedModel(nn.Module):
         else:
             torch.autograd.backward(tensors, grad_tensors)
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Lets data-parallel ranks train with different numbers of batches.
+
+        A rank that leaves the context early takes part in the others' reductions with zeros, and
+        in the end gets the parameters and buffers of a rank that had the most batches. All ranks
+        of one pipeline have the same number of batches.
+
+        Collective: every process.
+
+        Args:
+            divide_by_initial_world_size: average over all replicas; False: over those that still
+                have batches.
+            enable: False when the numbers are equal: nothing is done.
+            throw_on_early_termination: raise on every rank once one has no more batches.
+
+        Raises:
+            RuntimeError: ``ddp`` is not True; or see ``throw_on_early_termination``.
+
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
+        """
+        return self.data_parallel.join(
+            divide_by_initial_world_size, enable, throw_on_early_termination
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Lets ``hook(state, bucket)`` reduce gradients over the data-parallel ranks.
+
+        It gets each ``torch.distributed.GradBucket`` and returns a future of its reduced tensor,
+        as with ``DistributedDataParallel``, so torch's own hooks fit; give those that take a
+        process group ``smp.get_dp_process_group()``. The library averages neither over replicas
+        nor over microbatches then. Call it on every process, before the first backward pass.
+
+        Raises:
+            RuntimeError: ``ddp`` or ``overlapping_allreduce`` is not True, gradients have been
+                computed, or there is a hook already.
+            TypeError: ``hook`` is not callable.
+
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
+        """
+        self.data_parallel.register_comm_hook(state, hook)
+
+    _register_comm_hook = register_comm_hook
+
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers a function to run once, after partitioning, in the first step call.
 
@@ -158,6 +216,21 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks[handle.id] = hook
         return handle
 
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Registers a function to run once, after the next step call with a backward pass.
+
+        Gradients are final then and ``optimizer.step`` has not been called yet. It is called as
+        ``hook(model, optimizer)`` if it takes two arguments, else as ``hook()``.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"a hook must be callable; received {type(hook).__name__}.")
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
     # ------------------------------------------------------------------ partition
 
     @property
@@ -169,11 +242,12 @@ class DistributedModel(nn.Module):
     def placement(self) -> Placement:
         """Where every module is."""
         if self._placement is None:
-            raise SMPError(
-                "the model is not partitioned yet: that happens in the first call of a step "
-                "function."
-            )
+            raise NotPartitionedError(_NOT_PARTITIONED)
         return self._placement
+
+    def partition_of(self, module: nn.Module) -> int | None:
+        """Returns the partition of a module of the user's model; None while it is not decided."""
+        return None if self._placement is None else self._placement.partition_of[module]
 
     def fix_partition(self, partition: Mapping[str, int]) -> None:
         """Decides the partition of modules by name, as a checkpoint has it.
@@ -211,67 +285,108 @@ class DistributedModel(nn.Module):
         else:
             self._deferred.append(action)
 
+    def check_nothing_waits(self) -> None:
+        """Raises if a loaded state is not in the model yet, since it waits for the partition.
+
+        Raises:
+            NotPartitionedError: one is waiting.
+        """
+        if self._deferred:
+            raise NotPartitionedError(
+                "a state that was loaded waits for the partition of the model, which the first "
+                "call of a step function decides; read the state after that call."
+            )
+
+    def refresh(self) -> None:
+        """Takes the user's changes to the structure of the model: modules, parameters, ties.
+
+        Called at the start of each step, on every process.
+
+        Raises:
+            PartitionError: a parameter is now shared between partitions.
+        """
+        if self.fakes.is_current:
+            return
+        former = self.fakes
+        self.fakes = FakeModel(former.model, self._runtime.fake_mode, self._runtime.device, former)
+        self.version += 1
+        self.random_streams.detach()
+        if self._placement is not None:
+            self._placement = Placement(self.fakes, self._placement.assignment)
+            self._placement.check_ties()
+            self._settle(self._placement)
+        if self.partitioned:
+            self.data_parallel.watch(self.local_named_parameters())
+
     def measure(self, profile: Profile) -> None:
-        """Takes from a profile what the model needs besides its partition. Called by the step."""
-        if self.random_streams is None:
-            drawing = {
-                self.fakes.names[module]: module
+        """Takes from a profile which modules draw random numbers. Called by the step."""
+        self.random_streams.add(
+            {
+                self.fakes.draw_name(module): (module, costs.draws)
                 for module, costs in profile.modules.items()
-                if costs.draws_random and module in self.fakes.names
+                if costs.draws and module in self.fakes.names
             }
-            self.random_streams = RandomStreams(drawing, self._runtime.device)
+        )
 
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'.
 
         Called by the first step, on every process.
         """
+        self._settle(placement)
+        self._placement = placement
+        self.data_parallel.attach(self.local_named_parameters(), self.local_buffers)
+        deferred, self._deferred = self._deferred, []
+        for load in deferred:
+            load()
+        self._run_hooks(self._post_partition_hooks)
+
+    def run_post_step_hooks(self) -> None:
+        """Runs what waits for the end of a step with a backward pass. Called by the step."""
+        self._run_hooks(self._post_step_hooks)
+
+    def _settle(self, placement: Placement) -> None:
         own, device = self._runtime.coordinates.pp_rank, self._runtime.device
+        delayed = self._runtime.delayed
+        for slot, tensor in self._delayed():
+            if placement.is_on(own, slot):
+                delayed.fill(tensor, device)
+            else:
+                delayed.drop(tensor, device)
         for slot in self.fakes.slots:
             module, name = slot
             tensors: Any = module._parameters if name in module._parameters else module._buffers
             tensor = tensors[name]
-            if placement.owner_of(slot) == own or placement.is_everywhere(slot):
+            if placement.is_on(own, slot):
                 tensor.data = tensor.data.to(device)
             else:
                 # Meta data cannot be assigned to a parameter that lives on a device.
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
-        self._placement = placement
-        self._broadcast_from_first_replica()
-        deferred, self._deferred = self._deferred, []
-        for load in deferred:
-            load()
-        self._run_hooks()
 
-    def _run_hooks(self) -> None:
+    def _delayed(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Yields what has no values yet: a tied tensor once."""
+        for slot in self.fakes.slots:
+            module, name = slot
+            tensors: Any = module._parameters if name in module._parameters else module._buffers
+            if self._runtime.delayed.holds(tensors[name]):
+                yield slot, tensors[name]
+
+    def _run_hooks(self, hooks: dict[int, Callable[..., Any]]) -> None:
+        """Runs hooks in order of registration, each once."""
+        if not hooks:
+            return
         optimizers = [each for each in self._runtime.live_optimizers() if each.serves(self)]
-        for hook in list(self._post_partition_hooks.values()):
+        for key in list(hooks):
+            hook = hooks.pop(key)
             takes = len(inspect.signature(hook).parameters)
             hook(self, optimizers[0] if optimizers else None) if takes >= 2 else hook()
-
-    def _broadcast_from_first_replica(self) -> None:
-        """Gives all data-parallel ranks the tensors of the first. Collective: DP_GROUP."""
-        self._each_from_first_replica([*self.local_parameters(), *self.local_buffers()])
-
-    def _each_from_first_replica(self, tensors: list[torch.Tensor]) -> None:
-        runtime = self._runtime
-        members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
-        if len(members) == 1:
-            return
-        for tensor in tensors:
-            dist.broadcast(
-                tensor.data, members[0], group=runtime.process_groups[CommGroup.DP_GROUP]
-            )
 
     # ------------------------------------------------------------------ what is here
 
     def _is_local(self, slot: tuple[nn.Module, str]) -> bool:
         if self._runtime.topology.pp_size == 1:
             return True
-        placement = self.placement
-        return placement.owner_of(
-            slot
-        ) == self._runtime.coordinates.pp_rank or placement.is_everywhere(slot)
+        return self.placement.is_on(self._runtime.coordinates.pp_rank, slot)
 
     def _local(self, kind: Literal["_parameters", "_buffers"]) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
@@ -313,52 +428,62 @@ class DistributedModel(nn.Module):
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def _state(self) -> ModelState:
+        return ModelState(self._runtime, self.fakes, self._placement)
+
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the parameters and buffers of this rank, and whether that is only a part.
 
         Raises:
-            SMPError: the model is not partitioned yet.
+            NotPartitionedError: the model is not partitioned yet.
+
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
-        state: dict[str, Any] = {
-            name: value
-            for name, value in self.get_module().state_dict().items()
-            if self._runtime.topology.pp_size == 1 or self._name_is_local(name)
-        }
-        state[PARTIAL_KEY] = self._runtime.topology.pp_size > 1
-        return state
+        if not self.partitioned:
+            raise NotPartitionedError(_NOT_PARTITIONED)
+        return self._state.local()
 
-    def _name_is_local(self, name: str) -> bool:
-        slot = self._slot_by_name.get(name)
-        return slot is not None and self._is_local(slot)
-
-    @property
-    def _slot_by_name(self) -> dict[str, tuple[nn.Module, str]]:
-        return {self.fakes.slot_name(slot): slot for slot in self.fakes.slots}
-
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+    def state_dict(  # type: ignore[override]
+        self,
+        gather_to_rank0: bool = False,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
         """Returns the state of the whole model, in the form of the unpartitioned one.
 
-        Collective: every rank of the PP_GROUP.
+        Collective: every rank of the PP_GROUP. A rank that does not come ends the others with an
+        error after ``communication_timeout``.
 
         Args:
-            args: passed to ``torch.nn.Module.state_dict``.
-            gather_to_rank0: give the others an empty dict.
-            kwargs: passed to ``torch.nn.Module.state_dict``.
-        """
-        if self._runtime.topology.pp_size == 1 or not self.partitioned:
-            return self.get_module().state_dict(*args, **kwargs)
-        local = {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in self.local_state_dict().items()
-        }
-        parts = self._runtime.communicator.allgather(local, CommGroup.PP_GROUP)
-        if gather_to_rank0 and self._runtime.rank != 0:
-            return {}
-        return self._merge(parts)
+            gather_to_rank0: give every process but rank 0 an empty dict.
+            destination: as in ``torch.nn.Module.state_dict``.
+            prefix: as in ``torch.nn.Module.state_dict``.
+            keep_vars: must be False: most tensors come from other processes.
 
-    def _merge(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        merged = {name: value for part in parts for name, value in part.items()}
-        return {name: merged[name] for name in self.get_module().state_dict() if name in merged}
+        Raises:
+            NotPartitionedError: a loaded state, or delayed parameters, still wait for the
+                partition.
+            CommError: a rank did not take part.
+
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
+        """
+        if keep_vars:
+            raise UnsupportedError("state_dict(keep_vars=True) is not supported; leave it False.")
+        self.check_nothing_waits()
+        if any(True for _ in self._delayed()):
+            raise NotPartitionedError(
+                "delayed parameters have no values before the model is partitioned, which the "
+                "first call of a step function does; read the state after that call."
+            )
+        state = self._state.whole(to_rank0=gather_to_rank0)
+        if destination is None and not prefix:
+            return state
+        destination = {} if destination is None else destination
+        destination.update((f"{prefix}{name}", value) for name, value in state.items())
+        return destination
 
     def load_state_dict(
         self,
@@ -366,97 +491,57 @@ class DistributedModel(nn.Module):
         strict: bool = True,
         same_partition_load: bool = False,
     ) -> Any:
-        """Loads a full or partial state; before partitioning, a partial one is kept for it.
+        """Loads a whole or a partial state; before partitioning, an own part is kept for it.
 
         Collective for a partial state: every rank of the PP_GROUP.
 
         Args:
             state_dict: from ``state_dict``, ``local_state_dict`` or the unpartitioned model.
             strict: as in ``torch.nn.Module.load_state_dict``.
-            same_partition_load: a partial state was saved under the same partition; skips the
-                exchange.
+            same_partition_load: a partial state was saved on this rank under the same partition;
+                nothing is exchanged.
+
+        Returns:
+            As ``torch.nn.Module.load_state_dict``; None if the state is kept for later: with
+            ``same_partition_load``, or while delayed parameters wait for the partition.
 
         Raises:
             RuntimeError: torch's own, about missing or unexpected keys.
+            CheckpointError: ``same_partition_load``, but it was another partition.
+
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
-        state = dict(state_dict)
-        is_partial = bool(state.pop(PARTIAL_KEY, False))
+        state = copy.copy(state_dict)  # keeps torch's metadata
+        is_partial = state.pop(PARTIAL_KEY, False)  # type: ignore[attr-defined]
         if is_partial and same_partition_load:
-            self.when_partitioned(lambda: self._load_local(state, strict))
+            self.when_partitioned(lambda: self._state.load_own(state, strict=strict))
             return None
         if is_partial:
-            parts = self._runtime.communicator.allgather(state, CommGroup.PP_GROUP)
-            state = self._merge(parts)
-        if not self.partitioned or self._runtime.topology.pp_size == 1:
-            return self.get_module().load_state_dict(state, strict=strict)
-        known = set(self.get_module().state_dict())
-        missing, unexpected = sorted(known - set(state)), sorted(set(state) - known)
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"the state does not fit the model: missing keys {missing}, unexpected keys "
-                f"{unexpected}."
-            )
-        return self._load_local(
-            {name: value for name, value in state.items() if self._name_is_local(name)}, strict
-        )
+            parts = collect(self._runtime, map_tensors(dict(state), torch.Tensor.cpu))
+            state = {name: value for part in parts for name, value in part.items()}
+        if any(True for _ in self._delayed()):
+            self.when_partitioned(lambda: self._state.load(state, strict=strict))
+            return None
+        return self._state.load(state, strict=strict)
 
-    def _load_local(self, state: Mapping[str, Any], strict: bool) -> None:
-        expected = {name for name in self.get_module().state_dict() if self._name_is_local(name)}
-        given = set(state)
-        if strict and expected != given:
-            raise RuntimeError(
-                "the state was saved under another partition: this rank lacks "
-                f"{sorted(expected - given)} and received {sorted(given - expected)}."
-            )
-        with torch.no_grad():
-            for name in sorted(expected & given):
-                module, slot = self._slot_by_name[name]
-                getattr(module, slot).copy_(state[name])
+    def cpu(self) -> DistributedModel:
+        """Moves the model to the host, complete: with the tensors of all ranks.
 
-    # ------------------------------------------------------------------ gradients
+        Collective: every rank of the PP_GROUP. For evaluation or export through ``get_module()``:
+        what it gathers does not follow further training.
 
-    @property
-    def gradient_scale(self) -> Literal["mean", "sum"]:
-        """How the gradients of microbatches combine."""
-        return "mean" if self._average_over_microbatches else "sum"
-
-    def sync_buffers(self) -> None:
-        """Gives all data-parallel ranks the buffers of the first. Collective: DP_GROUP."""
-        if self._broadcast_buffers and self._runtime.config.ddp:
-            self._each_from_first_replica(list(self.local_buffers()))
-
-    def reduce_gradients(self) -> None:
-        """Averages gradients over the data-parallel ranks. Collective: DP_GROUP.
-
-        Called after each step with a backward pass; acts at every ``backward_passes_per_step``-th.
+        Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
-        runtime = self._runtime
-        size = runtime.topology.dp_size
-        if not runtime.config.ddp or size == 1:
-            return
-        self._passes = (self._passes + 1) % self._backward_passes_per_step
-        if self._passes:
-            return
-        group = runtime.process_groups[CommGroup.DP_GROUP]
-        gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in self.local_parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.setdefault(parameter.dtype, []).append(parameter.grad)
-        for tensors in gradients.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.all_reduce(flat, group=group)
-            flat /= size
-            sizes = [tensor.numel() for tensor in tensors]
-            for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        super().cpu()
+        if self._placement is not None:
+            self._state.gather_tensors()
+        return self
 
 
-def refuse_unsupported(**asked: object) -> None:
+def refuse_unsupported(function: str, **asked: object) -> None:
     """Raises for documented arguments whose feature this version does not have yet."""
     for name, value in asked.items():
         if value:
             raise UnsupportedError(
-                f"DistributedModel({name}={value!r}) is not supported yet; leave it at its default."
+                f"{function}({name}={value!r}) is not supported yet; leave it at its default."
             )

@@ -14,9 +14,11 @@ from functools import cached_property
 
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
+from smdistributed.modelparallel.torch.pipeline.costs import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel, Slot
-from smdistributed.modelparallel.torch.pipeline.recorder import ModuleProfile, Profile
+from smdistributed.modelparallel.torch.pipeline.ir import Leaf
 
 #: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
 _STATE_FACTOR = 4
@@ -35,25 +37,52 @@ class Placement:
     assignment: Assignment
 
     @cached_property
-    def leaves(self) -> dict[nn.Module, str]:
-        """The modules that sit whole on one partition, with their names.
+    def leaves(self) -> dict[nn.Module, Leaf]:
+        """The modules that sit whole on one partition.
 
         Those inside others too: a ``ModuleList`` is never called itself, only what it holds.
         """
         split = self.assignment.containers
-        return {module: name for module, name in self.fakes.names.items() if name not in split}
+        return {
+            module: Leaf(name, self.partition_of[module])
+            for module, name in self.fakes.names.items()
+            if name not in split
+        }
 
     @cached_property
     def partition_of(self) -> dict[nn.Module, int]:
-        """Partition of every module; of a split one, that of what it holds itself."""
+        """Partition of every module; of a split one, that of what it holds itself.
+
+        A module that the partitioner did not see by itself goes with the nearest one above it.
+        """
+        known = {**self.assignment.units, **self.assignment.containers}
         found: dict[nn.Module, int] = {}
         for module, name in self.fakes.names.items():
-            if name in self.assignment.containers:
-                found[module] = self.assignment.containers[name]
-            elif name in self.assignment.units:
-                for inner in module.modules():
-                    found.setdefault(inner, self.assignment.units[name])
+            while name not in known:
+                name = name.rpartition(".")[0]
+            found[module] = known[name]
         return found
+
+    def check_ties(self) -> None:
+        """Makes sure that no parameter is shared by modules of several partitions.
+
+        Raises:
+            PartitionError: one is; the partitioner never decides so, a later change of the model
+                can.
+        """
+        holders: dict[int, Slot] = {}
+        for slot, fake in self.fakes.slots.items():
+            first = holders.setdefault(id(fake), slot)
+            if isinstance(fake, nn.Parameter) and (
+                self.partition_of[slot[0]] != self.partition_of[first[0]]
+            ):
+                raise PartitionError(
+                    f"the parameters {self.fakes.slot_name(first)} and "
+                    f"{self.fakes.slot_name(slot)} were made one after the model was partitioned, "
+                    f"but live on partitions {self.partition_of[first[0]]} and "
+                    f"{self.partition_of[slot[0]]}. Tie them before the first call of a step "
+                    "function."
+                )
 
     @cached_property
     def _owners(self) -> dict[int, int]:
@@ -66,6 +95,10 @@ class Placement:
     def owner_of(self, slot: Slot) -> int:
         """Returns the partition that holds a parameter or buffer."""
         return self._owners[id(self.fakes.slots[slot])]
+
+    def is_on(self, partition: int, slot: Slot) -> bool:
+        """Tells whether the ranks of a partition keep a parameter or buffer."""
+        return self.owner_of(slot) == partition or self.is_everywhere(slot)
 
     def is_everywhere(self, slot: Slot) -> bool:
         """Tells whether every rank keeps a copy: buffers of split modules, which glue may read."""
@@ -167,7 +200,7 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         pinned=tree.pinned.get(module),
         children=tuple(sorted(children, key=lambda child: child.order)),
         output_bytes=costs.output_bytes if costs else 0,
-        splittable=bool(children),
+        splittable=bool(children) and not (costs and costs.opaque),
     )
 
 

@@ -1,26 +1,41 @@
 """Random numbers that do not depend on how the model is partitioned.
 
-Every module whose own forward draws random numbers (a dropout layer, an attention with dropout)
-gets a stream of its own for each call: the generators are seeded from the step, the microbatch, the
-module's name and the number of the call when it is entered, and put back when it is left. So a mask
-is the same whichever rank computes it and in whichever order. One seed a step comes from the user's
-own generator, which advances by that one draw and is left alone otherwise.
+Every draw of a step has a key: the module in whose own forward it happens, the number of that
+module's call, and the number of the draw in the call. The generators are seeded from the step, the
+microbatch and the key, and put back afterwards, so a mask is the same whichever rank computes it
+and in whichever order. One seed a step comes from the user's own generator, which advances by that
+one draw and is left alone otherwise.
+
+A module that draws once in a call, or that is never split, is seeded when it is entered; one that
+draws several times and has children is watched draw by draw, since another partition may execute
+its draws on several ranks.
 
 A recomputation in the backward pass (activation checkpointing) enters the same modules again and
-must see the same numbers, so it repeats the keys of the forward pass.
+must see the same numbers, so it repeats the keys of the forward pass: a function that torch's
+checkpointing calls again counts calls and draws from where it counted from at first.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import itertools
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch import checkpoint_calls
+from smdistributed.modelparallel.torch.pipeline.costs import Draws
 
 
 def draw_step_seed() -> int:
@@ -28,31 +43,77 @@ def draw_step_seed() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
-class RandomStreams:
-    """The streams of one model.
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Lets a recording not see what is done with the states of generators."""
+    if not torch._C._len_torch_function_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+class _Seeded:
+    """A context in which generators are seeded; a plain class, since each draw enters one."""
+
+    __slots__ = ("_generators", "_seed", "_states")
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self._generators = generators
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        with _unseen():
+            self._states = [generator.get_state() for generator in self._generators]
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        with _unseen():
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+
+
+class StepRandom:
+    """The random numbers of the step in progress, for all models of a process.
 
     Args:
-        modules: name -> module, those whose own forward draws random numbers.
-        device: where the model runs.
+        device: where the models run.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
         self._seed: int | None = None
         self._microbatch = 0
         self._recomputing = False
         self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
-        self._saved: list[list[torch.Tensor]] = []
-        for name, module in modules.items():
-            self._attach(name, module)
+        self._repeated_calls: collections.Counter[tuple[str, int]] | None = None
+        self._in_python: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: The calls of drawing modules in progress, the innermost last.
+        self.entered: list[object] = []
 
-    def begin_step(self, seed: int) -> None:
-        """Starts a step; streams are active until ``end_step``."""
+    def note_draws_in_python(self, module: nn.Module) -> None:
+        """Takes note that the own forward of a module draws from Python's or NumPy's generator."""
+        self._in_python.add(module)
+
+    def draws_in_python(self, module: nn.Module) -> bool:
+        """Whether the own forward of a module is known to draw from Python's generators."""
+        return module in self._in_python
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a step is in progress."""
+        return self._seed is not None
+
+    def begin(self, seed: int) -> None:
+        """Starts a step, or goes through it again; active until ``end``."""
         self._seed = seed
         self._calls.clear()
-        self._saved.clear()
+        self.entered.clear()
 
-    def end_step(self) -> None:
+    def end(self) -> None:
         """Ends a step: modules draw from the user's generators again."""
         self._seed = None
 
@@ -61,41 +122,196 @@ class RandomStreams:
         self._microbatch = microbatch
         self._recomputing = backward
 
-    def _attach(self, name: str, module: nn.Module) -> None:
+    def number_of_call(self, name: str) -> int:
+        """Counts a call of a module; returns its number in this microbatch.
+
+        Raises:
+            UnsupportedError: it is a recomputation of one of several calls, and not by torch's
+                checkpointing.
+        """
+        key = (name, self._microbatch)
+        if self._repeated_calls is not None:
+            self._repeated_calls[key] += 1
+            return self._repeated_calls[key] - 1
+        if not self._recomputing:
+            self._calls[key] += 1
+            return self._calls[key] - 1
+        if self._calls[key] > 1:
+            raise UnsupportedError(
+                f"{name} draws random numbers, is called {self._calls[key]} times in a "
+                "forward pass, and is recomputed in the backward pass; which call is repeated "
+                "cannot be told. Use torch.utils.checkpoint.checkpoint, or call it once."
+            )
+        return 0
+
+    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what a recomputation calls to draw what ``function`` would draw now."""
+        if not self.is_active:
+            return function
+        before = self._calls if self._repeated_calls is None else self._repeated_calls
+        calls = before.copy()
+        entered = self.entered[-1] if self.entered else None
+        draws = entered.copy() if isinstance(entered, DrawByDraw) else None
+
+        def repeat(*args: Any, **kwargs: Any) -> Any:
+            former, self._repeated_calls = self._repeated_calls, calls.copy()
+            mode = None if draws is None else draws.copy()
+            self.entered.append(mode)
+            try:
+                with mode or contextlib.nullcontext():
+                    return function(*args, **kwargs)
+            finally:
+                self.entered.pop()
+                self._repeated_calls = former
+
+        return repeat
+
+    def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds the generators for one draw, and puts them back."""
+        return _Seeded(self._generators, self._seed_of(name, call, draw))
+
+    @contextlib.contextmanager
+    def drawing_in_python(self, name: str, call: int) -> Iterator[None]:
+        """The same for the generators of Python and NumPy."""
+        seed = self._seed_of(name, call, 0)
+        former = random.getstate()
+        numpy = sys.modules.get("numpy")
+        former_numpy = numpy.random.get_state() if numpy is not None else None
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(former)
+            if numpy is not None:
+                numpy.random.set_state(former_numpy)
+
+    def state(self) -> list[bytes]:
+        """Returns the state of the generators that a draw can change."""
+        with _unseen():
+            return [each.get_state().numpy().tobytes() for each in self._generators]
+
+    def _seed_of(self, name: str, call: int, draw: int) -> int:
+        text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextManager[None]:
+    """Lets torch's activation checkpointing repeat the random numbers of the forward pass."""
+
+    def replace(
+        around: checkpoint_calls.Around, reentrant: checkpoint_calls.Reentrant
+    ) -> tuple[checkpoint_calls.Around, checkpoint_calls.Reentrant]:
+        return (
+            lambda function, *args, **kwargs: around(random.repeatable(function), *args, **kwargs),
+            lambda function, *args: reentrant(once_plain(function), *args),
+        )
+
+    def once_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+        # This kind calls what it is given also in the forward pass.
+        calls = itertools.chain([function], itertools.repeat(random.repeatable(function)))
+        return lambda *args: next(calls)(*args)
+
+    return checkpoint_calls.replaced(replace)
+
+
+class DrawByDraw(TorchFunctionMode):
+    """Seeds each draw of one call of a module, those of its children left out.
+
+    Args:
+        random: of the step.
+        name: of the module.
+        call: the number of its call.
+        functions: the torch functions that draw.
+    """
+
+    def __init__(self, random: StepRandom, name: str, call: int, functions: frozenset[Any]) -> None:
+        super().__init__()
+        self._random = random
+        self._name = name
+        self._call = call
+        self._functions = functions
+        self._draws = 0
+
+    def copy(self) -> DrawByDraw:
+        """Returns one that goes on counting from where this one is."""
+        other = DrawByDraw(self._random, self._name, self._call, self._functions)
+        other._draws = self._draws
+        return other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._functions or self._random.entered[-1] is not self:
+            return func(*args, **kwargs)
+        with self._random.drawing(self._name, self._call, self._draws):
+            before = self._random.state()
+            result = func(*args, **kwargs)
+            if before != self._random.state():
+                self._draws += 1
+        return result
+
+
+class RandomStreams:
+    """Keys the draws of one model's modules while they run as they are.
+
+    Args:
+        random: of the step in progress.
+    """
+
+    def __init__(self, random: StepRandom) -> None:
+        self._random = random
+        self._known: dict[nn.Module, Draws] = {}
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+
+    def add(self, modules: Mapping[str, tuple[nn.Module, Draws]]) -> None:
+        """Takes modules that were seen to draw, by the name of their keys."""
+        for name, (module, draws) in modules.items():
+            known = self._known.get(module)
+            both = draws if known is None else known.union(draws)
+            if both == known:
+                continue
+            self._known[module] = both
+            if both.in_python:
+                self._random.note_draws_in_python(module)
+            for handle in self._handles.pop(module, ()):
+                handle.remove()
+            self._handles[module] = self._attach(name, module, both)
+
+    def detach(self) -> None:
+        """Lets the modules draw from the user's generators for good."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        self._known.clear()
+
+    def _attach(self, name: str, module: nn.Module, draws: Draws) -> list[RemovableHandle]:
+        random = self._random
+        by_draw = draws.most > 1 and next(module.children(), None) is not None
+        saved: list[contextlib.ExitStack] = []
+
         def enter(module: nn.Module, args: Any) -> None:
-            if self._seed is not None and module.training:
-                self._enter(name)
+            stack = contextlib.ExitStack()
+            # First of all: ``leave`` is called also when the rest raises.
+            saved.append(stack)
+            if not random.is_active:
+                return
+            call = random.number_of_call(name)
+            entered: object = stack
+            if by_draw:
+                entered = stack.enter_context(DrawByDraw(random, name, call, draws.functions))
+            elif draws.most:
+                stack.enter_context(random.drawing(name, call, 0))
+            if draws.in_python:
+                stack.enter_context(random.drawing_in_python(name, call))
+            random.entered.append(entered)
+            stack.callback(random.entered.pop)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            if self._seed is not None and module.training:
-                for generator, state in zip(self._generators(), self._saved.pop(), strict=True):
-                    generator.set_state(state)
+            saved.pop().close()
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
-
-    def _enter(self, name: str) -> None:
-        # First of all: ``leave`` is called also when the rest raises.
-        generators = self._generators()
-        self._saved.append([generator.get_state() for generator in generators])
-        key = (name, self._microbatch)
-        if self._recomputing:
-            if self._calls[key] > 1:
-                raise UnsupportedError(
-                    f"{name} draws random numbers, is called {self._calls[key]} times in a "
-                    "forward pass, and is recomputed in the backward pass; which call is repeated "
-                    "cannot be told. Do not checkpoint it, or call it once."
-                )
-            call = 0
-        else:
-            call = self._calls[key]
-            self._calls[key] += 1
-        text = f"{self._seed}:{self._microbatch}:{name}:{call}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        for generator in generators:
-            generator.manual_seed(seed)
-
-    def _generators(self) -> list[torch.Generator]:
-        if self._device.type == "cuda":
-            return [torch.default_generator, torch.cuda.default_generators[self._device.index]]
-        return [torch.default_generator]
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]

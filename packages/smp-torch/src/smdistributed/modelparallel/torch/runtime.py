@@ -7,6 +7,8 @@ MPI), torchrun (control plane over torch.distributed), or nothing (a world of on
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import os
 import socket
 import warnings
@@ -35,12 +37,21 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.codec import TORCH_CODEC
+from smdistributed.modelparallel.torch.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.later import refuse_configuration
 from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.random_streams import StepRandom
 from smdistributed.modelparallel.torch.transport import TorchTransport
 
 
 class Step(Protocol):
-    """A step in progress, as far as a model needs to know it."""
+    """A step in progress, as far as a model needs to know it.
+
+    Attributes:
+        is_tracing: its body runs on fakes.
+    """
+
+    is_tracing: bool
 
     def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
         """Takes a call of ``model.backward``."""
@@ -57,10 +68,14 @@ class TorchRuntime(Runtime):
         hooks: what this process does when it fails; None in a world of one.
         manual_partitions: what the user fixed.
         fake_mode: of all fake tensors.
+        random: the random numbers of the step in progress.
+        delayed: the parameters that have no values yet.
         current_step: the step in progress.
         links: the transfers between the ranks of the pipeline, from the first step on; all step
             functions share them.
+        replacements: functions of torch that stand replaced while the library runs.
         models, optimizers: references to those of this process, in order of creation.
+        num_models: how many were made.
     """
 
     device: torch.device
@@ -68,10 +83,28 @@ class TorchRuntime(Runtime):
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
     fake_mode: FakeTensorMode
+    random: StepRandom
+    delayed: DelayedParameters = field(default_factory=DelayedParameters)
     current_step: Step | None = None
     links: Any = None
+    replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     models: list[weakref.ref[Any]] = field(default_factory=list)
+    num_models: int = 0
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def add_model(self, model: Any) -> tuple[int, int]:
+        """Takes note of a new DistributedModel.
+
+        Returns:
+            a number of its own, and the lowest one that no other model alive has; both the same on
+            every process.
+        """
+        if self.live_models():
+            gc.collect()  # what is alive must not depend on when a process last looked
+        taken = {each.place_in_keys for each in self.live_models()}
+        self.models.append(weakref.ref(model))
+        self.num_models += 1
+        return self.num_models, min(set(range(1, len(taken) + 2)) - taken)
 
     def live_models(self) -> list[Any]:
         """Returns the DistributedModels that exist, in order of creation."""
@@ -83,6 +116,7 @@ class TorchRuntime(Runtime):
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        self.replacements.close()
         self.transport.close(self._release_data_plane)
         if self.hooks is not None:
             self.hooks.uninstall()
@@ -101,11 +135,15 @@ def start(
     """Fills ``slot``: reads the configuration, joins the job, builds all groups.
 
     Collective: every process.
+
+    Raises:
+        UnsupportedError: the configuration asks for what is not there yet.
     """
     if slot.is_filled:
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("pytorch", config)
+    refuse_configuration(settings)
     timeout_seconds = settings.communication_timeout
     # Before any process group exists: the first fake mode imports functions of torch that keep the
     # world's group as a default argument, and with it the connections that `close` must close.
@@ -130,6 +168,7 @@ def start(
         process_groups=_process_groups(topology, transport),
         hooks=hooks,
         fake_mode=fake_mode,
+        random=StepRandom(device),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
     slot.fill(runtime)

@@ -25,7 +25,7 @@ class StepFunction:
     Each call splits the tensor arguments into microbatches, runs the body once for each, and
     returns the body's result with a ``StepOutput`` in place of each tensor. With more than one
     partition the body itself runs only when the step is recorded: in the first call, and again
-    when shapes, types, Python arguments, training flags or grad mode are new.
+    when shapes, arguments, flags or the Python state that it read are new.
 
     Collective: every process, in the same order.
 

@@ -46,7 +46,7 @@ class _Request(NamedTuple):
     names: list[str]
 
 
-class _Reply(NamedTuple):
+class Reply(NamedTuple):
     """What a rank tells the others after its part of a step."""
 
     rank: int
@@ -102,8 +102,9 @@ class CheckpointDirectory:
 
         Args:
             tag: the same on all ranks; an earlier full checkpoint of this tag is replaced.
-            files: ``model`` (saved as ``<tag>``) and, if there is any, ``user_content`` (saved as
-                ``user_content_<tag>``); empty on all ranks but one.
+            files: ``model`` (saved as ``<tag>``) and, if there are any, ``optimizer`` and
+                ``user_content`` (saved as ``optimizer_<tag>`` and ``user_content_<tag>``); empty
+                on all ranks but one.
 
         Raises:
             TypeError, ValueError: on the ranks whose own arguments break a rule.
@@ -135,7 +136,7 @@ class CheckpointDirectory:
             return str(found[0].tag), found[0].sequence
 
         which = "the newest checkpoint" if tag is None else f"checkpoint {str(tag)!r}"
-        replies = self._everywhere(f"Finding {which} in {self.path}", find)
+        replies = self.everywhere(f"Finding {which} in {self.path}", find)
         by_result = {reply.result: reply for reply in reversed(replies)}
         if len(by_result) > 1:
             listed = ", ".join(
@@ -148,11 +149,46 @@ class CheckpointDirectory:
             )
         return found[0]
 
+    def everywhere(
+        self,
+        doing: str,
+        action: Callable[[], object],
+        unchanged: tuple[type[Exception], ...] = (),
+    ) -> list[Reply]:
+        """Run a step on all ranks and share the results; a failure of any is raised on all.
+
+        It is also the barrier between the steps. Collective: all participating ranks.
+
+        Args:
+            doing: names the step in the message.
+            action: what each rank does; its result must be picklable.
+            unchanged: errors that the failing rank itself raises as they are.
+
+        Raises:
+            CheckpointError: the step failed on some rank.
+        """
+        failure: Exception | None = None
+        result: object = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        text = None if failure is None else _describe(failure)
+        replies = list(self._gather(Reply(self._rank, socket.gethostname(), text, result)))
+        if failure is not None and isinstance(failure, unchanged):
+            raise failure
+        failed = [reply for reply in replies if reply.failure is not None]
+        if failed:
+            causes = "; ".join(f"rank {r.rank} on host {r.host}: {r.failure}" for r in failed[:4])
+            more = f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else ""
+            raise CheckpointError(f"{doing} failed. {causes}{more}") from failure
+        return replies
+
     def _write(
         self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
     ) -> None:
         doing = f"Saving checkpoint {str(tag)!r} in {self.path}"
-        requests = self._everywhere(
+        requests = self.everywhere(
             doing,
             lambda: _check_request(tag, files, is_partial, keep),
             unchanged=(TypeError, ValueError),
@@ -161,17 +197,17 @@ class CheckpointDirectory:
         leads = self._rank == leader.rank
         target = Tag(leader.result.tag, is_partial)
 
-        replies = self._everywhere(doing, lambda: self._store.prepare(target) if leads else None)
+        replies = self.everywhere(doing, lambda: self._store.prepare(target) if leads else None)
         staging = self.path / next(r.result for r in replies if r.rank == leader.rank)
         try:
-            written = self._everywhere(
+            written = self.everywhere(
                 doing,
                 lambda: (
                     self._write_files(staging, files, leader.host) if is_partial or leads else {}
                 ),
             )
             records = {name: record for r in written for name, record in r.result.items()}
-            self._everywhere(
+            self.everywhere(
                 doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
             )
         except BaseException:
@@ -192,36 +228,6 @@ class CheckpointDirectory:
         flush_directory(staging)
         return records
 
-    def _everywhere(
-        self,
-        doing: str,
-        action: Callable[[], object],
-        unchanged: tuple[type[Exception], ...] = (),
-    ) -> list[_Reply]:
-        """Run a step on all ranks and share the results; a failure of any is raised on all.
-
-        It is also the barrier between the steps.
-
-        Raises:
-            CheckpointError: the step failed on some rank.
-        """
-        failure: Exception | None = None
-        result: object = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        text = None if failure is None else _describe(failure)
-        replies = list(self._gather(_Reply(self._rank, socket.gethostname(), text, result)))
-        if failure is not None and isinstance(failure, unchanged):
-            raise failure
-        failed = [reply for reply in replies if reply.failure is not None]
-        if failed:
-            causes = "; ".join(f"rank {r.rank} on host {r.host}: {r.failure}" for r in failed[:4])
-            more = f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else ""
-            raise CheckpointError(f"{doing} failed. {causes}{more}") from failure
-        return replies
-
 
 def _check_request(
     tag: object, files: Mapping[str, Writer], is_partial: bool, keep: object
@@ -239,13 +245,13 @@ def _check_request(
             )
     if not is_partial and files and not {"model"} <= set(files) <= set(FULL_FILES):
         raise ValueError(
-            "A full checkpoint has a file 'model' and may have 'user_content', "
+            "A full checkpoint has a file 'model' and may have 'optimizer' and 'user_content', "
             f"got {sorted(files)}."
         )
     return _Request(Tag(str(tag), is_partial).name, is_partial, keep, list(files))
 
 
-def _agree(replies: Sequence[_Reply]) -> _Reply:
+def _agree(replies: Sequence[Reply]) -> Reply:
     """Check what the ranks ask for together; returns the reply of the rank that commits.
 
     That is the lowest rank, and for a full checkpoint the one that writes it: its host may be the

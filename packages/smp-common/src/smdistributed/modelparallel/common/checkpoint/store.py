@@ -5,7 +5,8 @@ model file and a user content file, from one rank), and the name of the newest o
 
     newest                            one line: '<tag> partial' or '<tag> full'
     <tag>_partial/                    the files and manifest.json (size and SHA-256 of each)
-    <tag>, user_content_<tag>         a full checkpoint; its manifest is .manifest_<tag>.json
+    <tag>, optimizer_<tag>,           a full checkpoint; its manifest is .manifest_<tag>.json
+        user_content_<tag>
 
 A checkpoint passes through three states; a save that finds the remains of a killed one removes
 them, or completes the installation:
@@ -44,8 +45,11 @@ from smdistributed.modelparallel.common.checkpoint.durable_files import (
 )
 from smdistributed.modelparallel.common.errors import CheckpointError
 
-FULL_FILES = ("model", "user_content")
+FULL_FILES = ("model", "optimizer", "user_content")
 MANIFEST = "manifest.json"
+
+#: Of the names of a full checkpoint's files; the model's is the tag itself.
+_PREFIXES = tuple(f"{name}_" for name in FULL_FILES[1:])
 
 _MANIFEST_FORMAT = 1
 _NEWEST = "newest"
@@ -64,13 +68,14 @@ class Tag:
     is_partial: bool
 
     def __post_init__(self) -> None:
-        reserved = self.name == _NEWEST or self.name.startswith((".", "user_content_"))
+        reserved = self.name == _NEWEST or self.name.startswith((".", *_PREFIXES))
         if not self.name.isprintable() or "/" in self.name or not self.name.strip():
             raise ValueError(f"A checkpoint tag must be a plain file name, got {self.name!r}.")
         if reserved or self.name.endswith("_partial"):
             raise ValueError(
-                f"A checkpoint tag must not be {_NEWEST!r}, start with '.' or 'user_content_', "
-                f"or end with '_partial', got {self.name!r}: choose another, such as the step."
+                f"A checkpoint tag must not be {_NEWEST!r}, start with '.', 'optimizer_' or "
+                f"'user_content_', or end with '_partial', got {self.name!r}: choose another, "
+                "such as the step."
             )
 
     def __str__(self) -> str:
@@ -328,8 +333,11 @@ class CheckpointStore:
         return Checkpoint(tag, {n: path for n, path in places.items() if path.is_file()}, None)
 
     def _full_places(self, tag: Tag) -> dict[str, Path]:
-        model, user_content = FULL_FILES
-        return {model: self.path / tag.name, user_content: self.path / f"user_content_{tag.name}"}
+        prefixes = ("", *_PREFIXES)
+        return {
+            name: self.path / f"{prefix}{tag.name}"
+            for name, prefix in zip(FULL_FILES, prefixes, strict=True)
+        }
 
     def _full_manifest(self, tag: Tag) -> Path:
         return self.path / f".manifest_{tag.name}.json"

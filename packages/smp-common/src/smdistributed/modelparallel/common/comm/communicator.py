@@ -120,6 +120,20 @@ class Communicator:
         payload = self._encode(call, obj)
         return [self._codec.loads(item) for item in self._exchange(call, payload, group)]
 
+    def gather(self, obj: object, group: CommGroup) -> list[Any] | None:
+        """Gives the group's first member the objects of all members, and the others None.
+
+        Collective: every rank of ``group``.
+
+        Raises:
+            CommError: as ``allgather``.
+        """
+        call = f"gather(..., {_name(group, CommGroup)})"
+        payloads = self._exchange(call, self._encode(call, obj), group, to_first=True)
+        if self._transport.rank != self._members(group)[0]:
+            return None
+        return [self._codec.loads(item) for item in payloads]
+
     def barrier(self, group: CommGroup = CommGroup.WORLD) -> None:
         """Returns once every member of the caller's group has called it.
 
@@ -144,8 +158,10 @@ class Communicator:
         first = self._exchange(call, payload, group)[0]
         return obj if is_first else self._codec.loads(first)
 
-    def _exchange(self, call: str, payload: bytes, group: CommGroup) -> Sequence[bytes]:
-        """Collects one byte string of every member at every member."""
+    def _exchange(
+        self, call: str, payload: bytes, group: CommGroup, *, to_first: bool = False
+    ) -> Sequence[bytes]:
+        """Collects one byte string of every member at every member, or at the first alone."""
         members = self._members(group)
         self._calls[group] += 1
         if len(members) == 1:
@@ -170,7 +186,7 @@ class Communicator:
                 self._send(call, pickle.dumps(problem), others, channel)
                 self._fail(problem, ())
         payloads = [payload, *(item for _, _, item in arrived)]
-        self._send(call, pickle.dumps(payloads), others, channel)
+        self._send(call, pickle.dumps([] if to_first else payloads), others, channel)
         return payloads
 
     def _send(self, call: str, payload: bytes, ranks: Sequence[int], channel: int) -> None:

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.torch.pipeline.carried import CarriedObjects
 from smdistributed.modelparallel.torch.pipeline.ir import Value
 from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
 from smdistributed.modelparallel.torch.pipeline.program import Program
@@ -43,6 +45,7 @@ class Itinerary:
         needs: for each action, the messages that must have arrived.
         sends: for each action, the messages that leave after it.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
+        last_forwards: for each action, the microbatches that have no forward pass here after it.
         arrivals: source rank -> its messages to this rank, in the order in which they come.
         directions: every (source, target) pair of ranks that exchanges messages.
     """
@@ -51,6 +54,7 @@ class Itinerary:
     needs: list[list[Message]]
     sends: list[list[Message]]
     releases: list[list[tuple[int, int]]]
+    last_forwards: list[list[int]]
     arrivals: dict[int, list[Message]] = field(default_factory=dict)
     directions: set[tuple[int, int]] = field(default_factory=set)
 
@@ -79,7 +83,20 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
     actions = schedule.ranks[rank]
     needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
     releases = _releases(plans, actions)
-    return Itinerary(actions, needs, own_sends, releases, arrivals, directions)
+    return Itinerary(
+        actions, needs, own_sends, releases, _last_forwards(actions), arrivals, directions
+    )
+
+
+def _last_forwards(actions: Sequence[Action]) -> list[list[int]]:
+    last = {
+        action.microbatch: position
+        for position, action in enumerate(actions)
+        if action.kind is Kind.FORWARD
+    }
+    return [
+        [m for m, where in last.items() if where == position] for position in range(len(actions))
+    ]
 
 
 def _releases(plans: Sequence[Plan], actions: Sequence[Action]) -> list[list[tuple[int, int]]]:
@@ -235,11 +252,12 @@ class Executor:
                 following = queue[step.posted[message.source]]
                 step.posted[message.source] += 1
                 value = self._values[following.microbatch][following.value]
-                buffer = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                buffer = value.wire_buffer(self._device)
                 step.incoming[following] = self._links.receive(buffer, following.source)
 
     def _take(self, step: _StepState, message: Message) -> None:
-        tensor = step.incoming.pop(message).wait()
+        value = self._values[message.microbatch][message.value]
+        tensor = value.from_wire(step.incoming.pop(message).wait())
         step.taken.add(message)
         if message.kind is Kind.FORWARD:
             step.activations[message.microbatch][message.value] = tensor
@@ -264,7 +282,7 @@ class Executor:
                     cut_inputs.append((value.index, tensor))
             arguments.append(tensor)
         with torch.set_grad_enabled(has_backward):
-            results = self._programs[m][segment.index].run(inputs, *arguments)
+            results = self._programs[m][segment.index].run(inputs, step.carried[m], *arguments)
         cut_outputs = []
         for value, tensor in zip(segment.outputs, results, strict=True):
             if tuple(tensor.shape) != value.shape:
@@ -272,6 +290,11 @@ class Executor:
                     f"{value.node.name} returned a tensor of shape {tuple(tensor.shape)} where the "
                     f"recording had {value.shape}: its shape depends on data, so it cannot cross "
                     "to another partition. Put the modules that use it on the same partition."
+                )
+            if isinstance(tensor, FakeTensor):
+                raise UnsupportedError(
+                    f"{value.node.name} kept a stand-in tensor from the recording of the step, "
+                    "probably in a cache; clear the cache, or compute its content in __init__."
                 )
             if value in plan.with_gradient:
                 cut_outputs.append((value.index, tensor))
@@ -310,9 +333,12 @@ class Executor:
                 tensor = step.activations[m][message.value]
             else:
                 tensor = step.gradients[m].pop(message.value)
-            step.outgoing.append(self._links.send(tensor, message.target))
+            wire = self._values[m][message.value].wire(tensor)
+            step.outgoing.append(self._links.send(wire, message.target))
         for value, microbatch in self._itinerary.releases[position]:
             step.activations[microbatch].pop(value, None)
+        for microbatch in self._itinerary.last_forwards[position]:
+            step.carried[microbatch].clear()
         step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
 
 
@@ -323,6 +349,7 @@ class _StepState:
         self.activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.carried = [CarriedObjects() for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.incoming: dict[Message, Transfer] = {}
         self.taken: set[Message] = set()

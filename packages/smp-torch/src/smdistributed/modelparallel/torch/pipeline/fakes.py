@@ -27,17 +27,32 @@ class FakeModel:
         model: the user's module; its tensors give shapes and types.
         mode: the fake mode that all fakes of a step share.
         device: where the model will run; the fakes say they are there.
+        former: of the same model before it was changed: tensors that it knows may have been freed
+            since, so its fakes are taken for them.
+        number: of the model in this process.
 
     Attributes:
         names: module -> dotted name, the root's being "".
         slots: every parameter and buffer slot -> its fake; tied slots share one.
     """
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: FakeTensorMode,
+        device: torch.device,
+        former: FakeModel | None = None,
+        number: int = 1,
+    ) -> None:
         self.model = model
+        self._number = number
         self.names = {module: name for name, module in model.named_modules()}
+        self._children = {module: list(module._modules.values()) for module in self.names}
+        self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
+        if former is not None:
+            made = {id(tensor): former.slots[slot] for slot, tensor in former._tensors.items()}
         for module, name in self.names.items():
             if isinstance(module, torch.jit.ScriptModule):
                 raise UnsupportedError(
@@ -51,6 +66,28 @@ class FakeModel:
                     if id(tensor) not in made:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
+                    self._tensors[module, slot] = tensor
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the modules and parameters that it had.
+
+        Buffers may be bound anew at any time; they go by their slots.
+        """
+        return all(
+            list(module._modules.values()) == children
+            for module, children in self._children.items()
+        ) and all(
+            module._parameters.get(slot) is tensor
+            for (module, slot), tensor in self._tensors.items()
+        )
+
+    def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Returns whether each module trains and each parameter and buffer requires a gradient."""
+        return (
+            tuple([module.training for module in self.names]),
+            tuple([tensor.requires_grad for tensor in self._tensors.values()]),
+        )
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -77,6 +114,10 @@ class FakeModel:
                 if tensors[slot] is not self.slots[module, slot]:
                     self.rebound.append((module, slot))
                 tensors[slot] = tensor
+
+    def draw_name(self, module: nn.Module) -> str:
+        """Returns the name of a module in the keys of random numbers."""
+        return f"{self._number}:{self.names[module]}"
 
     def slot_name(self, slot: Slot) -> str:
         """Returns the dotted name of a parameter or buffer."""

@@ -2,21 +2,27 @@
 
 Interpreting nodes costs a walk over every argument structure at each call. The generated function
 is the straight-line code that a person would write: the same calls, in the same order, under the
-same grad and autocast state, with intermediate results deleted at their last use.
+same grad and autocast state, with intermediate results deleted at their last use. What the step
+checkpointed is a function of its own in it, run under torch's activation checkpointing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from smdistributed.modelparallel.torch.pipeline.carried import Carried
 from smdistributed.modelparallel.torch.pipeline.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.pipeline.structure import Container, Path
+from smdistributed.modelparallel.torch.pipeline.structure import Container, Path, placeholders
+from smdistributed.modelparallel.torch.pipeline.taps import Tap, tapped
 
-#: (tensor arguments of the microbatch, the segment's inputs) -> its outputs
+#: (tensor arguments of the microbatch, its carried objects, the segment's inputs) -> its outputs
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
 _LITERALS = (type(None), bool, int, type(Ellipsis))
 
@@ -28,17 +34,30 @@ class Program:
         plan: the plan that the segment belongs to.
         segment: the segment.
         device: where it runs.
+        drawing: seeds the generators for one draw, given its key.
 
     Attributes:
         source: the generated code, for people who debug.
     """
 
-    def __init__(self, plan: Plan, segment: SegmentNodes, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        segment: SegmentNodes,
+        device: torch.device,
+        drawing: Callable[..., contextlib.AbstractContextManager[None]],
+    ) -> None:
         self._device = device
-        self._names: dict[str, Any] = {"torch": torch}
+        self._names: dict[str, Any] = {
+            "torch": torch,
+            "drawing": drawing,
+            "checkpoint": checkpoint,
+        }
         self._constants: dict[int, str] = {}
-        lines = self._lines(plan, segment)
-        parameters = ", ".join(["inputs", *(f"v{value.index}" for value in segment.inputs)])
+        lines = self._lines(segment)
+        parameters = ", ".join(
+            ["inputs", "carried", *(f"v{value.index}" for value in segment.inputs)]
+        )
         results = "".join(f"v{value.index}, " for value in segment.outputs)
         self.source = "\n".join(
             [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
@@ -46,17 +65,51 @@ class Program:
         exec(compile(self.source, f"<segment {segment.index}>", "exec"), self._names)
         self.run: SegmentFunction = self._names[f"segment_{segment.index}"]
 
-    def _lines(self, plan: Plan, segment: SegmentNodes) -> list[str]:
+    def _lines(self, segment: SegmentNodes) -> list[str]:
         # A cut value belongs to its producer: change a copy.
         lines = [
             f"    v{value.index} = v{value.index}.clone()"
             for value in segment.inputs
             if value in segment.changed
         ]
-        last_use = _last_uses(segment)
+        kept = set(segment.outputs)
+        for region, group in itertools.groupby(segment.nodes, key=lambda node: node.region):
+            nodes = list(group)
+            later = kept | _read_after(segment, nodes[-1])
+            if region is not None and _can_repeat(nodes):
+                lines += self._checkpointed(nodes, later)
+            else:
+                lines += self._straight(nodes, later)
+        return lines
+
+    def _checkpointed(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+        """Returns a nested function and its call.
+
+        What it reads from before are its parameters: a deleted variable would be missing when the
+        backward pass calls it again. Its draws are keyed, so no random state is kept.
+        """
+        made = {value for node in nodes for value in node.outputs}
+        read = {value: None for node in nodes for value in _read(node) if value not in made}
+        returned = [value for node in nodes for value in node.outputs if value in later]
+        parameters = [f"v{value.index}" for value in read]
+        results = "".join(f"v{value.index}, " for value in returned)
+        call = ", ".join(["region", *parameters, "use_reentrant=False", "preserve_rng_state=False"])
+        dead = [f"v{value.index}" for value in read if value not in later]
+        return [
+            f"    def region({', '.join(parameters)}):",
+            *(f"    {line}" for line in self._straight(nodes, set(returned))),
+            f"        return ({results})",
+            f"    {f'({results}) = ' if results else ''}checkpoint({call})",
+            f"    del {', '.join(['region', *dead])}",
+        ]
+
+    def _straight(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+        """Returns the calls of nodes one after another; values not needed ``later`` are deleted."""
+        lines = []
+        last_use = _last_uses(nodes, later)
         state: tuple[bool, torch.dtype | None] = (True, None)
         indent = "    "
-        for node in segment.nodes:
+        for node in nodes:
             if node.kind in (NodeKind.LEAF, NodeKind.CALL) and self._state(node) != state:
                 state = self._state(node)
                 header, indent = self._with(state)
@@ -83,23 +136,32 @@ class Program:
         return [f"    with {', '.join(managers)}:"], "        "
 
     def _node(self, node: Node) -> list[str]:
-        if node.kind is NodeKind.INPUT:
-            return [f"v{node.outputs[0].index} = inputs[{node.target}]"]
-        if node.kind is NodeKind.CONSTANT:
-            return [f"v{node.outputs[0].index} = {self._constant(node.target)}"]
+        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            value = node.outputs[0]
+            given = f"inputs[{node.target}]"
+            if node.kind is NodeKind.CONSTANT:
+                given = self._constant(node.target)
+            # Several segments and replays start from it: change a copy.
+            return [f"v{value.index} = {given}{'.clone()' if value.is_changed else ''}"]
         if node.kind is NodeKind.ATTRIBUTE:
             module, name = node.target
             return [f"v{node.outputs[0].index} = {self._constant(module)}.{name}"]
         arguments = [self._expression(item) for item in node.args]
         arguments += [f"{key}={self._expression(item)}" for key, item in node.kwargs.items()]
-        lines = [f"result = {self._constant(node.target)}({', '.join(arguments)})"]
+        seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
+        target, results = self._constant(node.target), "result"
+        if node.taps:
+            target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
+        lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
         for output in node.outputs:
             if isinstance(output.source, Value):
                 expression = f"v{output.source.index}"
+            elif isinstance(output.source, Tap):
+                expression = f"taps[{node.taps.index(output.source)}]"
             else:
                 expression = "result" + _access(output.source)
             lines.append(f"v{output.index} = {expression}")
-        lines.append("del result")
+        lines.append(f"del {results}")
         return lines
 
     def _constant(self, obj: Any) -> str:
@@ -110,6 +172,8 @@ class Program:
     def _expression(self, obj: Any) -> str:
         if isinstance(obj, Value):
             return f"v{obj.index}"
+        if isinstance(obj, Carried):
+            return f"carried({self._constant(obj)})"
         if type(obj) in _LITERALS:
             return repr(obj)
         if type(obj) is tuple:
@@ -134,19 +198,37 @@ def _access(path: Path) -> str:
     return "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in path)
 
 
-def _last_uses(segment: SegmentNodes) -> dict[Node, list[Value]]:
+def _read(node: Node) -> list[Value]:
+    """Returns the values that a node's code names, other than those it makes."""
+    return [*node.inputs, *(v.source for v in node.outputs if isinstance(v.source, Value))]
+
+
+def _read_after(segment: SegmentNodes, node: Node) -> set[Value]:
+    following = segment.nodes[segment.nodes.index(node) + 1 :]
+    return {value for each in following for value in _read(each)}
+
+
+def _can_repeat(nodes: Sequence[Node]) -> bool:
+    """Whether nodes can run again in the backward pass, and find everything as it was.
+
+    Not if they change a tensor from outside in place, or an object that travels through the
+    microbatch, such as a cache; and not worth it where no gradient passes.
+    """
+    made = {value for node in nodes for value in node.outputs}
+    return not all(node.replicated for node in nodes) and not any(
+        any(value not in made for value in node.changes)
+        or any(True for _ in placeholders((node.args, node.kwargs), Carried))
+        for node in nodes
+    )
+
+
+def _last_uses(nodes: Sequence[Node], later: set[Value]) -> dict[Node, list[Value]]:
     """Returns, for each node, the values that nothing after it needs."""
     last: dict[Value, Node] = {}
-    for node in segment.nodes:
-        for value in node.outputs:
-            last[value] = node
-            if isinstance(value.source, Value):
-                last[value.source] = node
-        for value in node.inputs:
-            last[value] = node
+    for node in nodes:
+        last |= dict.fromkeys([*node.outputs, *_read(node)], node)
     dead: dict[Node, list[Value]] = {}
-    kept = set(segment.outputs)
     for value, node in last.items():
-        if value not in kept:
+        if value not in later:
             dead.setdefault(node, []).append(value)
     return dead

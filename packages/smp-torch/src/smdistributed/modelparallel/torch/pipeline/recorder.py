@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,23 +19,34 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.pipeline.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.pipeline.costs import Draws, Meter, ModuleProfile, Profile
+from smdistributed.modelparallel.torch.pipeline.decisions import Decisions
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
 from smdistributed.modelparallel.torch.pipeline.interception import intercepted
-from smdistributed.modelparallel.torch.pipeline.ir import Graph, Guard, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated
+from smdistributed.modelparallel.torch.pipeline.ir import Graph, Guard, Leaf, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.pipeline.leaf_memory import LeafMemory
+from smdistributed.modelparallel.torch.pipeline.pending import PendingNumber
+from smdistributed.modelparallel.torch.pipeline.python_state import StateWatch, python_draws
+from smdistributed.modelparallel.torch.pipeline.real_run import run_on_random_numbers
+from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.pipeline.structure import (
+    fill,
     map_tensors,
+    opaque_objects,
     placeholders,
     template,
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.pipeline.taps import Tap, attribute_taps
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+#: Functions whose result is a part of their first argument; which part, the others say.
+_SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
 
 #: Questions about a tensor that leave no trace in a computation.
 _UNRECORDED = {
@@ -59,60 +71,52 @@ _UNRECORDED = {
 }
 
 
-@dataclass
-class ModuleProfile:
-    """What one module costs for one microbatch, its children included.
-
-    Attributes:
-        order: position of its first call among all modules.
-        flops: floating-point operations of the forward pass, as counted by PyTorch.
-        activation_bytes: bytes of all tensors that its forward pass makes.
-        output_bytes: bytes of the tensors that it returns.
-        draws_random: its own forward, not a child's, draws random numbers.
-    """
-
-    order: int
-    flops: int = 0
-    activation_bytes: int = 0
-    output_bytes: int = 0
-    draws_random: bool = False
+#: Stands for the step function itself where the keys of random numbers have a module's name.
+STEP_FUNCTION = "step"
 
 
-@dataclass
-class Profile:
-    """Costs of the modules that the step function called; uncalled ones are absent."""
+class _Shape(NamedTuple):
+    """Stands in an answer for a tensor: its shape depends on data."""
 
-    modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Shape:
+        return _Shape(tuple(tensor.shape), tensor.dtype)
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what reaches the dispatcher: operations, bytes, random draws."""
+class Randomness(Protocol):
+    """The random numbers of the step."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.bytes = 0
-        self.random_draws = 0
+    def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds PyTorch's generators for one draw, and puts them back."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random_draws += 1
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
-        if isinstance(out, torch.Tensor):
-            self.bytes += out.numel() * out.element_size()
-        return out
+    def draws_in_python(self, module: nn.Module) -> bool:
+        """Whether the own forward of a module is known to draw from Python's generators."""
 
 
 @dataclass
 class _Frame:
-    """A module call in progress."""
+    """A call of a module in progress, or of the step function.
 
-    module: nn.Module
+    Attributes:
+        module: None for the step function.
+        name: in the keys of random numbers.
+        call: the number of the call.
+        draws: recorded draws of its own so far.
+        functions: that drew.
+        child_draws: draws of its children.
+        child_python: a child drew from Python's generators.
+    """
+
+    module: nn.Module | None
+    name: str
+    call: int = 0
+    draws: int = 0
+    functions: set[Any] = field(default_factory=set)
     child_draws: int = 0
+    child_python: bool = False
 
 
 class Recorder(TorchFunctionMode):
@@ -123,7 +127,10 @@ class Recorder(TorchFunctionMode):
         models: Sequence[FakeModel],
         mode: FakeTensorMode,
         device: torch.device,
-        leaves: Mapping[nn.Module, str] | None,
+        leaves: Mapping[nn.Module, Leaf] | None,
+        decisions: Decisions,
+        random: Randomness,
+        memory: LeafMemory | None = None,
     ) -> None:
         super().__init__()
         self.graph = Graph()
@@ -132,16 +139,46 @@ class Recorder(TorchFunctionMode):
         self._mode = mode
         self._device = device
         self._leaves = leaves
+        self._decisions = decisions
+        self._random = random
+        self._memory = memory
         self._names = {module: name for model in models for module, name in model.names.items()}
-        self._meter = _Meter()
+        self._meter = Meter()
         self._paused = 0
+        self._region: int | None = None
+        self._num_regions = 0
         self._leaf_depth = 0
-        self._stack: list[_Frame] = []
+        self._stack = [_Frame(None, STEP_FUNCTION)]
+        self._calls: collections.Counter[str] = collections.Counter()
+        self._draw_names = {
+            module: model.draw_name(module) for model in models for module in model.names
+        }
+        #: The random numbers that a decision was made from, or a split module drew in Python.
+        self.decided_by: str | None = None
+        #: The numbers that were taken from activations.
+        self.pending: list[PendingNumber] = []
         self._real_inputs: list[torch.Tensor] = []
         self._values: dict[int, Value] = {}
         self._sharing: dict[int, list[Value]] = collections.defaultdict(list)
         # Identities above are only good while the tensors live.
         self._alive: list[torch.Tensor] = []
+        split = [module for module in self._names if leaves is None or module not in leaves]
+        #: The state that glue read; then that which each leaf read.
+        self.watch = StateWatch(whole=split)
+        self.leaf_watches: list[StateWatch] = []
+        self._active_watch = self.watch
+        self._new_leaf_watches: list[StateWatch] = []
+        self._roots = {model.model for model in models}
+        self._runs_for_real = False
+        self._inner_calls: collections.Counter[nn.Module] = collections.Counter()
+        self._inner_outputs: dict[int, tuple[Tap, torch.Tensor]] = {}
+        #: Fakes that a leaf made and did not return -> where a replay finds them.
+        self._escaped: dict[int, tuple[Node, Tap, torch.Tensor]] = {}
+        self._carried: dict[int, tuple[Carried, Any]] = {}
+        self._copies: collections.defaultdict[int, CarriedObjects] = collections.defaultdict(
+            CarriedObjects
+        )
+        self._fakes = [fake for model in models for fake in model.slots.values()]
         self._slots = {
             id(fake): (model, slot) for model in models for slot, fake in model.slots.items()
         }
@@ -162,12 +199,20 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(self._meter)
             args, kwargs = map_tensors((list(args), dict(kwargs)), self._input)
             with self:
-                result = function(*args, **kwargs)
+                self.watch.begin(function, opaque_objects((args, kwargs)))
+                try:
+                    result = function(*args, **kwargs)
+                finally:
+                    self.watch.end()
+                    for watch in reversed(self._new_leaf_watches):
+                        watch.restore()
             self._paused += 1  # what follows belongs to us
+            frame = self._stack[0]
+            self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
         return result
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self._mode.from_tensor(tensor)
+        fake = tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
         position = len(self._real_inputs)
         self._real_inputs.append(tensor)
         node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
@@ -189,7 +234,22 @@ class Recorder(TorchFunctionMode):
     # ------------------------------------------------------------------ values
 
     def _node(self, kind: NodeKind, target: Any, name: str, **state: Any) -> Node:
-        return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **state))
+        return self.graph.add(
+            Node(len(self.graph.nodes), kind, target, name, region=self._region, **state)
+        )
+
+    @contextlib.contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Gives what is recorded inside a region of its own; the outermost one counts."""
+        if self._region is not None:
+            yield
+            return
+        self._region = self._num_regions
+        self._num_regions += 1
+        try:
+            yield
+        finally:
+            self._region = None
 
     def _bind(self, tensor: torch.Tensor, node: Node, source: Any) -> Value:
         value = self.graph.bind(tensor, node, source)
@@ -216,6 +276,13 @@ class Recorder(TorchFunctionMode):
         constant = tensor
         if isinstance(tensor, FakeTensor):
             if tensor.constant is None:
+                escaped = self._escaped.get(id(tensor))
+                if escaped is not None and not self._leaf_depth:
+                    node, tap, _ = escaped
+                    if self._memory is not None:
+                        self._memory.forget(node.target)
+                    node.taps.append(tap)
+                    return self._bind(tensor, node, tap)
                 if self._leaves is None or self._leaf_depth:
                     return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
                 raise UnsupportedError(
@@ -225,17 +292,27 @@ class Recorder(TorchFunctionMode):
                     "module's forward, or put the modules that use it on one partition."
                 )
             constant = tensor.constant
-        node = self._node(NodeKind.CONSTANT, constant, "constant", replicated=True)
+        name = _constant_text(constant)
+        node = self._node(NodeKind.CONSTANT, constant, name, replicated=True)
         return self._bind(tensor, node, ())
 
     def template(self, obj: Any, where: str) -> Any:
-        """Returns ``obj`` with its tensors replaced by values."""
-        return template(obj, self.value, where)
+        """Returns ``obj`` with its tensors replaced by values, and other state by stand-ins."""
+
+        def carry(obj: Any) -> Any:
+            if self._leaves is None or self._leaf_depth:
+                return obj
+            if id(obj) not in self._carried:
+                self._carried[id(obj)] = Carried(len(self._carried), obj, where), obj
+            return self._carried[id(obj)][0]
+
+        return template(obj, self.value, carry)
 
     def _where(self) -> str:
-        if not self._stack:
+        module = self._stack[-1].module
+        if module is None:
             return "the step function"
-        return self._names[self._stack[-1].module] or "the model's own forward"
+        return self._names[module] or "the model's own forward"
 
     # ------------------------------------------------------------------ recording
 
@@ -273,10 +350,12 @@ class Recorder(TorchFunctionMode):
         if self._paused:
             return call()
         self._paused += 1
+        StateWatch.pause()
         try:
             return self._record(kind, target, name, call, args, kwargs)
         finally:
             self._paused -= 1
+            self._active_watch.resume()
 
     def _record(
         self,
@@ -296,10 +375,14 @@ class Recorder(TorchFunctionMode):
         grad_enabled, autocast = torch.is_grad_enabled(), self._autocast()
         flops, draws = self._meter.flops, self._meter.random_draws
         try:
-            with self._inside_leaf() if kind is NodeKind.LEAF else contextlib.nullcontext():
+            if kind is NodeKind.LEAF:
+                result = self._leaf(target, name, call, args, kwargs, (node_args, node_kwargs))
+            else:
                 result = call()
         except _DATA_DEPENDENT as error:
-            return self._decide(target, node_args, node_kwargs, where, error)
+            result = self._decide(target, node_args, node_kwargs, where, error)
+            if not tensors_in(result):
+                return result
         outputs = list(tensor_paths(result))
         changed = [
             tensor
@@ -308,7 +391,12 @@ class Recorder(TorchFunctionMode):
         ]
         if kind is NodeKind.CALL and not outputs and not changed:
             return result
-        draws_random = self._meter.random_draws > draws
+        draw = None
+        if kind is NodeKind.CALL and self._meter.random_draws > draws:
+            frame = self._stack[-1]
+            draw = (frame.name, frame.call, frame.draws)
+            frame.draws += 1
+            frame.functions.add(target)
         node = self._node(
             kind,
             target,
@@ -317,10 +405,10 @@ class Recorder(TorchFunctionMode):
             kwargs=node_kwargs,
             grad_enabled=grad_enabled,
             autocast=autocast,
-            random=draws_random,
+            draw=draw,
             flops=self._meter.flops - flops,
             replicated=kind is NodeKind.CALL
-            and not draws_random
+            and draw is None
             and all(value.replicated for value in inputs)
             and not any(tensor.requires_grad for _, tensor in outputs),
         )
@@ -332,8 +420,11 @@ class Recorder(TorchFunctionMode):
                 for value in self._sharing[tensor.untyped_storage()._cdata]
                 if value is not old
             ]
-            old.replaced_by = node
             node.changes.append(old)
+            for value in (old, *node.aliases):
+                value.is_changed = True
+        if kind is NodeKind.LEAF:
+            self._note_escapes(node)
         bound: set[int] = set()
         for path, tensor in outputs:
             if id(tensor) not in bound:
@@ -345,42 +436,196 @@ class Recorder(TorchFunctionMode):
                 self._bind(tensor, node, before[id(tensor)])
         return result
 
+    def _leaf(
+        self,
+        module: nn.Module,
+        name: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        templates: Any,
+    ) -> Any:
+        """Runs a leaf on fakes, or remembers what it returned; leaves no trace in the module."""
+        carries = any(True for _ in placeholders(templates, Carried))
+        memory = None if carries or self._is_observed(module) else self._memory
+        if memory is None:
+            calls = self._calls.copy()
+            result, lines, _ = self._run_leaf(module, lambda: call(*args, **kwargs))
+            if carries:
+                self._calls = calls
+                self._check_carried(module, name, call, args, kwargs, lines)
+            return result
+        meter = self._meter
+        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._autocast())
+        arguments = memory.key(args, kwargs)
+        known = memory.find(module, arguments, state)
+        if known is not None:
+            self.leaf_watches.append(known.watch)
+            meter.flops += known.flops
+            meter.random_draws += known.draws
+            self._stack[-1].child_draws += known.draws
+            return memory.result(known, self._mode)
+        flops, draws = meter.flops, meter.random_draws
+        tensors = tensors_in((args, kwargs))
+        versions = [_version(tensor) for tensor in tensors]
+        result, _, watch = self._run_leaf(module, lambda: call(*args, **kwargs))
+        storages = {tensor.untyped_storage()._cdata for tensor in (*tensors, *self._fakes)}
+        if (
+            watch.changed() is None
+            and versions == [_version(tensor) for tensor in tensors]
+            and not any(
+                tensor.untyped_storage()._cdata in storages for _, tensor in tensor_paths(result)
+            )
+        ):
+            memory.add(
+                module,
+                arguments,
+                state,
+                result,
+                watch,
+                meter.flops - flops,
+                meter.random_draws - draws,
+            )
+        return result
+
+    def _is_observed(self, leaf: nn.Module) -> bool:
+        """Whether hooks see the calls of a leaf, or of modules in it: they must not be left out."""
+        return any(
+            hook.__module__ != self._random.__module__
+            for module in leaf.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
+
+    def _run_leaf(
+        self, module: nn.Module, call: Callable[[], Any]
+    ) -> tuple[Any, list[str], StateWatch]:
+        """Runs a leaf on fakes; returns its result, what it did, and the state that it read."""
+        self._inner_calls.clear()
+        self._inner_outputs.clear()
+        watch = StateWatch(whole=())
+        for inner in module.modules():
+            # A module may register hooks when it is called first.
+            watch.keep(inner._forward_hooks, f"the hooks of {type(inner).__name__}")
+        watch.begin(type(module).forward, module)
+        try:
+            with self._inside_leaf(watch) as graph:
+                result = call()
+        finally:
+            watch.end()
+            watch.restore_random()
+            self.leaf_watches.append(watch)
+            self._new_leaf_watches.append(watch)
+        return result, [node.line(repr) for node in graph.nodes], watch
+
+    def _check_carried(
+        self,
+        module: nn.Module,
+        name: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        lines: list[str],
+    ) -> None:
+        """Makes sure that a leaf does the same with its rank's copies of the objects it is given.
+
+        Raises:
+            UnsupportedError: it does not.
+        """
+        assert self._leaves is not None
+        copies = self._copies[self._leaves[module].partition]
+        kept = dict(self._inner_outputs)
+        own = template((args, kwargs), lambda tensor: tensor, lambda obj: self._carried[id(obj)][0])
+        args, kwargs = fill(own, Carried, copies)
+        with _without_hooks(module):
+            _, again, _ = self._run_leaf(module, lambda: call(*args, **kwargs))
+        self._inner_outputs = kept
+        if again != lines:
+            classes = sorted({type(each.pristine).__name__ for each in placeholders(own, Carried)})
+            raise UnsupportedError(
+                f"{name} depends on what modules of another partition left in an object of class "
+                f"{', '.join(classes)}. Put the modules that share it on one partition (for a "
+                "key-value cache of Transformers: or use_cache=False)."
+            )
+
     @contextlib.contextmanager
-    def _inside_leaf(self) -> Iterator[None]:
+    def _inside_leaf(self, watch: StateWatch) -> Iterator[Graph]:
         """Records what happens inside a leaf aside, and forgets it.
 
         A leaf runs for real in every replay; the record serves only to answer questions about data
         while it runs on fakes.
         """
-        graph, known, paused = self.graph, self._values, self._paused
+        graph, known, paused, outer = self.graph, self._values, self._paused, self._active_watch
         self.graph, self._values, self._paused = Graph(), dict(known), 0
+        self._active_watch = watch
         self._leaf_depth += 1
         try:
-            yield
+            yield self.graph
         finally:
             self._leaf_depth -= 1
             self.graph, self._values, self._paused = graph, known, paused
+            self._active_watch = outer
+
+    def _note_escapes(self, node: Node) -> None:
+        """Remembers where a replay finds the tensors that a leaf made besides its result."""
+        for tap, tensor in self._inner_outputs.values():
+            self._escaped[id(tensor)] = node, tap, tensor
+        for tap, tensor in attribute_taps(node.target, self._names):
+            self._escaped.setdefault(id(tensor), (node, tap, tensor))
+        self._inner_outputs.clear()
 
     def _decide(self, function: Any, args: Any, kwargs: Any, where: str, error: Exception) -> Any:
         """Answers a question about data: for real if it concerns step inputs only."""
-        values = list(placeholders((args, kwargs), Value))
-        if not all(value.replicated for value in values):
+        asked_of = args
+        if function in _SELECTIONS and not args[0].replicated:
+            # What is selected is an activation, but how much, the mask says.
+            asked_of = (_zeros_like(args[0]), *args[1:])
+        nodes = sources(placeholders((asked_of, kwargs), Value))
+        drawn = any(node.draw is not None for node in nodes)
+        if not all(node.replicated or node.draw is not None for node in nodes):
+            if function is torch.Tensor.item and not self._leaf_depth:
+                return self._pending(args[0], where)
             raise UnsupportedError(
-                f"{where} makes Python depend on the value of an activation (a branch, .item(), "
-                "float() or a data-dependent shape). A pipelined step is recorded before values "
+                f"{where} makes Python depend on the value of an activation (a branch, float() "
+                "or a data-dependent shape). A pipelined step is recorded before values "
                 "exist: keep the decision inside one module, return the tensor from the step "
                 "function and look at it outside, or put that module on one partition."
             ) from error
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-            answer = evaluate_replicated(function, args, kwargs, self._real_inputs)
-        if any(True for _ in tensor_paths(answer)):
-            raise UnsupportedError(
-                f"{where} makes a tensor whose shape depends on data; compute it before the step "
-                "and pass it in."
-            ) from error
-        if not self._leaf_depth:
-            self.graph.guards.append(Guard(where, function, args, kwargs, answer))
-        return answer
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            return template(function(*args, **kwargs), _Shape.of, lambda obj: obj)
+
+        def compute() -> Any:
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                return evaluate_replicated(
+                    ask, asked_of, kwargs, self._real_inputs, self._random.drawing
+                )
+
+        answer = self._decisions.answer(compute, where)
+        if drawn and not self._leaf_depth:
+            self.decided_by = f"random numbers in {self._where()}"
+        elif not self._leaf_depth:
+            self.graph.guards.append(Guard(where, ask, asked_of, kwargs, answer))
+        needs_grad = torch.is_grad_enabled() and any(
+            value.requires_grad for value in placeholders((args, kwargs), Value)
+        )
+
+        def make(shape: _Shape) -> torch.Tensor:
+            made = torch.empty(shape.sizes, dtype=shape.dtype, device=self._device)
+            if needs_grad and made.is_floating_point():
+                return made.requires_grad_().clone()
+            return made
+
+        with self._mode:
+            return fill(answer, _Shape, make)
+
+    def _pending(self, value: Value, where: str) -> PendingNumber:
+        """Returns what stands for the number in a tensor that is not computed yet."""
+        tensor = next(tensor for tensor in self._alive if self._values.get(id(tensor)) is value)
+        detach = torch.Tensor.detach
+        kept = self._record(NodeKind.CALL, detach, "detach", tensor.detach, (tensor,), {})
+        number = PendingNumber(tensor=kept, where=where)
+        self.pending.append(number)
+        return number
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:
         """Notes that the user asked for the gradients of ``tensors``."""
@@ -414,31 +659,120 @@ class Recorder(TorchFunctionMode):
         if module not in self._names:
             return call(module, *args, **kwargs)
         if self._leaves is not None and module in self._leaves and not self._leaf_depth:
-            name = self._leaves[module]
+            name = self._leaves[module].name
             return self.record(
-                NodeKind.LEAF, module, name, lambda: call(module, *args, **kwargs), args, kwargs
+                NodeKind.LEAF,
+                module,
+                name,
+                functools.partial(self._measured, call, module),
+                args,
+                kwargs,
             )
-        frame = _Frame(module)
+        return self._measured(call, module, *args, **kwargs)
+
+    def _measured(
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a module and notes what it costs."""
+        name = self._draw_names[module]
+        frame = _Frame(module, name, self._calls[name])
+        self._calls[name] += 1
         self._stack.append(frame)
         meter = self._meter
         flops, num_bytes, draws = meter.flops, meter.bytes, meter.random_draws
         costs = self.profile.modules.setdefault(
             module, ModuleProfile(order=len(self.profile.modules))
         )
+        drawn_in_python = python_draws()
         try:
-            result = call(module, *args, **kwargs)
+            result = self._called(call, module, args, kwargs, costs)
         finally:
             self._stack.pop()
+        if self._leaf_depth:
+            self._note_outputs(module, result)
+        in_python = drawn_in_python()
         drawn = meter.random_draws - draws
-        if self._stack:
-            self._stack[-1].child_draws += drawn
-        costs.draws_random |= drawn > frame.child_draws
+        self._stack[-1].child_draws += drawn
+        self._stack[-1].child_python |= in_python
+        costs.draws = costs.draws.union(self._own_draws(frame, drawn, in_python))
+        if not self._leaf_depth and (in_python or self._random.draws_in_python(module)):
+            self.decided_by = f"Python's random numbers in {self._names[module]}"
         costs.flops += meter.flops - flops
         costs.activation_bytes += meter.bytes - num_bytes
         costs.output_bytes += sum(
             tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)
         )
         return result
+
+    def _called(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        costs: ModuleProfile,
+    ) -> Any:
+        """Calls a module on fakes; where that fails, on random numbers."""
+        is_glue = self._leaves is not None and not self._leaf_depth
+        if is_glue or self._runs_for_real or module in self._roots:
+            return call(module, *args, **kwargs)
+        try:
+            return call(module, *args, **kwargs)
+        except (UnsupportedError, RuntimeError, NotImplementedError) as error:
+            # Only fakes fail so; what also fails for real is the user's own error.
+            self._runs_for_real = True
+            self._paused += 1
+            try:
+                result = run_on_random_numbers(call, module, args, kwargs, self._mode)
+            except Exception:
+                raise error from None
+            finally:
+                self._runs_for_real = False
+                self._paused -= 1
+            costs.opaque = f"{type(error).__name__}: {error}"
+            return result
+
+    def _note_outputs(self, module: nn.Module, result: Any) -> None:
+        """Remembers what an inner module of a leaf returned, in case it leaves by another way."""
+        number = self._inner_calls[module]
+        self._inner_calls[module] += 1
+        for path, tensor in tensor_paths(result):
+            self._inner_outputs.setdefault(
+                id(tensor), (Tap(module, number, path, self._names[module]), tensor)
+            )
+
+    @staticmethod
+    def _own_draws(frame: _Frame, drawn: int, in_python: bool) -> Draws:
+        # What no function mode sees, a scripted function say, counts as one draw.
+        most = max(frame.draws, min(1, drawn - frame.child_draws))
+        return Draws(most, frozenset(frame.functions), in_python and not frame.child_python)
+
+
+@contextlib.contextmanager
+def _without_hooks(leaf: nn.Module) -> Iterator[None]:
+    """Keeps the hooks inside a leaf from seeing a run that the user's code did not ask for."""
+    kept = []
+    for module in leaf.modules():
+        kept.append((module, module._forward_hooks, module._forward_pre_hooks))
+        module._forward_hooks = collections.OrderedDict()
+        module._forward_pre_hooks = collections.OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks, pre_hooks in kept:
+            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def _zeros_like(value: Value) -> torch.Tensor:
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _constant_text(tensor: torch.Tensor) -> str:
+    """Names a constant, so that ranks which have different ones find out."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        value = f" {tensor.tolist()}" if tensor.numel() == 1 and not tensor.is_meta else ""
+        return f"constant {tuple(tensor.shape)} {tensor.dtype}{value}"
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ pass of a segment is one call of autograd.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -17,6 +17,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.pipeline.fakes import Slot
 from smdistributed.modelparallel.torch.pipeline.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.pipeline.replicated import sources
 
 #: Cost of a backward pass in forward passes.
 _BACKWARD_FACTOR = 2.0
@@ -66,15 +67,20 @@ class Plan:
         own = self.segments[value.node.segment].rank
         return sorted({self.segments[index].rank for index in self.readers.get(value, ())} - {own})
 
+    def modules(self, segments: Iterable[int]) -> set[nn.Module]:
+        """Returns the modules that segments call, or whose parameters they read."""
+        chosen = set(segments)
+        nodes = [node for each in self.segments if each.index in chosen for node in each.nodes]
+        return {node.target for node in nodes if node.kind is NodeKind.LEAF} | {
+            node.target[0] for node in nodes if node.kind is NodeKind.ATTRIBUTE
+        }
+
     def inputs_of_rank(self, rank: int) -> set[int]:
         """Returns the positions of the step's tensor arguments that a rank computes with."""
         nodes = [
             node for segment in self.segments if segment.rank == rank for node in segment.nodes
         ]
-        nodes += _replicated_closure(
-            [value for value in self.graph.returned if value.replicated]
-            + [value for guard in self.graph.guards for value in guard.inputs]
-        )
+        nodes += sources([value for value in self.graph.returned if value.replicated])
         return {node.target for node in nodes if node.kind is NodeKind.INPUT}
 
     def segment_graph(self, num_ranks: int) -> SegmentGraph:
@@ -107,28 +113,13 @@ class Plan:
         ]
         return SegmentGraph(tuple(segments), tuple(edges), num_ranks)
 
-    def shape(self) -> tuple[object, ...]:
-        """Returns what plans must have in common to share a schedule."""
-        return (
-            [segment.rank for segment in self.segments],
-            sorted(self.backward),
-            {value.index: readers for value, readers in self.readers.items()},
-            sorted(value.index for value in self.with_gradient),
-            [value.index for value in self.graph.returned],
-        )
-
     def digest(self) -> str:
         """Returns a hash of everything that ranks must agree on."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """Returns the plan as text, a line a node; compared between ranks when they differ."""
-        return [
-            f"{node.kind.value} {node.name} {[v.index for v in node.inputs]} -> "
-            f"{[(v.index, v.shape, str(v.dtype), v.requires_grad) for v in node.outputs]} "
-            f"rank {node.rank} segment {node.segment}"
-            for node in self.graph.nodes
-        ]
+        return self.graph.lines(lambda node: f" rank {node.rank} segment {node.segment}")
 
 
 def cut(
@@ -179,13 +170,15 @@ def _assign(
     """Gives every node a rank and groups consecutive nodes of one rank."""
     segments: list[SegmentNodes] = []
     current = 0
+    travelling = _travelling(graph, partition_of, owner_of)
     for node in graph.nodes:
         if node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
             continue
         if node.kind is NodeKind.ATTRIBUTE:
             node.rank = owner_of(node.target)
-            continue
-        if node.kind is NodeKind.LEAF:
+            if node not in travelling:
+                continue
+        elif node.kind is NodeKind.LEAF:
             node.rank = partition_of[node.target]
         else:
             node.rank = _rank_of_glue(node, current)
@@ -196,6 +189,23 @@ def _assign(
         segments[-1].flops += node.flops
         node.segment = segments[-1].index
     return segments
+
+
+def _travelling(
+    graph: Graph,
+    partition_of: Mapping[nn.Module, int],
+    owner_of: Callable[[Slot], int],
+) -> set[Node]:
+    """Returns the parameters that glue hands to a module of another partition than theirs."""
+    return {
+        value.node
+        for node in graph.nodes
+        if node.kind is NodeKind.LEAF
+        for value in node.inputs
+        if value.node.kind is NodeKind.ATTRIBUTE
+        and not value.node.replicated
+        and owner_of(value.node.target) != partition_of[node.target]
+    }
 
 
 def _rank_of_glue(node: Node, current: int) -> int:
@@ -224,23 +234,9 @@ def _gather(
             segment.inputs.append(value)
             readers.setdefault(value, []).append(segment.index)
         return
-    for needed in _replicated_closure([value]):
+    for needed in sources([value]):
         if needed not in gathered:
             gathered.add(needed)
-
-
-def _replicated_closure(values: list[Value]) -> list[Node]:
-    """Returns the nodes that compute replicated values (and parameters), in no order."""
-    found: set[Node] = set()
-    pending = list(values)
-    while pending:
-        node = pending.pop().node
-        if node in found:
-            continue
-        found.add(node)
-        pending += node.inputs
-        pending += [output.source for output in node.outputs if isinstance(output.source, Value)]
-    return list(found)
 
 
 def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: set[Value]) -> None:

@@ -5,7 +5,7 @@ Two operations: ``map_tensors`` copies a structure with a function applied to ea
 the structure again. Both keep the classes of containers.
 
 Containers are lists, tuples (named and structseq too), mappings and dataclasses. Anything else is
-a constant; one that hides mutable state is refused, since a captured step would freeze it.
+a constant, or an opaque object with state of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-
-from smdistributed.modelparallel.common.errors import UnsupportedError
 
 _CONSTANT_TYPES = (
     type(None),
@@ -45,6 +43,23 @@ _CONSTANT_TYPES = (
     torch.Size,
     torch.Generator,
     torch.nn.Module,
+)
+#: Constants that are what they look like; the others are compared by identity.
+_VALUE_TYPES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
 )
 #: Containers that templates keep as they are; exactly these classes, no subclasses.
 _PLAIN_TYPES = (list, tuple, dict, slice)
@@ -119,20 +134,38 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
     return found
 
 
-def template(obj: Any, placeholder: Callable[[torch.Tensor], Any], where: str) -> Any:
+def is_plain_value(obj: Any) -> bool:
+    """Whether an object is a constant that is what it looks like: a number, a text, a type."""
+    return isinstance(obj, _VALUE_TYPES)
+
+
+def opaque_objects(obj: Any) -> list[Any]:
+    """Returns the objects in a structure that are neither tensors, containers nor plain values."""
+    if isinstance(obj, (torch.Tensor, *_VALUE_TYPES)):
+        return []
+    if type(obj) is dict:
+        return [each for item in obj.values() for each in opaque_objects(item)]
+    if type(obj) is slice:
+        return []
+    if type(obj) in _PLAIN_TYPES:
+        return [each for item in obj for each in opaque_objects(item)]
+    parts = take_apart(obj)
+    return [obj] if parts is None else opaque_objects(parts.items)
+
+
+def template(
+    obj: Any, placeholder: Callable[[torch.Tensor], Any], opaque: Callable[[Any], Any]
+) -> Any:
     """Returns ``obj`` as plain data, each tensor replaced by its placeholder.
 
     Args:
         obj: any structure.
         placeholder: gives what stands for a tensor.
-        where: names the place in error messages.
-
-    Raises:
-        UnsupportedError: ``obj`` holds an object with state of its own.
+        opaque: gives what stands for an object with state of its own.
     """
     if isinstance(obj, torch.Tensor):
         return placeholder(obj)
-    inner = functools.partial(template, placeholder=placeholder, where=where)
+    inner = functools.partial(template, placeholder=placeholder, opaque=opaque)
     if type(obj) in _PLAIN_TYPES:
         return _map_plain(obj, inner)
     parts = take_apart(obj)
@@ -144,14 +177,7 @@ def template(obj: Any, placeholder: Callable[[torch.Tensor], Any], where: str) -
         return Container(
             skeleton, parts.kind, {key: inner(item) for key, item in parts.items.items()}
         )
-    if not isinstance(obj, _CONSTANT_TYPES):
-        raise UnsupportedError(
-            f"{where} passes an object of class {type(obj).__module__}.{type(obj).__qualname__} "
-            "between partitions; only tensors, containers of tensors and plain constants can be "
-            "passed. Keep the object inside one module, or put the modules that share it on one "
-            "partition (for a key-value cache of Transformers: use_cache=False)."
-        )
-    return obj
+    return obj if isinstance(obj, _CONSTANT_TYPES) else opaque(obj)
 
 
 def placeholders(obj: Any, kind: type) -> Iterator[Any]:
@@ -180,6 +206,54 @@ def fill(obj: Any, kind: type, value: Callable[[Any], Any]) -> Any:
     return _map_plain(obj, inner) if type(obj) in _PLAIN_TYPES else obj
 
 
+def equal(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Whether two templates are alike; ``same`` compares placeholders and opaque constants."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Container):
+        return (
+            one.kind == other.kind
+            and type(one.skeleton) is type(other.skeleton)
+            and equal(one.items, other.items, same)
+        )
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(
+            equal(item, other[key], same) for key, item in one.items()
+        )
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(
+            equal(a, b, same) for a, b in zip(one, other, strict=True)
+        )
+    if type(one) is slice:
+        return equal((one.start, one.stop, one.step), (other.start, other.stop, other.step), same)
+    if isinstance(one, float) and one != one:
+        return bool(other != other)
+    if isinstance(one, _VALUE_TYPES):
+        return bool(one == other)
+    return same(one, other)
+
+
+def text(obj: Any, placeholder: Callable[[Any], str]) -> str:
+    """Returns a template as text that is the same in every process."""
+    inner = functools.partial(text, placeholder=placeholder)
+    if isinstance(obj, Container):
+        return f"{type(obj.skeleton).__name__}{inner(obj.items)}"
+    if type(obj) is dict:
+        # In the order of the names: code that goes through a set fills a dict in any order.
+        return "{" + ", ".join(sorted(f"{key}: {inner(item)}" for key, item in obj.items())) + "}"
+    if type(obj) in (list, tuple):
+        return "[" + ", ".join(map(inner, obj)) + "]"
+    if type(obj) is slice:
+        return f"slice{inner((obj.start, obj.stop, obj.step))}"
+    if isinstance(obj, torch.device):
+        return obj.type  # its index differs between ranks
+    if isinstance(obj, _VALUE_TYPES):
+        return repr(obj)
+    if isinstance(obj, _CONSTANT_TYPES):
+        return str(getattr(obj, "__qualname__", type(obj).__name__))
+    return placeholder(obj)
+
+
 #: One step into a structure: ("item", key) or ("attribute", name).
 Path = tuple[tuple[str, Any], ...]
 
@@ -200,13 +274,6 @@ def tensor_paths(obj: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
             yield from tensor_paths(getattr(obj, field.name), (*path, ("attribute", field.name)))
-    elif _hides_tensors(obj):
-        raise UnsupportedError(
-            f"a module returned an object of class {type(obj).__qualname__} that holds tensors; "
-            "return tensors, containers of tensors or dataclasses, or put the module and the "
-            "users of its result on one partition (for a key-value cache of Transformers: "
-            "use_cache=False)."
-        )
 
 
 def follow(obj: Any, path: Path) -> Any:
@@ -227,9 +294,3 @@ def _map_plain(obj: Any, inner: Callable[[Any], Any]) -> Any:
 
 def _make_sequence(kind: Any, items: list[Any]) -> Any:
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
-
-
-def _hides_tensors(obj: Any) -> bool:
-    if isinstance(obj, torch.nn.Module | type) or not hasattr(obj, "__dict__"):
-        return False
-    return any(isinstance(item, torch.Tensor) for item in vars(obj).values())

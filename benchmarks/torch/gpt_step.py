@@ -1,0 +1,283 @@
+"""Time of one training step of a GPT: this library beside PyTorch's own pipelining.
+
+Start it with one process a GPU (or with several on the CPU, for a look at the code paths):
+
+    torchrun --nproc-per-node 2 benchmarks/torch/gpt_step.py --size 1.3b smp 1f1b smp 1f1b
+
+Every word names a run; they share the processes, so that their ratio means something. Weights are
+bf16 on GPUs; AdamW; random tokens. Times are medians of device events, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+
+import smdistributed.modelparallel.torch as smp
+
+#: What the last norm and the head cost, in blocks.
+_HEAD_BLOCKS = 2.5
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50304
+    length: int = 2048
+
+
+SIZES = {
+    "tiny": Size(8, 64, 4, 512, 64),
+    "124m": Size(12, 768, 12, length=1024),
+    "1.3b": Size(24, 2048, 16),
+    "2.7b": Size(32, 2560, 20),
+}
+
+
+class Block(nn.Module):
+    """A decoder block."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.first, self.second = nn.LayerNorm(size.hidden), nn.LayerNorm(size.hidden)
+        self.attend = nn.Linear(size.hidden, 3 * size.hidden)
+        self.project = nn.Linear(size.hidden, size.hidden)
+        self.widen = nn.Linear(size.hidden, 4 * size.hidden)
+        self.narrow = nn.Linear(4 * size.hidden, size.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [batch, length, hidden] to the same."""
+        parts = self.attend(self.first(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.widen(self.second(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """A GPT, or the part of it that one stage of a chain has."""
+
+    def __init__(self, size: Size, layers: int, *, first: bool = True, last: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.hidden) if first else None
+        self.positions = nn.Embedding(size.length, size.hidden) if first else None
+        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
+        self.norm = nn.LayerNorm(size.hidden) if last else None
+        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False) if last else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps tokens, or hidden states, to hidden states or logits."""
+        if self.tokens is not None and self.positions is not None:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross entropy."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """Deals blocks out so that the slowest stage, the head with the last, is as short as can be."""
+    cost = [0.0] * (stages - 1) + [_HEAD_BLOCKS]
+    found = [0] * stages
+    for _ in range(layers):
+        stage = min(range(stages), key=lambda each: (cost[each], each))
+        found[stage] += 1
+        cost[stage] += 1
+    return found
+
+
+class Bench:
+    """What all runs share."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.size = SIZES[options.size]
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", smp.local_rank())
+        generator = torch.Generator().manual_seed(5)
+        shape = (options.microbatches * options.microbatch_size, self.size.length + 1)
+        tokens = torch.randint(self.size.vocabulary, shape, generator=generator)
+        self.x, self.y = (part.to(self.device) for part in (tokens[:, :-1], tokens[:, 1:]))
+        self.stages = layers_of_stages(self.size.layers, smp.size())
+
+    def build(self, layers: int, **ends: bool) -> GPT:
+        """Returns a model on the device."""
+        torch.manual_seed(1)
+        with self.device:
+            model = GPT(self.size, layers, **ends)
+        return model.to(torch.bfloat16) if self.device.type == "cuda" else model
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        """Returns AdamW."""
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda")
+
+    def smp(self) -> Callable[[], torch.Tensor]:
+        """Returns a step of this library."""
+        model = self.build(self.size.layers)
+        if self.options.partition == "stages":
+            self._fix(model)
+        distributed = smp.DistributedModel(model)
+        optimizer = smp.DistributedOptimizer(self.optimizer(model.parameters()))
+
+        @smp.step
+        def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model(x), y)
+            model.backward(loss)
+            return loss
+
+        def step() -> torch.Tensor:
+            loss = train(distributed, self.x, self.y).reduce_mean()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step.train = train  # type: ignore[attr-defined]
+        return step
+
+    def _fix(self, model: GPT) -> None:
+        """Gives each rank the blocks that a stage of the other runs has."""
+        for ends, rank in ((("tokens", "positions"), 0), (("norm", "head"), smp.size() - 1)):
+            for name in ends:
+                smp.set_partition(getattr(model, name), rank)
+        owners = [rank for rank, layers in enumerate(self.stages) for _ in range(layers)]
+        for block, rank in zip(model.blocks, owners, strict=True):
+            smp.set_partition(block, rank)
+
+    def chain(self) -> Callable[[], torch.Tensor | None]:
+        """Returns a step of PyTorch's Schedule1F1B."""
+        rank, size, count = smp.rank(), smp.size(), self.options.microbatches
+        ends = {"first": rank == 0, "last": rank == size - 1}
+        part = self.build(self.stages[rank], **ends)
+        optimizer = self.optimizer(part.parameters())
+        schedule = Schedule1F1B(
+            PipelineStage(part, rank, size, self.device),
+            count,
+            loss_fn=lambda logits, targets: loss_of(logits, targets) / count,
+            scale_grads=False,
+        )
+
+        def step() -> torch.Tensor | None:
+            losses: list[torch.Tensor] = []
+            given = [self.x] if ends["first"] else []
+            wanted = {"target": self.y, "losses": losses} if ends["last"] else {}
+            schedule.step(*given, **wanted, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack(losses).sum().detach() if ends["last"] else None
+
+        return step
+
+    def milliseconds(self, step: Callable[[], Any]) -> list[float]:
+        """Times steps after a warm-up, on the device."""
+        for _ in range(self.options.warmup):
+            step()
+        if self.device.type == "cpu":
+            times = []
+            for _ in range(self.options.steps):
+                start = time.perf_counter()
+                step()
+                times.append(1e3 * (time.perf_counter() - start))
+            return times
+        torch.cuda.synchronize()
+        dist.barrier()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.options.steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        torch.cuda.synchronize()
+        return [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
+
+    def run(self, name: str) -> None:
+        """Makes one run and prints a line."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step: Any = {"smp": self.smp, "1f1b": self.chain}[name]()
+        start = time.perf_counter()
+        loss = step()
+        first_seconds = time.perf_counter() - start
+        times = self.milliseconds(step)
+        last = step()
+        host = self._host_milliseconds(step)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
+        own = {
+            "ms": statistics.median(times),
+            "min_ms": min(times),
+            "gib": memory,
+            "first_s": first_seconds,
+            "host_ms": host,
+            "loss": None if loss is None else [loss.item(), last.item()],
+        }
+        ranks = smp.allgather(own, smp.WORLD)
+        if smp.rank() == 0:
+            row = {key: round(max(each[key] for each in ranks), 2) for key in own if key != "loss"}
+            row["loss"] = next(each["loss"] for each in ranks if each["loss"])
+            print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
+
+    def _host_milliseconds(self, step: Callable[[], Any]) -> float:
+        """Returns how long the host takes to submit a step while the device is busy."""
+        if self.device.type == "cpu":
+            return 0.0
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Makes the runs that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", choices=["smp", "1f1b"])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--active", type=int, default=0, help="microbatches in flight")
+    parser.add_argument("--partition", choices=["stages", "auto"], default="stages")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
+    config: dict[str, object] = {
+        "pipeline_parallel_degree": ranks,
+        "microbatches": options.microbatches,
+        "auto_partition": options.partition == "auto",
+    }
+    if options.partition == "stages":
+        config["default_partition"] = 0
+    if options.active:
+        config["active_microbatches"] = options.active
+    smp.init(config)
+    bench = Bench(options)
+    for name in options.runs:
+        bench.run(name)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Compatibility: where launch tools look for the exceptions of the library."""

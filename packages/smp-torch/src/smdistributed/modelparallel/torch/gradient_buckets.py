@@ -1,0 +1,70 @@
+"""Gradients of many parameters in few flat tensors, so that reducing them takes few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    ProcessGroup,
+    Reducer,
+    _compute_bucket_assignment_by_size,
+)
+
+
+class Bucket:
+    """A flat tensor that holds the gradients of some parameters for their reduction.
+
+    Attributes:
+        handle: torch's view of it, which communication hooks take.
+        flat: the tensor itself.
+        slots: each parameter with its place in ``flat``, in the parameter's shape.
+    """
+
+    def __init__(self, handle: GradBucket) -> None:
+        self.handle = handle
+        self.flat = handle.buffer()
+        # Kept, so that a gradient that is such a view can be told by identity.
+        self.slots: list[tuple[torch.Tensor, torch.Tensor]] = list(
+            zip(handle.parameters(), handle.gradients(), strict=True)
+        )
+
+    def take_result(self, future: torch.futures.Future[object]) -> None:
+        """Waits for a reduction and brings its result into ``flat``."""
+        future.wait()
+        result = future.value()
+        tensor = result[0] if isinstance(result, list | tuple) else result
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(tensor.view_as(self.flat))
+        self.handle.set_buffer(self.flat)
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Distributes parameters over buckets, the last parameters first, as their gradients come.
+
+    The same on every rank that passes parameters of the same sizes and types.
+
+    Args:
+        parameters: those to reduce.
+        cap_bytes: size of a bucket; the first is smaller, so that communication begins early.
+    """
+    if not parameters:
+        return []
+    dense = [False] * len(parameters)
+    first_bytes = min(_DEFAULT_FIRST_BUCKET_BYTES, cap_bytes)
+    indices, limits = _compute_bucket_assignment_by_size(
+        list(parameters), [first_bytes, cap_bytes], dense
+    )
+    # Only torch's reducer can make a GradBucket. It serves for that alone, so it needs no peers;
+    # when a gradient is final is for the caller to know, who differentiates in several passes.
+    reducer = Reducer(list(parameters), indices[::-1], limits[::-1], _no_peers(), dense, cap_bytes)
+    reducer._remove_autograd_hooks()
+    return [Bucket(handle) for handle in reducer._get_zeros_like_grad_buckets()]
+
+
+def _no_peers() -> ProcessGroup:
+    return ProcessGroup(0, 1)  # type: ignore[call-arg]

@@ -1,0 +1,84 @@
+"""Compatibility: documented features that are not there yet.
+
+Scripts import their names whether or not they use them, so the names exist; using one says that it
+is not supported yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from smdistributed.modelparallel.common.config import Config
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+#: Parameters whose feature is not there yet, and the value that does without it.
+_WITHOUT: dict[str, object] = {
+    "fp16": False,
+    "fp16_params": False,
+    "bf16": False,
+    "shard_optimizer_state": False,
+    "sharded_data_parallel_degree": 1,
+    "offload_activations": False,
+}
+
+
+def refuse_configuration(config: Config) -> None:
+    """Raises for parameters that ask for features that are not there yet.
+
+    Raises:
+        UnsupportedError: lists them all.
+    """
+    asked = {
+        name: getattr(config, name)
+        for name, without in _WITHOUT.items()
+        if getattr(config, name) != without
+    }
+    if asked:
+        received = ", ".join(f"{name} {value!r}" for name, value in asked.items())
+        fix = ", ".join(f"{name} to {_WITHOUT[name]!r}" for name in asked)
+        raise UnsupportedError(f"not supported yet: {received}. Set {fix}.")
+
+
+def later_function(name: str) -> Callable[..., NoReturn]:
+    """Returns a function of this name that says that it is not supported yet."""
+
+    def later(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name} is not supported yet.")
+
+    later.__name__ = later.__qualname__ = name.rpartition(".")[2]
+    later.__doc__ = "Not supported yet."
+    return later
+
+
+def later_class(name: str, base: type, instead: str = "") -> type[Any]:
+    """Returns a class that can be imported, subclassed and asked for instances, but has none.
+
+    Args:
+        name: as a script spells it, ``smp.nn.DistributedLinear``.
+        base: its base class.
+        instead: what to use until then.
+    """
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name} is not supported yet{instead and f'; {instead}'}.")
+
+    return type(
+        name.rpartition(".")[2],
+        (base,),
+        {"__new__": refuse, "__doc__": "Not supported yet.", "__module__": __name__},
+    )
+
+
+def translations(module: str) -> Callable[[str], Callable[..., NoReturn]]:
+    """Returns a ``__getattr__`` that gives a module its functions between two forms of a state.
+
+    They went by several generations of names, so every name of their kind is one.
+    """
+
+    def find(name: str) -> Callable[..., NoReturn]:
+        if name.startswith(("translate_", "get_hf_")):
+            return later_function(f"{module}.{name}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find

@@ -1,0 +1,1 @@
+"""Functions that the documented API keeps under ``patches``."""

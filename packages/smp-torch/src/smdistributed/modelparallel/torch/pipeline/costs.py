@@ -1,0 +1,93 @@
+"""What a step costs, measured while it runs on fakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers that the own forward of a module draws, its children left out.
+
+    Attributes:
+        most: draws from PyTorch's generators in one call, at most.
+        functions: the torch functions that drew.
+        in_python: whether it draws from Python's or NumPy's generator.
+    """
+
+    most: int = 0
+    functions: frozenset[Any] = frozenset()
+    in_python: bool = False
+
+    def __bool__(self) -> bool:
+        return self.most > 0 or self.in_python
+
+    def union(self, other: Draws) -> Draws:
+        """Returns what holds for two calls."""
+        return Draws(
+            max(self.most, other.most),
+            self.functions | other.functions,
+            self.in_python or other.in_python,
+        )
+
+
+@dataclass
+class ModuleProfile:
+    """What one module costs for one microbatch, its children included.
+
+    Attributes:
+        order: position of its first call among all modules.
+        flops: floating-point operations of the forward pass, as counted by PyTorch.
+        activation_bytes: bytes of all tensors that its forward pass makes.
+        output_bytes: bytes of the tensors that it returns.
+        draws: the random numbers that it draws itself.
+        opaque: why its forward can only run for real, so that it cannot be split; else "".
+    """
+
+    order: int
+    flops: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    draws: Draws = Draws()
+    opaque: str = ""
+
+
+@dataclass
+class Profile:
+    """Costs of the modules that the step function called; uncalled ones are absent.
+
+    Attributes:
+        modules: by module.
+        step_draws: the random numbers that the step function itself draws, outside all modules.
+    """
+
+    modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
+    step_draws: Draws = Draws()
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what reaches the dispatcher: operations, bytes, random draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.bytes = 0
+        self.random_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random_draws += 1
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        if isinstance(out, torch.Tensor):
+            self.bytes += out.numel() * out.element_size()
+        return out

@@ -1,0 +1,170 @@
+"""Whether a distributed trial gave the numbers of one process."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from trial import Failure, Record
+
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-5
+#: What rounding alone can make of a gradient, as a share of the model's largest: one that is zero
+#: in exact arithmetic (of a bias of all keys, say, which a softmax does not see) is a sum of terms
+#: of about that size.
+ROUNDING = torch.finfo(torch.float32).eps
+
+
+class Kind(enum.Enum):
+    """The three outcomes that count, and those that say that there was nothing to count."""
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    ABSENT = "absent"
+    INAPPLICABLE = "inapplicable"
+    UNUSABLE = "unusable"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of one trial.
+
+    Attributes:
+        kind: the outcome; "unusable": one process could not do it either.
+        reason: in one line; empty if exact.
+        details: stacks and the like.
+        visits: the rank of each segment of the forward pass.
+        difference: the largest relative one among losses and gradients.
+    """
+
+    kind: Kind
+    reason: str = ""
+    details: str = ""
+    visits: tuple[int, ...] = ()
+    difference: float = 0.0
+
+
+def judge(reference: Record, ranks: Sequence[Record]) -> Verdict:
+    """Holds the records of all ranks against that of one process."""
+    if reference.failure:
+        kinds = {each.value: each for each in (Kind.ABSENT, Kind.INAPPLICABLE)}
+        kind = kinds.get(reference.failure.kind, Kind.UNUSABLE)
+        return Verdict(kind, reference.failure.reason, reference.failure.details)
+    failure = _first_failure(ranks)
+    if failure:
+        kind = Kind.REFUSED if failure.kind == "refused" else Kind.WRONG
+        reason = failure.reason if kind is Kind.REFUSED else f"{failure.kind}: {failure.reason}"
+        return Verdict(kind, _line(reason), failure.details)
+    visits = tuple(ranks[0].visits)
+    empty = [rank for rank, record in enumerate(ranks) if not record.num_elements]
+    if empty or set(visits) != set(range(len(ranks))):
+        return Verdict(Kind.UNUSABLE, f"not split: ranks {empty} own nothing; visits {visits}")
+    comparison = _Comparison()
+    comparison.compare(reference, ranks)
+    kind = Kind.WRONG if comparison.complaints else Kind.EXACT
+    return Verdict(
+        kind,
+        "; ".join(comparison.complaints[:1]),
+        "\n".join(comparison.complaints),
+        visits,
+        comparison.largest,
+    )
+
+
+def _first_failure(ranks: Sequence[Record]) -> Failure | None:
+    """Returns the failure that caused the others: not what a rank says that waited for it."""
+    failures = [record.failure for record in ranks if record.failure]
+    failures.sort(key=lambda failure: (failure.kind == "died", "CommError" in failure.reason))
+    return failures[0] if failures else None
+
+
+class _Comparison:
+    """Collects what differs."""
+
+    def __init__(self) -> None:
+        self.complaints: list[str] = []
+        self.largest = 0.0
+
+    def compare(self, reference: Record, ranks: Sequence[Record]) -> None:
+        for index, expected in enumerate(reference.steps):
+            where = "evaluation" if index == len(reference.steps) - 1 else f"step {index}"
+            for rank, record in enumerate(ranks):
+                for name, tensors in expected.results.items():
+                    for m, want in enumerate(tensors):
+                        got = record.steps[index].results[name][m]
+                        place = f"{where}: {name} of microbatch {m} on rank {rank}"
+                        self._close(
+                            got,
+                            want,
+                            LOSS_TOLERANCE if name == "loss" else GRADIENT_TOLERANCE,
+                            place,
+                        )
+            gathered = [each for record in ranks for each in record.steps[index].gradients.items()]
+            if len(gathered) != len(expected.gradients):
+                self.complaints.append(
+                    f"{where}: {len(gathered)} gradients on all ranks together, "
+                    f"{len(expected.gradients)} on one process"
+                )
+            self._gradients(dict(gathered), expected.gradients, where)
+        for name, want in reference.buffers.items():
+            # Buffers of split modules are on every rank.
+            copies = [record.buffers[name] for record in ranks if name in record.buffers]
+            for got in copies:
+                self._close(got, want, GRADIENT_TOLERANCE, f"buffer {name}")
+            if not copies:
+                self.complaints.append(f"buffer {name} is on no rank")
+
+    def _gradients(
+        self, got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], where: str
+    ) -> None:
+        rounding = ROUNDING * max((_largest(each) for each in want.values()), default=0.0)
+        for name, expected in want.items():
+            found = got.get(name)
+            place = f"{where}: gradient of {name}"
+            if found is None or expected is None:
+                size = max(_largest(found), _largest(expected))
+                if size > rounding:
+                    side = "missing" if found is None else "not expected"
+                    self.complaints.append(f"{place} is {side}; its largest is {size:.1e}")
+            else:
+                self._close(found, expected, GRADIENT_TOLERANCE, place, rounding)
+
+    def _close(
+        self,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        tolerance: float,
+        place: str,
+        rounding: float = 0.0,
+    ) -> None:
+        if got.shape != want.shape or got.dtype != want.dtype:
+            self.complaints.append(
+                f"{place} is {got.dtype} {tuple(got.shape)}; expected {want.dtype} "
+                f"{tuple(want.shape)}"
+            )
+            return
+        if torch.equal(got, want):
+            return
+        got, want = got.double(), want.double()
+        same = (got == want) | (got.isnan() & want.isnan())
+        difference = float(torch.where(same, 0.0, (got - want).abs()).max())
+        scale = float(want[want.isfinite()].abs().max()) if want.isfinite().any() else 0.0
+        if difference <= rounding:
+            return
+        relative = difference / scale if scale else float("inf")
+        self.largest = max(self.largest, relative)
+        if not relative <= tolerance:
+            self.complaints.append(
+                f"{place} differs by {relative:.1e} of its largest ({scale:.1e})"
+            )
+
+
+def _largest(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,93 @@
+"""What a rank holds, measured in bytes."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpointing_cases import ROWS, WIDTH, Kept, Stack, plain
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import smdistributed.modelparallel.torch as smp
+
+MICROBATCHES = 8
+
+
+def peak_bytes() -> int:
+    """Returns the most memory that this process ever had resident."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def num_bytes(tensors: Any) -> int:
+    """Returns the memory of tensors, what they share counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def delayed_model(degree: int, width: int, layers: int) -> dict[str, Any]:
+    """Makes a model and partitions it; returns this rank's share of it and its peak."""
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 1})
+    torch.manual_seed(0)
+    with smp.delay_param_initialization():
+        module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    total = sum(p.numel() * p.element_size() for p in module.parameters())
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    with torch.no_grad():
+        evaluate(model, torch.randn(1, width))
+    peak = peak_bytes()
+    own = dict(model.local_named_parameters())
+    # One after another, as the constructor did.
+    torch.manual_seed(0)
+    is_exact = True
+    for index in range(layers):
+        layer = nn.Linear(width, width)
+        name = f"{index}.weight"
+        is_exact = is_exact and (name not in own or torch.equal(own[name], layer.weight))
+    return {"total": total, "own": num_bytes(own.values()), "peak": peak, "is_exact": is_exact}
+
+
+def training(degree: int, active_microbatches: int) -> dict[str, int]:
+    """Trains; returns the bytes of this rank's parameters, of all live tensors, and kept ones."""
+    config = {"microbatches": MICROBATCHES, "active_microbatches": active_microbatches}
+    smp.init({"pipeline_parallel_degree": degree, **config})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Stack(plain))
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    kept = Kept()
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    def train() -> None:
+        optimizer.zero_grad()
+        step(model, torch.randn(MICROBATCHES * ROWS, WIDTH))
+        optimizer.step()
+
+    for _ in range(3):
+        train()
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        train()
+    gc.collect()
+    live = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor)
+    ]
+    live += [each.grad for each in live if each.is_leaf and each.grad is not None]
+    return {
+        "own": num_bytes(model.local_parameters()),
+        "live": num_bytes(each for each in live if not each.is_meta),
+        "kept": kept.most,
+    }

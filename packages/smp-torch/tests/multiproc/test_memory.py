@@ -1,0 +1,71 @@
+"""What a rank keeps in memory, and that it does not change the numbers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import checkpointing_cases
+import memory_cases
+import pytest
+from world import run_cases, values
+
+from smdistributed.modelparallel.common.testing import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+
+
+def run_checkpointing(degree: int) -> Any:
+    config = {"pipeline_parallel_degree": degree, "microbatches": 4}
+    return run_cases(config, checkpointing_cases.cases())
+
+
+@functools.cache
+def checkpointing(degree: int) -> Any:
+    launcher = "python" if degree == 1 else "smprun"
+    args = [degree]
+    return run_ranks(degree, run_checkpointing, launcher=launcher, timeout=150, args=args).results
+
+
+@pytest.mark.parametrize("case", checkpointing_cases.cases())
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_checkpointing_keeps_the_numbers_and_less_memory(degree: int, case: str) -> None:
+    if case == "transformers":
+        pytest.importorskip("transformers")
+    values(checkpointing(degree), case)
+
+
+def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
+    layers, width = 100, 1024
+    tiny, large = (
+        run_ranks(4, memory_cases.delayed_model, timeout=150, args=[4, size, layers]).results
+        for size in (8, width)
+    )
+    for without, rank in zip(tiny, large, strict=True):
+        assert rank["is_exact"]
+        assert without["is_exact"]
+        assert 0.15 < rank["own"] / rank["total"] < 0.35
+        assert rank["peak"] - without["peak"] < rank["own"] + 40 * 2**20, (rank, without)
+
+
+@functools.cache
+def training(active_microbatches: int) -> Any:
+    args = [2, active_microbatches]
+    return run_ranks(2, memory_cases.training, timeout=150, args=args).results
+
+
+def test_a_rank_holds_nothing_of_the_others_after_training() -> None:
+    ranks = training(2)
+    assert sum(rank["own"] for rank in ranks) > 100_000
+    for rank in ranks:
+        # Parameters, gradients and two moments of Adam.
+        assert 3.9 * rank["own"] < rank["live"] < 4.5 * rank["own"], ranks
+
+
+def test_kept_activations_are_bounded_by_active_microbatches() -> None:
+    one, two, four = (training(active)[0]["kept"] for active in (1, 2, 4))
+    assert one > 0
+    assert two <= 2 * one
+    assert four <= 4 * one
+    # The first rank of two is at most one microbatch ahead of the last: more does not help it.
+    assert one < two

@@ -1,0 +1,396 @@
+"""The names that published scripts lean on, one test a name; here in one process."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel as package
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.config import load
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
+from smdistributed.modelparallel.torch.api import slot
+from smdistributed.modelparallel.torch.later import refuse_configuration
+
+ROOT = "smdistributed.modelparallel"
+TRANSLATED = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job() -> Iterator[None]:
+    smp.init({"microbatches": 2, "ddp": True})
+    yield
+    slot.get().close()
+    slot.clear()
+
+
+@smp.step()
+def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step()
+def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x)
+    return result
+
+
+def wrapped() -> smp.DistributedModel:
+    return smp.DistributedModel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+
+
+# ---------------------------------------------------------------- the model
+
+
+def test_chains_of_module_end_at_the_users_model() -> None:
+    model = wrapped()
+    user = model.get_module()
+    assert model.module is not user
+    assert model.module.module is user
+    assert model.module.module.module.module is user
+
+
+def test_module_of_the_user_is_left_alone() -> None:
+    user = nn.Module()
+    user.module = nn.Linear(2, 2)
+    assert smp.DistributedModel(user).module.module.module is user.module
+
+
+def test_chains_leave_no_trace_in_names() -> None:
+    model = wrapped()
+    plain = dict(model.get_module().named_parameters())
+    assert [name for name, _ in model.module.named_parameters()] == [f"module.{n}" for n in plain]
+    assert list(model.state_dict()) == list(model.get_module().state_dict())
+    assert len(list(model.get_module().modules())) == 3
+
+
+def test_post_step_hook_runs_once_after_a_backward_pass() -> None:
+    model = wrapped()
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[Any] = []
+
+    def hook(given: Any, given_optimizer: Any) -> None:
+        seen.append((given, given_optimizer, given.get_module()[0].weight.grad is not None))
+
+    model.register_post_step_hook(hook)
+    evaluate(model, torch.randn(4, 2))
+    assert seen == []
+    train(model, torch.randn(4, 2))
+    train(model, torch.randn(4, 2))
+    assert seen == [(model, optimizer, True)]
+
+
+def test_post_step_hook_of_no_argument_and_its_handle() -> None:
+    model = wrapped()
+    seen: list[str] = []
+    model.register_post_step_hook(lambda: seen.append("first"))
+    model.register_post_step_hook(lambda: seen.append("removed")).remove()
+    train(model, torch.randn(4, 2))
+    model.register_post_step_hook(lambda: seen.append("later"))
+    train(model, torch.randn(4, 2))
+    assert seen == ["first", "later"]
+
+
+def test_post_step_hook_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="callable; received int"):
+        wrapped().register_post_step_hook(3)  # type: ignore[arg-type]
+
+
+def test_post_partition_hook_gives_a_handle() -> None:
+    with pytest.warns(UserWarning, match="partitioned already"):
+        wrapped().register_post_partition_hook(lambda: None).remove()
+
+
+def test_nothing_is_distributed_over_tensor_parallel_ranks() -> None:
+    model = wrapped()
+    assert list(model.distributed_modules()) == []
+    assert not any(map(model.is_distributed_parameter, model.parameters()))
+    assert not any(map(model.is_scaled_batch_parameter, model.parameters()))
+    assert not any(map(model.is_distributed_buffer, model.buffers()))
+    assert not any(map(model.is_scaled_batch_buffer, model.buffers()))
+
+
+def test_the_two_reducers_cover_every_local_parameter_once() -> None:
+    model = wrapped()
+    names = [
+        name
+        for reducer in (
+            model.default_reducer_named_parameters,
+            model.scaled_batch_reducer_named_parameters,
+        )
+        for name, _ in reducer()
+    ]
+    assert sorted(names) == sorted(name for name, _ in model.local_named_parameters())
+
+
+def test_smp_model_holds_the_class_that_programs_ask_for() -> None:
+    assert isinstance(wrapped(), smp.model.DistributedModel)
+    assert not isinstance(nn.Linear(2, 2), smp.model.DistributedModel)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+class ScriptsOwn(torch.optim.SGD):
+    loss_scale = 8.0
+
+    def update_master_grads(self) -> str:
+        return "updated"
+
+
+def test_attributes_of_the_wrapped_optimizer_are_reached() -> None:
+    model = wrapped()
+    inner = ScriptsOwn(model.parameters(), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner, static_loss_scale=None, dynamic_loss_scale=True)
+    assert optimizer.optimizer is inner
+    assert optimizer.loss_scale == 8.0
+    assert optimizer.update_master_grads() == "updated"
+
+
+def test_clip_master_grads_says_what_to_call() -> None:
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(wrapped().parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="not supported yet: clip with smp"):
+        optimizer.clip_master_grads(1.0)
+
+
+def test_accelerate_takes_the_optimizer_for_its_own() -> None:
+    optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(wrapped().parameters(), lr=0.1))
+    assert optimizer._is_accelerate_prepared
+    assert optimizer.step_was_skipped is False
+
+
+# ---------------------------------------------------------------- smp
+
+
+def test_is_tracing_while_the_body_runs_on_fakes(caplog: pytest.LogCaptureFixture) -> None:
+    class Curious(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # A list would not do: what a run on fakes changes in Python is put back.
+            logger.info("%s", (smp.is_tracing(), isinstance(x, torch._subclasses.FakeTensor)))
+            return super().forward(x)
+
+    logger = logging.getLogger(__name__)
+    with caplog.at_level(logging.INFO, logger.name):
+        evaluate(smp.DistributedModel(Curious(2, 2)), torch.randn(4, 2))
+    assert caplog.messages == ["(True, True)", "(False, False)", "(False, False)"]
+    assert smp.is_tracing() is False
+
+
+def test_configuration_by_attribute() -> None:
+    config = smp.state.cfg
+    assert (config.fp16, config.prescaled_batch, config.shard_optimizer_state) == (False,) * 3
+
+
+def test_nothing_to_translate() -> None:
+    assert list(smp.state.module_manager.translate_functions) == []
+
+
+def test_groups_and_ranks() -> None:
+    assert smp.CommGroup.DP_GROUP is smp.DP_GROUP
+    assert 0 in smp.get_tp_group()
+    assert {"PP_RANK", "TP_RANK", "RDP_RANK"} <= set(smp.RankType.__members__)
+
+
+def test_outputs_are_detached_and_joined() -> None:
+    output = evaluate(wrapped(), torch.randn(4, 2))
+    assert output.detach().concat().shape == (4, 3)
+
+
+def test_a_method_can_be_a_step_function() -> None:
+    class Trainer:
+        @smp.step
+        def train_step(self, model: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+            return type(self).__name__, model(x)
+
+    name, output = Trainer().train_step(wrapped(), torch.randn(4, 2))
+    assert name == "Trainer"
+    assert output.concat().shape == (4, 3)
+
+
+def test_hvd_average_grads_leaves_averaged_gradients() -> None:
+    model = wrapped()
+    train(model, torch.randn(4, 2))
+    before = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    smp.hvd_average_grads()
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert before
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- creation
+
+
+def test_tensor_parallelism_takes_any_keyword() -> None:
+    with smp.tensor_parallelism(enabled=True, attention_in_fp32=True, fused_bias_gelu=True):
+        assert type(nn.Linear(2, 2)) is nn.Linear
+    smp.set_tensor_parallelism(nn.Linear(2, 2), False)
+
+
+def test_tensor_parallelism_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        slot.get(),
+        "topology",
+        load("pytorch", {"tensor_parallel_degree": 2, "ddp": True}).topology(2),
+    )
+    with pytest.raises(UnsupportedError, match="not supported yet; tensor_parallel_degree is 2"):
+        smp.tensor_parallelism().__enter__()
+    with smp.tensor_parallelism(enabled=False), smp.model_creation(tensor_parallelism=False):
+        pass
+
+
+def test_model_creation_sets_the_dtype() -> None:
+    with smp.model_creation(tensor_parallelism=False, dtype=torch.float64, flash_attention=True):
+        assert nn.Linear(2, 2).weight.dtype is torch.float64
+    assert nn.Linear(2, 2).weight.dtype is torch.float32
+    with pytest.raises(TypeError, match=r"floating-point torch\.dtype; received torch\.int64"):
+        smp.model_creation(dtype=torch.int64).__enter__()
+
+
+# ---------------------------------------------------------------- modules that scripts import
+
+
+def test_version_compares_as_scripts_do() -> None:
+    assert package.__version__ >= "1.10"
+
+
+@pytest.mark.parametrize("name", ["backend.exceptions", "torch.exceptions"])
+def test_every_class_of_exceptions_is_one(name: str) -> None:
+    module = importlib.import_module(f"{ROOT}.{name}")
+    classes = [each for _, each in inspect.getmembers(module, inspect.isclass)]
+    assert ConfigError in classes
+    assert all(issubclass(each, Exception) for each in classes)
+
+
+def test_backend_exceptions_need_no_framework() -> None:
+    program = f"import sys, {ROOT}.backend.exceptions; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("gpt2", "translate_hf_state_dict_to_smdistributed"),
+        ("gpt2", "get_hf_gpt2_transformer_layer_hooks"),
+        ("gptj", "translate_hf_gptj_state_dict_to_smdistributed_gptj"),
+        *((model, f"translate_state_dict_to_hf_{model}") for model in TRANSLATED),
+        *((model, f"translate_hf_state_dict_to_smdistributed_{model}") for model in TRANSLATED),
+    ],
+)
+def test_translations_are_imported_and_refused(model: str, name: str) -> None:
+    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.{model}")
+    with pytest.raises(UnsupportedError, match=f"{model}.{name} is not supported yet"):
+        getattr(module, name)({}, max_seq_len=8)
+
+
+def test_no_other_name_is_a_translation() -> None:
+    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gpt2")
+    with pytest.raises(AttributeError, match="no attribute 'tranlate'"):
+        module.tranlate  # noqa: B018
+
+
+def later_classes() -> list[tuple[ModuleType, str]]:
+    return [(module, name) for module in (smp.nn, smp.optimizers) for name in module.__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), later_classes())
+def test_classes_are_imported_and_refused(module: ModuleType, name: str) -> None:
+    kind = getattr(module, name)
+    assert not isinstance(nn.Linear(2, 2), kind)
+    with pytest.raises(UnsupportedError, match="is not supported yet"):
+        kind(8, 8)
+
+    class Own(kind):  # type: ignore[misc,valid-type]
+        """A script may define its own before it knows whether it needs it."""
+
+    with pytest.raises(UnsupportedError, match="is not supported yet"):
+        Own()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("test.torch.utils", "dump_model"),
+        ("test.torch.utils", "verify"),
+        (
+            "torch.sharded_data_parallel_checkpoint",
+            "get_full_state_dict_from_sharded_data_parallel_checkpoint",
+        ),
+    ],
+)
+def test_functions_are_imported_and_refused(module: str, name: str) -> None:
+    function = getattr(importlib.import_module(f"{ROOT}.{module}"), name)
+    assert function.__name__ == name
+    with pytest.raises(UnsupportedError, match=f"{name} is not supported yet"):
+        function("folder", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["param_index_to_name_tp_group", "param_name_to_index_tp_group"])
+def test_state_mod_is_imported_and_its_maps_refused(name: str) -> None:
+    state_mod = importlib.import_module(f"{ROOT}.torch.state_mod")
+    assert state_mod.state is smp.state
+    with pytest.raises(UnsupportedError, match=f"{name} is not supported yet"):
+        getattr(state_mod.state, name)
+
+
+def test_utils() -> None:
+    utils = importlib.import_module(f"{ROOT}.torch.utils")
+    assert utils.rmsg("loss 1.0") == "rank 0: loss 1.0"
+    assert utils.get_distribution_axis(nn.Linear(2, 2).weight) is None
+
+
+# ---------------------------------------------------------------- configuration
+
+UNDOCUMENTED = {
+    "static_mode": True,
+    "fast_mode": True,
+    "checkpoint_attentions": False,
+    "ddp_dist_backend": "auto",
+    "_match_weights": False,
+    "_fp32_grad_accumulation": True,
+    "_prescaled_batch": False,
+}
+
+
+def test_undocumented_keys_are_accepted() -> None:
+    config = load("pytorch", {"ddp": True, "skip_tracing": True, **UNDOCUMENTED}, environ={})
+    assert config.ddp
+    refuse_configuration(config)
+
+
+def test_launch_beats_the_script_and_partitions_is_the_degree() -> None:
+    environ = {
+        "SM_HP_MP_PARAMETERS": '{"partitions": 2, "microbatches": 4}',
+        "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}',
+    }
+    config = load("pytorch", {"pipeline_parallel_degree": 4, "ddp": True}, environ=environ)
+    assert (config.partitions, config.microbatches, config.ddp) == (2, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"fp16": True}, "fp16 True. Set fp16 to False"),
+        ({"bf16": True}, "bf16 True. Set bf16 to False"),
+        ({"fp16_params": True}, "fp16_params"),
+        ({"shard_optimizer_state": True}, "shard_optimizer_state True"),
+        ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree 2"),
+        ({"offload_activations": True}, "offload_activations True"),
+    ],
+)
+def test_features_that_are_not_there_yet_are_refused(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"not supported yet: .*{named}"):
+        refuse_configuration(load("pytorch", {"ddp": True, **asked}, environ={}))
