@@ -55,7 +55,12 @@ class Runner:
         process = subprocess.Popen(
             [*SMPRUN, *words],
             cwd=self.directory,
-            env={**os.environ, "SMP_TEST_MARK": str(self.directory), **environ},
+            env={
+                **os.environ,
+                "SMP_TEST_MARK": str(self.directory),
+                "TMPDIR": str(self.directory),
+                **environ,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -272,6 +277,20 @@ def test_an_end_without_python(run: Runner) -> None:
     done = run("if rank == 1:\n    os._exit(9)\ntime.sleep(60)")
     assert done.code == 9
     assert re.fullmatch(r"smprun: rank 1 \(\S+\) failed first: exit code 9", done.err.strip())
+
+
+def test_a_killed_mpirun_leaves_no_files(run: Runner) -> None:
+    # Left behind, they would keep a later mpirun with the same process id from starting.
+    script = run.script("print(os.environ['PMIX_SERVER_TMPDIR'], flush=True)\ntime.sleep(60)")
+    process = run.start("-n", "1", script)
+    assert process.stdout is not None
+    place = process.stdout.readline().removeprefix("[0] ").strip()
+    assert place.startswith(f"{run.directory}/smprun-")
+    assert os.path.isdir(place)
+    mpirun = next(pid for pid, line in run.left().items() if line.split()[0].endswith("prterun"))
+    os.kill(mpirun, signal.SIGKILL)
+    run.finish(process)
+    assert not list(run.directory.glob("smprun-*"))
 
 
 @pytest.mark.parametrize("waits", [WAITS, "time.sleep(0 if rank else 60)\n"])

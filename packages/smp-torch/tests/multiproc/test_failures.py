@@ -33,6 +33,12 @@ CAUSES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def files_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mpirun has a directory of its own, as smprun gives it one."""
+    monkeypatch.setenv("PRTE_MCA_prte_local_tmpdir_base", str(tmp_path))
+
+
 def command(launcher: str) -> list[str]:
     if launcher == "mpirun":
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -180,9 +180,10 @@ def _run(
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as err,
+        command.own_files(environ) as complete,
     ):
         process = subprocess.Popen(
-            line, env=dict(environ), stdout=out, stderr=err, start_new_session=True
+            line, env=complete, stdout=out, stderr=err, start_new_session=True
         )
         in_time = True
         try:

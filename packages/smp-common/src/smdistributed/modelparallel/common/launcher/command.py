@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,9 @@ EXPORTED = (
     _THREADS_VARIABLE,
     _TERMINAL_VARIABLE,
 )
+#: Where mpirun keeps a job's files on its own host, and on all.
+_LOCAL_FILES_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
+_FILES_VARIABLES = (_LOCAL_FILES_VARIABLE, "PRTE_MCA_prte_tmpdir_base")
 _BOOTSTRAP = "smdistributed.modelparallel.common.launcher.bootstrap"
 
 
@@ -101,6 +106,21 @@ def job_environment(
     threads = max(1, num_cores // most)
     environment[_THREADS_VARIABLE] = str(threads)
     return environment, f"{most} processes on {num_cores} cores: {_THREADS_VARIABLE}={threads}"
+
+
+@contextlib.contextmanager
+def own_files(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yields ``environ`` with a directory for the files of one mpirun, removed at the end.
+
+    By default mpirun names the directory after its process id. Process ids come again, and mpirun
+    ("The PMIx server's listener thread failed to start") refuses to start where a killed one of
+    the same id left its files. A directory that the user chose stays.
+    """
+    if any(name in environ for name in _FILES_VARIABLES):
+        yield dict(environ)
+        return
+    with tempfile.TemporaryDirectory(prefix="smprun-", ignore_cleanup_errors=True) as directory:
+        yield {**environ, _LOCAL_FILES_VARIABLE: directory}
 
 
 def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from smdistributed.modelparallel.common.launcher import processes
+from smdistributed.modelparallel.common.launcher.command import own_files
 from smdistributed.modelparallel.common.launcher.first_failure import Verdict, judge, signal_name
 from smdistributed.modelparallel.common.launcher.output import Relay, Screen
 
@@ -42,9 +43,10 @@ def run(
         timeout_seconds: after which the job is ended; None for no limit.
     """
     relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
-    running = _RunningJob(command, environ, relay, timeout_seconds)
-    with running:
-        running.wait()
+    with own_files(environ) as complete:
+        running = _RunningJob(command, complete, relay, timeout_seconds)
+        with running:
+            running.wait()
     verdict = running.verdict(hosts)
     if verdict.traceback_rank is not None:
         relay.repeat_traceback(verdict.traceback_rank)
