@@ -52,7 +52,7 @@ def is_running(pid: int) -> bool:
     """Whether a process still executes; a stopped or dead one does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends meanwhile
         return False
     return state not in "TtZX"
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from recorded import CPU, Recorded
 from torch import nn
+from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
-from smdistributed.modelparallel.torch.pipeline.carried import CarriedObjects
+from smdistributed.modelparallel.torch.pipeline.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.pipeline.executor import prepare
 from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
 from smdistributed.modelparallel.torch.pipeline.program import Program
@@ -61,7 +62,7 @@ def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
     for segment in plan.segments:
         program = Program(plan, segment, CPU, StepRandom(CPU).drawing)
         arguments = [values[value.index] for value in segment.inputs]
-        results = program.run(inputs, CarriedObjects(), *arguments)
+        results = program.run(inputs, CarriedObjects(Carried.copy), *arguments)
         values |= {
             value.index: result for value, result in zip(segment.outputs, results, strict=True)
         }
@@ -171,6 +172,80 @@ def test_what_a_replay_cannot_repeat_is_refused(between: Any, message: str) -> N
     step, body = recorded(ALTERNATING, between)
     with pytest.raises(UnsupportedError, match=message):
         step.plan(body, torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
+def test_ctc_loss_is_recorded_although_it_looks_at_lengths(
+    batch: tuple[int, ...], reduction: str
+) -> None:
+    targets = torch.randint(1, WIDTH, (*batch, 2))
+    lengths = torch.full(batch, 5), torch.full(batch, 2)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(x.log_softmax(-1), targets, *lengths, reduction=reduction).mean()
+
+    step, _ = recorded(HALVES)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        result = loss(step.module(x))
+        step.backward(result)
+        return result
+
+    x = torch.randn(5, *batch, WIDTH)
+    plan = step.plan(body, x)
+    (returned,) = plan.graph.returned
+    assert torch.equal(run(plan, x)[returned.index], loss(step.module(x)))
+
+
+class Memory:
+    """Holds a constant from the start, and what modules leave in it."""
+
+    def __init__(self) -> None:
+        self.offset = torch.full((WIDTH,), 0.5)
+        self.kept: dict[str, torch.Tensor] = {}
+
+
+class Keeper(nn.Linear):
+    def forward(self, x: torch.Tensor, memory: Memory, name: str) -> torch.Tensor:  # type: ignore[override]
+        memory.offset.add_(1)
+        memory.kept[name] = x = super().forward(x) + memory.offset
+        return x
+
+
+class WithMemory(nn.Module):
+    def __init__(self, prepare: Callable[[Memory, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeper(WIDTH, WIDTH) for _ in range(2))
+        self.prepare = prepare
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = Memory()
+        self.prepare(memory, x)
+        for name, layer in enumerate(self.layers):
+            x = layer(x, memory, str(name))
+        return x
+
+
+def test_an_object_that_is_handed_over_may_hold_constants() -> None:
+    module = WithMemory(lambda memory, x: None)
+    step = Recorded(module, {"layers.0": 0, "layers.1": 0})
+    x = torch.randn(3, WIDTH)
+    plan = step.plan(module, x)
+    (returned,) = plan.graph.returned
+    carried = CarriedObjects(Carried.copy)
+    for _ in range(2):
+        (segment,) = plan.segments
+        (result,) = Program(plan, segment, CPU, StepRandom(CPU).drawing).run([x], carried)
+        assert torch.equal(result, module(x))  # each microbatch starts with 0.5
+        carried.clear()
+
+
+def test_an_object_that_is_handed_over_may_not_hold_activations() -> None:
+    module = WithMemory(lambda memory, x: memory.kept.update(x=x))
+    step = Recorded(module, {"layers.0": 0, "layers.1": 1})
+    with pytest.raises(UnsupportedError, match="Memory that holds activations"):
+        step.plan(module, torch.randn(3, WIDTH))
 
 
 def test_a_decision_from_inputs_is_a_guard() -> None:

@@ -22,16 +22,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.pipeline.carried import holds_tensors
+from smdistributed.modelparallel.torch.pipeline.carried import tensors_held
 from smdistributed.modelparallel.torch.pipeline.costs import Profile
 from smdistributed.modelparallel.torch.pipeline.decisions import Decisions
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
-from smdistributed.modelparallel.torch.pipeline.ir import Graph, Leaf, NodeKind
+from smdistributed.modelparallel.torch.pipeline.ir import Graph, Leaf
 from smdistributed.modelparallel.torch.pipeline.leaf_memory import LeafMemory
 from smdistributed.modelparallel.torch.pipeline.pending import NumberParts, PendingNumber
 from smdistributed.modelparallel.torch.pipeline.python_state import StateWatch
 from smdistributed.modelparallel.torch.pipeline.recorder import Randomness, Recorder
-from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.pipeline.structure import template
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def capture(
 
 def _returned_object(obj: Any) -> Any:
     """Returns what the user gets for an object that the step function returned."""
-    if not holds_tensors(obj):
+    if not any(True for _ in tensors_held(obj)):
         return obj
     logger.warning(
         "the step function returned an object of class %s, whose tensors are spread over the "
@@ -160,16 +159,11 @@ def _returned_object(obj: Any) -> Any:
 def _settle_strays(recorder: Recorder) -> None:
     """Replaces fakes that the function stored somewhere by real tensors, or refuses them."""
     for place, holder, key, fake in recorder.watch.stray_tensors(FakeTensor):
-        value = recorder.value(fake)
-        if (
-            not value.replicated
-            or any(node.kind is NodeKind.INPUT for node in sources([value]))
-            or not isinstance(holder, dict | list)
-        ):
+        real = recorder.constant(fake)
+        if real is None or not isinstance(holder, dict | list):
             raise UnsupportedError(
                 f"the step function, or the forward of a module that is split over partitions, "
                 f"stored a tensor in {place}. A pipelined step computes it elsewhere, so only a "
                 "stand-in is here: return the tensor instead, or put the module on one partition."
             )
-        with torch._subclasses.fake_tensor.unset_fake_temporarily():
-            holder[key] = evaluate_replicated(lambda tensor: tensor, (value,), {}, ())
+        holder[key] = real

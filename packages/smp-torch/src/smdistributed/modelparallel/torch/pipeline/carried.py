@@ -10,7 +10,7 @@ in the object, and that is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,35 +21,66 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 class Carried:
     """Stands in templates for an object with state.
 
-    Attributes:
+    Args:
         index: position among the carried objects of the graph.
-        pristine: a copy of the object as it was first handed over.
+        obj: the object as it is first handed over. Tensors that it holds must be the same in every
+            microbatch; they are not copied for the recording.
+        constant: gives the real tensor for one of them, or None where it depends on the microbatch.
+        where: who hands it over, for messages.
+
+    Attributes:
+        pristine: a copy of the object, for the recording.
+
+    Raises:
+        UnsupportedError: it holds tensors that depend on the microbatch.
     """
 
-    def __init__(self, index: int, obj: Any, where: str) -> None:
-        if holds_tensors(obj):
-            raise UnsupportedError(
-                f"{where} passes an object of class {type(obj).__module__}."
-                f"{type(obj).__qualname__} that holds tensors between partitions; only tensors, "
-                "containers of tensors and plain constants can be passed. Keep the object inside "
-                "one module, or put the modules that share it on one partition."
-            )
-        self.index = index
-        self.pristine = copy.deepcopy(obj)
+    def __init__(
+        self,
+        index: int,
+        obj: Any,
+        constant: Callable[[torch.Tensor], torch.Tensor | None],
+        where: str,
+    ) -> None:
+        self._index = index
+        self._constants: dict[int, torch.Tensor] = {}
+        held = list(tensors_held(obj))
+        for tensor in held:
+            real = constant(tensor)
+            if real is None:
+                raise UnsupportedError(
+                    f"{where} passes an object of class {type(obj).__module__}."
+                    f"{type(obj).__qualname__} that holds activations between partitions; only "
+                    "tensors, containers of tensors and plain constants can be passed. Keep the "
+                    "object inside one module, or put the modules that share it on one partition."
+                )
+            self._constants[id(tensor)] = real
+        self.pristine = copy.deepcopy(obj, {id(tensor): tensor for tensor in held})
 
     def __repr__(self) -> str:
-        return f"object {self.index} of class {type(self.pristine).__name__}"
+        return f"object {self._index} of class {type(self.pristine).__name__}"
+
+    def stand_in(self) -> Any:
+        """Returns the object for one rank in the recording."""
+        held = {id(tensor): tensor for tensor in tensors_held(self.pristine)}
+        return copy.deepcopy(self.pristine, held)
 
     def copy(self) -> Any:
         """Returns the object for one rank and microbatch."""
-        return copy.deepcopy(self.pristine)
+        constants = {key: tensor.clone() for key, tensor in self._constants.items()}
+        return copy.deepcopy(self.pristine, constants)
 
 
 class CarriedObjects:
-    """The copies of one rank for one microbatch."""
+    """The copies of one rank for one microbatch.
 
-    def __init__(self) -> None:
-        self._copies: dict[int, Any] = {}
+    Args:
+        make: gives a new copy.
+    """
+
+    def __init__(self, make: Callable[[Carried], Any]) -> None:
+        self._make = make
+        self._copies: dict[Carried, Any] = {}
 
     def clear(self) -> None:
         """Lets go of the copies: no module of this rank sees them again."""
@@ -57,19 +88,19 @@ class CarriedObjects:
 
     def __call__(self, carried: Carried) -> Any:
         """Returns the copy that the rank's modules share."""
-        if carried.index not in self._copies:
-            self._copies[carried.index] = carried.copy()
-        return self._copies[carried.index]
+        if carried not in self._copies:
+            self._copies[carried] = self._make(carried)
+        return self._copies[carried]
 
 
-def holds_tensors(obj: Any, depth: int = 6) -> bool:
-    """Whether an object holds tensors in its attributes, or in containers and objects in them."""
+def tensors_held(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Yields the tensors in the attributes of an object, and in containers and objects in them."""
     if isinstance(obj, torch.Tensor):
-        return True
-    if depth == 0 or isinstance(obj, type | torch.nn.Module):
-        return False
-    if isinstance(obj, Mapping):
-        return any(holds_tensors(item, depth - 1) for item in obj.values())
-    if isinstance(obj, Sequence) and not isinstance(obj, str | bytes):
-        return any(holds_tensors(item, depth - 1) for item in obj)
-    return any(holds_tensors(item, depth - 1) for item in getattr(obj, "__dict__", {}).values())
+        yield obj
+    elif depth and not isinstance(obj, type | torch.nn.Module | str | bytes):
+        if isinstance(obj, Mapping):
+            items: Any = obj.values()
+        else:
+            items = obj if isinstance(obj, Sequence) else getattr(obj, "__dict__", {}).values()
+        for item in items:
+            yield from tensors_held(item, depth - 1)

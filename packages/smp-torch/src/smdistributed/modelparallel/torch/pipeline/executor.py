@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
-from smdistributed.modelparallel.torch.pipeline.carried import CarriedObjects
+from smdistributed.modelparallel.torch.pipeline.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.pipeline.ir import Value
 from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
 from smdistributed.modelparallel.torch.pipeline.program import Program
@@ -349,7 +349,7 @@ class _StepState:
         self.activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
-        self.carried = [CarriedObjects() for _ in range(num_microbatches)]
+        self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.incoming: dict[Message, Transfer] = {}
         self.taken: set[Message] = set()

@@ -227,10 +227,12 @@ class StateWatch:
                 if is_plain_value(of_class) or (of_class is _MISSING and name in names.probed):
                     self._expect(entries, name, f"{path}.")
         if isinstance(value, nn.Module):
-            for name in names.read & value._modules.keys():
-                self._walk(value._modules[name], names, name)
+            # None yet in a module under construction.
+            children = value.__dict__.get("_modules", {})
+            for name in names.read & children.keys():
+                self._walk(children[name], names, name)
             if isinstance(value, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-                for child in value._modules.values():
+                for child in children.values():
                     self._walk(child, names, path)
         for name in names.read & _slots_of(type(value)):  # type: ignore[arg-type]
             self._walk(getattr(value, name, None), names, f"{path}.{name}")

@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.pipeline.pending import PendingNumber
 from smdistributed.modelparallel.torch.pipeline.python_state import StateWatch, python_draws
 from smdistributed.modelparallel.torch.pipeline.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated, sources
+from smdistributed.modelparallel.torch.pipeline.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.pipeline.structure import (
     fill,
     map_tensors,
@@ -176,7 +177,7 @@ class Recorder(TorchFunctionMode):
         self._escaped: dict[int, tuple[Node, Tap, torch.Tensor]] = {}
         self._carried: dict[int, tuple[Carried, Any]] = {}
         self._copies: collections.defaultdict[int, CarriedObjects] = collections.defaultdict(
-            CarriedObjects
+            lambda: CarriedObjects(Carried.stand_in)
         )
         self._fakes = [fake for model in models for fake in model.slots.values()]
         self._slots = {
@@ -303,10 +304,20 @@ class Recorder(TorchFunctionMode):
             if self._leaves is None or self._leaf_depth:
                 return obj
             if id(obj) not in self._carried:
-                self._carried[id(obj)] = Carried(len(self._carried), obj, where), obj
+                carried = Carried(len(self._carried), obj, self.constant, where)
+                self._carried[id(obj)] = carried, obj
             return self._carried[id(obj)][0]
 
         return template(obj, self.value, carry)
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the real tensor for one that is the same in every microbatch; else None."""
+        value = self.value(tensor)
+        if not value.replicated or any(node.kind is NodeKind.INPUT for node in sources([value])):
+            return None
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            real: torch.Tensor = evaluate_replicated(lambda tensor: tensor, (value,), {}, ())
+        return real
 
     def _where(self) -> str:
         module = self._stack[-1].module
@@ -377,6 +388,8 @@ class Recorder(TorchFunctionMode):
         try:
             if kind is NodeKind.LEAF:
                 result = self._leaf(target, name, call, args, kwargs, (node_args, node_kwargs))
+            elif target in STAND_INS:
+                result = STAND_INS[target](*args, **kwargs)
             else:
                 result = call()
         except _DATA_DEPENDENT as error:
@@ -581,7 +594,7 @@ class Recorder(TorchFunctionMode):
             asked_of = (_zeros_like(args[0]), *args[1:])
         nodes = sources(placeholders((asked_of, kwargs), Value))
         drawn = any(node.draw is not None for node in nodes)
-        if not all(node.replicated or node.draw is not None for node in nodes):
+        if not all(node.replicated or _is_function(node) for node in nodes):
             if function is torch.Tensor.item and not self._leaf_depth:
                 return self._pending(args[0], where)
             raise UnsupportedError(
@@ -761,6 +774,11 @@ def _without_hooks(leaf: nn.Module) -> Iterator[None]:
     finally:
         for module, hooks, pre_hooks in kept:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def _is_function(node: Node) -> bool:
+    """Whether a node computes from its inputs, or random numbers, alone."""
+    return node.kind is NodeKind.CALL and node.target is not None
 
 
 def _zeros_like(value: Value) -> torch.Tensor:
