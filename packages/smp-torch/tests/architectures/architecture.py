@@ -144,10 +144,16 @@ def _without_cache(config: Any) -> None:
             part.use_cache = False
 
 
+_MASKED = ("mask_time_prob", "mask_feature_prob")
+
+
 def _without_dropout(holder: Any) -> None:
     """Switches off what is random: every kind of dropout, noise of routers, masked spectra."""
     for name, value in list(vars(holder).items()):
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+        random = (
+            "drop" in name or "jitter" in name or name in ("mask_time_prob", "mask_feature_prob")
+        )
+        if random and isinstance(value, float):
             setattr(holder, name, 0.0)
         elif name == "apply_spec_augment":
             holder.apply_spec_augment = False

@@ -9,7 +9,6 @@ import functools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import registry
@@ -19,20 +18,7 @@ from verdict import Kind, Verdict
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
 
-_CONNECTIONIST_LABELS = "the labels of the loss have a shape that depends on data"
-KNOWN = {
-    Trial("gemma2", Variant.CACHE): "a cache of sliding windows cannot pass between partitions",
-    Trial("wav2vec2", Variant.NO_DROPOUT): _CONNECTIONIST_LABELS,
-    Trial("wav2vec2", Variant.DROPOUT): _CONNECTIONIST_LABELS,
-    Trial("wav2vec2", Variant.UNEVEN_PADDING): _CONNECTIONIST_LABELS,
-}
 TRIALS = [Trial(name, variant) for name in registry.REPRESENTATIVE for variant in Variant]
-
-
-def _parameter(trial: Trial) -> Any:
-    known = KNOWN.get(trial)
-    marks = [pytest.mark.xfail(reason=known)] if known else []
-    return pytest.param(trial, id=trial.stem, marks=marks)
 
 
 @functools.cache
@@ -41,7 +27,7 @@ def verdicts() -> Mapping[Trial, Verdict]:
         return survey(TRIALS, 2, Path(directory))
 
 
-@pytest.mark.parametrize("trial", [_parameter(trial) for trial in TRIALS])
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.stem)
 def test_architecture_gives_the_numbers_of_one_process(trial: Trial) -> None:
     pytest.importorskip("transformers")
     verdict = verdicts()[trial]

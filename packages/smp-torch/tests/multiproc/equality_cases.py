@@ -318,6 +318,32 @@ def case_functional_dropout_in_a_split_module() -> list[float]:
     return [one.item() for one in loss.outputs]
 
 
+def case_blocks_with_dropout_left_out_at_random() -> list[list[float]]:
+    """Returns the losses. A block that was left out at first must still draw by its key later."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4)
+            )
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                chance = torch.rand([])
+                if chance * 2 < 1:
+                    x = x + torch.tanh(block(x))
+            return self.last(x)
+
+    torch.manual_seed(1)
+    model, step = smp.DistributedModel(Blocks()), smp.step(regress)
+    x, y = batch()
+    losses = [[one.item() for one in step(model, x, y).outputs] for _ in range(4)]
+    assert len({loss for each in losses for loss in each}) == 4 * len(losses[0])
+    return losses
+
+
 def case_autocast() -> None:
     def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

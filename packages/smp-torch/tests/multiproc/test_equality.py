@@ -101,7 +101,12 @@ def test_transformers_with_padding_in_some_microbatches() -> None:
 
 @pytest.mark.parametrize("world", ["pp2", "pp4"])
 @pytest.mark.parametrize(
-    "case", ["functional_dropout_in_a_split_module", "layer_dropped_at_random"]
+    "case",
+    [
+        "blocks_with_dropout_left_out_at_random",
+        "functional_dropout_in_a_split_module",
+        "layer_dropped_at_random",
+    ],
 )
 def test_random_numbers_of_split_modules_do_not_depend_on_the_partition(
     world: str, case: str

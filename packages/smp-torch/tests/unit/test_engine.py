@@ -126,6 +126,19 @@ def test_a_recording_is_the_same_every_time_and_knows_a_difference() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_model_is_current_until_a_module_or_parameter_changes() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    fakes = Recorded(module, {}).fakes
+    module(torch.randn(3, WIDTH))
+    module[1].running_mean = torch.zeros(WIDTH)
+    assert fakes.is_current
+    module[0].bias = nn.Parameter(torch.zeros(WIDTH))
+    assert not fakes.is_current
+    fakes = Recorded(module, {}).fakes
+    module[1] = nn.BatchNorm1d(WIDTH)
+    assert not fakes.is_current
+
+
 def test_capture_leaves_no_trace() -> None:
     step, body = recorded(HALVES)
     before = {name: (id(p), p.clone()) for name, p in step.module.named_parameters()}
@@ -232,7 +245,6 @@ def test_an_object_that_is_handed_over_may_hold_constants() -> None:
     step = Recorded(module, {"layers.0": 0, "layers.1": 0})
     x = torch.randn(3, WIDTH)
     plan = step.plan(module, x)
-    (returned,) = plan.graph.returned
     carried = CarriedObjects(Carried.copy)
     for _ in range(2):
         (segment,) = plan.segments

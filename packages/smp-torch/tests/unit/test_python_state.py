@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import random
 import sys
+import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -140,3 +142,16 @@ def test_a_profiler_of_the_user_goes_on(module: Reader) -> None:
     assert sys.getprofile() is not None
     profiler.disable()
     assert sys.getprofile() is None
+
+
+def test_a_class_that_was_watched_can_go() -> None:
+    class Own:
+        __slots__ = ("alpha",)
+
+    watch = StateWatch(whole=())
+    watch.begin(lambda each: each.alpha, [Own()])
+    watch.end()
+    kept = weakref.ref(Own)
+    del Own, watch
+    gc.collect()
+    assert kept() is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,89 @@ def test_several_draws_of_a_module_with_children_are_keyed_one_by_one() -> None:
         with step.drawing(name, 0, draw):
             assert torch.equal(F.dropout(x, 0.5), expected)
     assert not torch.equal(first, second)
+
+
+class Unknown(nn.Module):
+    """Draws in every way, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Dropout(0.5)
+        self.other = nn.Linear(1, 1)
+        self.draws = True
+
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        if not self.draws:
+            return [x]
+        self.other(x[:1])
+        drawn = [F.dropout(x, 0.5), self.child(x), torch.rand(3), x + random.random()]
+        return [*drawn, np.random.rand()]
+
+
+def learning(module: Unknown) -> StepRandom:
+    step = StepRandom(torch.device("cpu"))
+    RandomStreams(step).learn({"m": module, "c": module.child, "o": module.other})
+    return step
+
+
+def test_a_first_call_is_keyed_like_those_after_it() -> None:
+    module = Unknown()
+    step = learning(module)
+    x = torch.ones(64)
+    found = []
+    for _ in range(3):
+        step.begin(3)
+        found.append(module(x))
+        assert step.end()
+    for later in found[1:]:
+        assert all(map(torch.equal, later[:4], found[0][:4]))
+        assert later[4] == found[0][4]
+    assert step.draws_in_python(module)
+    assert not module.other._forward_hooks  # it draws nothing
+    known = StepRandom(torch.device("cpu"))
+    draws = Draws(2, frozenset({F.dropout, torch.rand}), True)
+    again = Unknown()
+    RandomStreams(known).add({"m": (again, draws), "c": (again.child, ONE_DRAW)})
+    known.begin(3)
+    assert all(map(torch.equal, again(x)[:4], found[0][:4]))
+
+
+def test_a_rehearsal_teaches_nothing() -> None:
+    module = Unknown()
+    step = learning(module)
+    step.begin(3, rehearsal=True)
+    module.draws = False
+    module(torch.ones(2))
+    module.draws = True
+    step.begin(3)
+    module(torch.ones(2))
+    assert step.end()
+
+
+def test_a_rehearsal_has_the_keys_that_are_known() -> None:
+    module = Unknown()
+    step = StepRandom(torch.device("cpu"))
+    streams = RandomStreams(step)
+    names = {"m": module, "c": module.child, "o": module.other}
+    streams.learn(names)
+    x = torch.ones(64)
+    step.begin(3)
+    expected = module(x)
+    streams.keep(names)
+    step.begin(3, rehearsal=True)
+    rehearsed = module(x)
+    assert all(map(torch.equal, rehearsed[:4], expected[:4]))
+    assert rehearsed[4] == expected[4]
+
+
+def test_a_draw_without_a_key_is_noticed() -> None:
+    module = Unknown()
+    step = learning(module)
+    for draws in (False, True):
+        module.draws = draws
+        step.begin(3)
+        module(torch.ones(2))
+        assert step.end() is not draws
 
 
 def test_python_and_numpy_are_keyed_where_a_module_draws_from_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,16 +10,11 @@ import torch
 
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.pipeline.capture import profile
-from smdistributed.modelparallel.torch.pipeline.costs import Draws
-from smdistributed.modelparallel.torch.pipeline.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.pipeline.recorder import STEP_FUNCTION
 from smdistributed.modelparallel.torch.random_streams import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.step_results import combine
 from smdistributed.modelparallel.torch.tensors import TENSORS
-
-logger = logging.getLogger(__name__)
 
 
 class EagerStep:
@@ -52,7 +46,9 @@ class EagerStep:
         self._calls = 0
         self._usual_calls = 0
         self._reached: dict[DistributedModel, None] = {}
-        self._draws: dict[tuple[object, ...], Draws] = {}
+        self._flags: tuple[object, ...] | None = None
+        #: Functions that draw random numbers outside all modules; None if that is not known.
+        self._drawing: frozenset[Any] | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
@@ -63,7 +59,7 @@ class EagerStep:
         models = runtime.live_models()
         for model in models:
             model.refresh()
-        draws = self._measure(models, *calls[0])
+        self._learn_draws(models)
         random = runtime.random
         random.begin(draw_step_seed())
         results = []
@@ -79,11 +75,12 @@ class EagerStep:
                 self._microbatch, self._weight = microbatch, weight
                 self._is_last = microbatch == len(calls) - 1
                 random.enter_pass(microbatch, backward=False)
-                with self._own_draws(draws):
+                with self._own_draws():
                     results.append(self._function(*call[0], **call[1]))
         finally:
             runtime.current_step = None
-            random.end()
+            if not random.end():
+                self._flags = None
         for model in models:
             # A backward pass through one model can reach another.
             if model in self._reached or model.data_parallel.has_gradients:
@@ -120,64 +117,34 @@ class EagerStep:
         self.runtime.random.enter_pass(self._microbatch, backward=False)
 
     @contextlib.contextmanager
-    def _own_draws(self, draws: Draws) -> Iterator[None]:
+    def _own_draws(self) -> Iterator[None]:
         """Keys the draws of the step function itself, outside all modules."""
-        if not draws:
+        if self._drawing == frozenset():
             yield
             return
         random = self.runtime.random
-        mode = DrawByDraw(random, STEP_FUNCTION, 0, draws.functions)
+        mode = DrawByDraw(random, STEP_FUNCTION, 0, self._drawing)
         random.entered.append(mode)
         try:
             with mode:
                 yield
         finally:
             random.entered.pop()
+        self._drawing = frozenset(mode.drew) | (self._drawing or frozenset())
 
-    def _measure(
-        self, models: list[DistributedModel], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Draws:
-        """Finds out who draws random numbers, by a run on fakes, once for all training flags."""
+    def _learn_draws(self, models: list[DistributedModel]) -> None:
+        """Has it found out who draws random numbers, if that may have changed.
+
+        Whoever drew without a key, since a branch had not been taken before, is found in the next
+        step.
+        """
         flags = tuple(
             (model.number, model.version, tuple(module.training for module in model.fakes.names))
             for model in models
         )
-        if flags in self._draws:
-            return self._draws[flags]
-        runtime = self.runtime
-        runtime.current_step = _Unmeasured()
-        self._draws[flags] = Draws()
-        try:
-            costs = profile(
-                [model.fakes for model in models],
-                self._function,
-                args,
-                kwargs,
-                runtime.fake_mode,
-                runtime.device,
-                OwnDecisions(),
-                runtime.random,
-            )
-        except Exception as error:
-            # One partition needs no recording; only the independence of masks is lost.
-            logger.warning(
-                "this step cannot be recorded, so its random numbers will differ from those with "
-                "more partitions: %s",
-                error,
-            )
-            return Draws()
-        finally:
-            runtime.current_step = None
+        if flags == self._flags:
+            return
+        self._flags = flags
+        self._drawing = None
         for model in models:
-            model.measure(costs)
-        self._draws[flags] = costs.step_draws
-        return costs.step_draws
-
-
-class _Unmeasured:
-    """Stands for the step during the run on fakes: there is nothing to differentiate."""
-
-    is_tracing = True
-
-    def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
-        pass
+            model.learn_draws()

@@ -99,6 +99,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         self.number, self.place_in_keys = runtime.add_model(self)
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=self.place_in_keys)
         self.random_streams = RandomStreams(runtime.random)
+        self.learn_draws()
         #: How often the structure of the user's model was taken.
         self.version = 0
         if runtime.topology.pp_size == 1:
@@ -310,7 +311,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         former = self.fakes
         self.fakes = FakeModel(former.model, self._runtime.fake_mode, self._runtime.device, former)
         self.version += 1
-        self.random_streams.detach()
+        self.random_streams.keep(self._names_in_keys())
         if self._placement is not None:
             self._placement = Placement(self.fakes, self._placement.assignment)
             self._placement.check_ties()
@@ -318,13 +319,20 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         if self.partitioned:
             self.data_parallel.watch(self.local_named_parameters())
 
+    def learn_draws(self) -> None:
+        """Finds out which modules draw random numbers, each in its next call."""
+        self.random_streams.learn(self._names_in_keys())
+
+    def _names_in_keys(self) -> dict[str, nn.Module]:
+        return {self.fakes.draw_name(module): module for module in self.fakes.names}
+
     def measure(self, profile: Profile) -> None:
         """Takes from a profile which modules draw random numbers. Called by the step."""
         self.random_streams.add(
             {
                 self.fakes.draw_name(module): (module, costs.draws)
                 for module, costs in profile.modules.items()
-                if costs.draws and module in self.fakes.names
+                if module in self.fakes.names
             }
         )
 

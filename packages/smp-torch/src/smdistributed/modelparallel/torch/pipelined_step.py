@@ -356,9 +356,12 @@ class PipelinedStep:
         scales = list(weights) if scale == "mean" else [1.0] * len(weights)
         try:
             results, self._timed = prepared.executor.run(inputs, scales, enter_pass)
-            return results
         finally:
-            random.end()
+            if not random.end():
+                # A module drew that was not known to: it is found in the next step.
+                for model in models:
+                    model.learn_draws()
+        return results
 
     def _distribute(
         self,

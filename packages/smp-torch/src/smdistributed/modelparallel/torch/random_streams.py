@@ -8,7 +8,8 @@ one draw and is left alone otherwise.
 
 A module that draws once in a call, or that is never split, is seeded when it is entered; one that
 draws several times and has children is watched draw by draw, since another partition may execute
-its draws on several ranks.
+its draws on several ranks. What a module draws is known from a recording, or learned in its first
+call: that call is keyed in every way, and what it did draw is noted.
 
 A recomputation in the backward pass (activation checkpointing) enters the same modules again and
 must see the same numbers, so it repeats the keys of the forward pass: a function that torch's
@@ -36,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch import checkpoint_calls
 from smdistributed.modelparallel.torch.pipeline.costs import Draws
+from smdistributed.modelparallel.torch.pipeline.python_state import python_draws
 
 
 def draw_step_seed() -> int:
@@ -86,6 +88,8 @@ class StepRandom:
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])
         self._seed: int | None = None
+        self._is_rehearsal = False
+        self._state_at_begin: list[bytes] = []
         self._microbatch = 0
         self._recomputing = False
         self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -107,15 +111,32 @@ class StepRandom:
         """Whether a step is in progress."""
         return self._seed is not None
 
-    def begin(self, seed: int) -> None:
-        """Starts a step, or goes through it again; active until ``end``."""
+    @property
+    def is_real(self) -> bool:
+        """Whether a step is in progress that computes, not one that is recorded."""
+        return self._seed is not None and not self._is_rehearsal
+
+    def begin(self, seed: int, *, rehearsal: bool = False) -> None:
+        """Starts a step, or goes through it again; active until ``end``.
+
+        Args:
+            seed: of the step.
+            rehearsal: it is recorded on fakes.
+        """
         self._seed = seed
+        self._is_rehearsal = rehearsal
         self._calls.clear()
         self.entered.clear()
+        self._state_at_begin = [] if rehearsal else self.state()
 
-    def end(self) -> None:
-        """Ends a step: modules draw from the user's generators again."""
+    def end(self) -> bool:
+        """Ends a step: modules draw from the user's generators again.
+
+        Returns:
+            whether everything that was drawn had a key.
+        """
         self._seed = None
+        return not self._state_at_begin or self._state_at_begin == self.state()
 
     def enter_pass(self, microbatch: int, *, backward: bool) -> None:
         """Says which microbatch is computed next, and in which direction."""
@@ -223,33 +244,88 @@ class DrawByDraw(TorchFunctionMode):
         random: of the step.
         name: of the module.
         call: the number of its call.
-        functions: the torch functions that draw.
+        functions: the torch functions that draw; None if that is not known.
+
+    Attributes:
+        draws: how often was drawn.
+        drew: the functions that did.
     """
 
-    def __init__(self, random: StepRandom, name: str, call: int, functions: frozenset[Any]) -> None:
+    def __init__(
+        self, random: StepRandom, name: str, call: int, functions: frozenset[Any] | None
+    ) -> None:
         super().__init__()
         self._random = random
         self._name = name
         self._call = call
         self._functions = functions
-        self._draws = 0
+        self.draws = 0
+        self.drew: set[Any] = set()
 
     def copy(self) -> DrawByDraw:
         """Returns one that goes on counting from where this one is."""
         other = DrawByDraw(self._random, self._name, self._call, self._functions)
-        other._draws = self._draws
+        other.draws = self.draws
         return other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in self._functions or self._random.entered[-1] is not self:
+        known = self._functions
+        if (known is not None and func not in known) or self._random.entered[-1] is not self:
             return func(*args, **kwargs)
-        with self._random.drawing(self._name, self._call, self._draws):
+        with self._random.drawing(self._name, self._call, self.draws):
             before = self._random.state()
             result = func(*args, **kwargs)
             if before != self._random.state():
-                self._draws += 1
+                self.draws += 1
+                self.drew.add(func)
         return result
+
+
+class _FirstCall:
+    """Seeds all that one call of a module may draw, and finds out what it does draw.
+
+    Args:
+        random: of the step.
+        name: of the module.
+        call: the number of its call.
+        by_draw: whether several draws have keys of their own.
+    """
+
+    def __init__(self, random: StepRandom, name: str, call: int, *, by_draw: bool) -> None:
+        self._random = random
+        self._name = name
+        self._call = call
+        self.mode = DrawByDraw(random, name, call, None) if by_draw else None
+        self._stack = contextlib.ExitStack()
+        self._draws = Draws()
+
+    def __enter__(self) -> _FirstCall:
+        self._stack.enter_context(self._random.drawing(self._name, self._call, 0))
+        self._stack.enter_context(self._random.drawing_in_python(self._name, self._call))
+        drawn_in_python = python_draws()
+        state = self._random.state()
+        if self.mode is not None:
+            self._stack.enter_context(self.mode)
+
+        def note() -> None:
+            # What no function mode sees, a scripted function say, counts as one draw.
+            unseen = int(state != self._random.state())
+            self._draws = Draws(
+                max(unseen, self.mode.draws if self.mode else 0),
+                frozenset(self.mode.drew if self.mode else ()),
+                drawn_in_python(),
+            )
+
+        self._stack.callback(note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def found(self) -> Draws:
+        """Returns what the call drew; after its end."""
+        return self._draws
 
 
 class RandomStreams:
@@ -264,8 +340,17 @@ class RandomStreams:
         self._known: dict[nn.Module, Draws] = {}
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
 
+    def learn(self, modules: Mapping[str, nn.Module]) -> None:
+        """Finds out what modules draw, each in its next call in a step.
+
+        Args:
+            modules: by the name of their keys.
+        """
+        for name, module in modules.items():
+            self._hook(module, *self._learning(name, module))
+
     def add(self, modules: Mapping[str, tuple[nn.Module, Draws]]) -> None:
-        """Takes modules that were seen to draw, by the name of their keys."""
+        """Takes modules whose draws were seen, by the name of their keys."""
         for name, (module, draws) in modules.items():
             known = self._known.get(module)
             both = draws if known is None else known.union(draws)
@@ -274,19 +359,72 @@ class RandomStreams:
             self._known[module] = both
             if both.in_python:
                 self._random.note_draws_in_python(module)
-            for handle in self._handles.pop(module, ()):
-                handle.remove()
-            self._handles[module] = self._attach(name, module, both)
+            if both:
+                self._hook(module, *self._keying(name, module, both))
+            else:
+                self._hook(module)
 
-    def detach(self) -> None:
-        """Lets the modules draw from the user's generators for good."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
-        self._known.clear()
+    def keep(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes what belongs to the model now; others draw from the user's generators for good.
 
-    def _attach(self, name: str, module: nn.Module, draws: Draws) -> list[RemovableHandle]:
+        Args:
+            modules: by the name of their keys.
+        """
+        for module in list(self._handles):
+            self._hook(module)
+        present = set(modules.values())
+        self._known = {each: draws for each, draws in self._known.items() if each in present}
+        self.learn(modules)
+
+    def _hook(self, module: nn.Module, *hooks: Callable[..., None]) -> None:
+        """Hooks the start and the end of a module's calls, in place of what was there before."""
+        for handle in self._handles.pop(module, ()):
+            handle.remove()
+        if hooks:
+            enter, leave = hooks
+            self._handles[module] = [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def _learning(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
+        random = self._random
+        by_draw = next(module.children(), None) is not None
+        enter_rehearsal, leave_rehearsal = self._keying(
+            name, module, self._known.get(module, Draws())
+        )
+        entered: list[_FirstCall | None] = []
+        found = Draws()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if not random.is_real:
+                enter_rehearsal(module, args)
+                return
+            # First of all: ``leave`` is called also when the rest raises.
+            entered.append(None)
+            call = _FirstCall(random, name, random.number_of_call(name), by_draw=by_draw)
+            random.entered.append(call.mode)
+            entered[-1] = call.__enter__()
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            nonlocal found
+            if not entered:
+                leave_rehearsal(module, args, result)
+                return
+            call = entered.pop()
+            if call is None:
+                return
+            call.__exit__()
+            random.entered.pop()
+            found = found.union(call.found())
+            if not entered:  # else the module called itself, and is still under way
+                self.add({name: (module, found.union(self._known.pop(module, found)))})
+
+        return enter, leave
+
+    def _keying(
+        self, name: str, module: nn.Module, draws: Draws
+    ) -> tuple[Callable[..., None], ...]:
         random = self._random
         by_draw = draws.most > 1 and next(module.children(), None) is not None
         saved: list[contextlib.ExitStack] = []
@@ -311,7 +449,4 @@ class RandomStreams:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             saved.pop().close()
 
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+        return enter, leave

@@ -144,7 +144,7 @@ class Recordings:
                     checked.add(id(known.recordings[choice]))
                 found.append(known.recordings[choice])
                 continue
-            self._runtime.random.begin(header.seed)
+            self._runtime.random.begin(header.seed, rehearsal=True)
             self._runtime.random.enter_pass(position, backward=False)
             recording = self._make(known, header, calls, position, choices)
             found.append(recording)

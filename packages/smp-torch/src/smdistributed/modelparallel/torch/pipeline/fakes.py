@@ -78,7 +78,7 @@ class FakeModel:
             list(module._modules.values()) == children
             for module, children in self._children.items()
         ) and all(
-            module._parameters.get(slot) is tensor
+            slot in module._buffers or module._parameters.get(slot) is tensor
             for (module, slot), tensor in self._tensors.items()
         )
 

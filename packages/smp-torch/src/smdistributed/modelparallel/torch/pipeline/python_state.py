@@ -21,6 +21,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from smdistributed.modelparallel.torch.pipeline import interception
 from smdistributed.modelparallel.torch.pipeline.structure import is_plain_value
 
 _MISSING = object()
+#: The slots of classes seen; a class lives no longer for it, nor the models that it may hold.
+_SLOTS: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = str(Path(functools.__file__).parent) + "/"
@@ -450,13 +453,15 @@ def _globals_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-@functools.cache
 def _slots_of(kind: type) -> frozenset[str]:
-    found: set[str] = set()
-    for base in kind.__mro__:
-        slots: str | Sequence[str] = base.__dict__.get("__slots__", ())
-        found.update([slots] if isinstance(slots, str) else slots)
-    return frozenset(found)
+    found = _SLOTS.get(kind)
+    if found is None:
+        slots: set[str] = set()
+        for base in kind.__mro__:
+            named: str | Sequence[str] = base.__dict__.get("__slots__", ())
+            slots.update([named] if isinstance(named, str) else named)
+        found = _SLOTS[kind] = frozenset(slots)
+    return found
 
 
 def _code_of(function: Any) -> types.CodeType | None:
