@@ -344,6 +344,34 @@ def case_blocks_with_dropout_left_out_at_random() -> list[list[float]]:
     return losses
 
 
+def case_modules_that_a_forward_adds() -> list[list[float]]:
+    """Returns the losses. The new dropout of a layer draws by its key from its first call on."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity()) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                if self.training and isinstance(layer[1], nn.Identity):
+                    layer[1] = nn.Sequential(nn.Dropout(0.4), nn.Tanh())
+                x = layer(x)
+            return x
+
+    torch.manual_seed(1)
+    model, step = smp.DistributedModel(Growing()), smp.step(regress)
+    x, y = batch()
+    losses = []
+    for trains in (False, True, True):
+        model.train(trains)
+        losses.append([one.item() for one in step(model, x, y).outputs])
+    assert losses[1] != losses[2]
+    return losses
+
+
 def case_autocast() -> None:
     def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -106,6 +106,7 @@ def test_transformers_with_padding_in_some_microbatches() -> None:
         "blocks_with_dropout_left_out_at_random",
         "functional_dropout_in_a_split_module",
         "layer_dropped_at_random",
+        "modules_that_a_forward_adds",
     ],
 )
 def test_random_numbers_of_split_modules_do_not_depend_on_the_partition(

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch import (
 )
 from smdistributed.modelparallel.torch.data_parallel import DataParallelOptions
 from smdistributed.modelparallel.torch.model import DistributedModel as BaseModel
-from smdistributed.modelparallel.torch.model import refuse_unsupported
+from smdistributed.modelparallel.torch.model import modules_adopted, refuse_unsupported
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer as BaseOptimizer
 from smdistributed.modelparallel.torch.runtime import TorchRuntime, start
 
@@ -56,6 +56,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(gradient_norm.norms_of_whole_models(runtime))
         runtime.replacements.enter_context(loss_scaling.shared_overflows(runtime))
         runtime.replacements.enter_context(random_streams.repeatable_checkpoints(runtime.random))
+        runtime.replacements.enter_context(modules_adopted(runtime))
 
 
 def step(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import (
@@ -323,6 +324,18 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         """Finds out which modules draw random numbers, each in its next call."""
         self.random_streams.learn(self._names_in_keys())
 
+    def adopt(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        """Takes a module that code adds during a step; its draws are learned in its first call."""
+        if parent in self.fakes.names:
+            prefix = f"{self.fakes.draw_name(parent)}.{name}"
+            self.random_streams.learn(
+                {
+                    f"{prefix}.{inner}".rstrip("."): module
+                    for inner, module in child.named_modules()
+                    if module not in self.fakes.names
+                }
+            )
+
     def _names_in_keys(self) -> dict[str, nn.Module]:
         return {self.fakes.draw_name(module): module for module in self.fakes.names}
 
@@ -553,3 +566,19 @@ def refuse_unsupported(function: str, **asked: object) -> None:
             raise UnsupportedError(
                 f"{function}({name}={value!r}) is not supported yet; leave it at its default."
             )
+
+
+@contextlib.contextmanager
+def modules_adopted(runtime: TorchRuntime) -> Iterator[None]:
+    """Tells models of the modules that a forward adds to them."""
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and runtime.random.is_active:
+            for model in runtime.live_models():
+                model.adopt(parent, name, child)
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -237,7 +237,7 @@ class StateWatch:
             if isinstance(value, nn.ModuleList | nn.Sequential | nn.ModuleDict):
                 for child in children.values():
                     self._walk(child, names, path)
-        for name in names.read & _slots_of(type(value)):  # type: ignore[arg-type]
+        for name in names.read & _slots_of(type(value)):
             self._walk(getattr(value, name, None), names, f"{path}.{name}")
 
     def _walk_entries(

@@ -1,0 +1,197 @@
+"""What the library costs on the host: a pipeline on two CPU cores beside plain PyTorch.
+
+    smprun -n 2 benchmarks/torch/host.py throughput overhead first
+
+``throughput``: a step of two partitions against the same step in one process. Two processes that
+share a machine slow each other down, library or not, so two independent ones run side by side too:
+the ideal is what a perfect pipeline would gain over one process (M * P / (M + P - 1)) times what
+two processes gain (``ceiling``) over the two that there are.
+
+``overhead``: CPU time of the executing thread for each action, without the modules, the glue and
+the backward passes themselves.
+
+``first``: seconds of the first call of a step function, beside those of the second: what recording,
+partitioning and planning cost.
+
+Everything is paired within a run; medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from gpt_step import GPT, Size, loss_of
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.pipeline.executor import Executor
+from smdistributed.modelparallel.torch.pipeline.program import Program
+
+MICROBATCHES = 8
+
+
+def make(size: Size, microbatch_size: int) -> tuple[GPT, torch.Tensor, torch.Tensor]:
+    """Returns a model and a batch."""
+    torch.manual_seed(1)
+    tokens = torch.randint(size.vocabulary, (MICROBATCHES * microbatch_size, size.length + 1))
+    return GPT(size, size.layers), tokens[:, :-1], tokens[:, 1:]
+
+
+def distributed(model: GPT) -> Callable[..., Any]:
+    """Returns a training step of this library, without its optimizer."""
+    wrapped = smp.DistributedModel(model)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x), y)
+        model.backward(loss)
+        return loss
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        wrapped.zero_grad()
+        return train(wrapped, x, y).reduce_mean()
+
+    return step
+
+
+def plain(model: GPT) -> Callable[..., Any]:
+    """Returns the same step in plain PyTorch."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        total = torch.zeros(())
+        for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            loss = loss_of(model(part_x), part_y) / MICROBATCHES
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return step
+
+
+def seconds(step: Callable[[], object], repeats: int) -> float:
+    """Returns the mean time of a step, from a barrier on; on every rank that takes part."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return (time.perf_counter() - start) / repeats
+
+
+def throughput(options: argparse.Namespace) -> dict[str, float]:
+    """Compares the pipeline with one process, and with two independent ones."""
+    size = Size(12, options.hidden, 8, 512, 128)
+    model, x, y = make(size, 2)
+    own = plain(make(size, 2)[0])
+    pipeline = distributed(model)
+    assert torch.allclose(pipeline(x, y), own(x, y), rtol=1e-5)
+    pipeline(x, y)
+    rounds = []
+    for _ in range(options.rounds):
+        smp.barrier()
+        alone = seconds(lambda: own(x, y), 2) if smp.rank() == 0 else 0.0
+        smp.barrier()
+        together = seconds(lambda: own(x, y), 2)
+        smp.barrier()
+        split = seconds(lambda: pipeline(x, y), 2)
+        rounds.append(smp.allgather((alone, together, split), smp.WORLD))
+    ranks = smp.size()
+    ideal = MICROBATCHES * ranks / (MICROBATCHES + ranks - 1)
+    rows = []
+    for each in rounds:
+        alone = max(one[0] for one in each)
+        together = max(one[1] for one in each)
+        split = max(one[2] for one in each)
+        ceiling = ranks * alone / together
+        rows.append((alone / split, ceiling, alone / split / (ideal * ceiling / ranks)))
+    speedup, ceiling, share = (statistics.median(column) for column in zip(*rows, strict=True))
+    return {"speedup": speedup, "ceiling": ceiling, "share_of_ideal": share}
+
+
+def overhead(options: argparse.Namespace) -> dict[str, float]:
+    """Measures the executor's own CPU time an action."""
+    size = Size(12, 32, 4, 64, 16)
+    model, x, y = make(size, 1)
+    inner = outer = 0.0
+    actions = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inner
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inner += time.thread_time() - start
+
+        return run
+
+    init, execute = Program.__init__, Executor.run
+
+    def init_program(self: Program, *args: Any) -> None:
+        init(self, *args)
+        self.run = counted(self.run)
+
+    def run_executor(self: Executor, *args: Any) -> Any:
+        nonlocal outer, actions
+        start = time.thread_time()
+        result = execute(self, *args)
+        outer += time.thread_time() - start
+        actions += len(result[1])
+        return result
+
+    with (
+        mock.patch.object(Program, "__init__", init_program),
+        mock.patch.object(Executor, "run", run_executor),
+        mock.patch.object(torch.autograd, "backward", counted(torch.autograd.backward)),
+    ):
+        step = distributed(model)
+        for _ in range(3):
+            step(x, y)
+        found = []
+        for _ in range(options.rounds):
+            inner = outer = 0.0
+            actions = 0
+            for _ in range(10):
+                step(x, y)
+            found.append(1e6 * (outer - inner) / actions)
+    return {"microseconds_an_action": max(smp.allgather(statistics.median(found), smp.WORLD))}
+
+
+def first(options: argparse.Namespace) -> dict[str, float]:
+    """Times the first call of a step function."""
+    found = []
+    for _ in range(options.rounds):
+        model, x, y = make(Size(12, 64, 4, 512, 64), 1)
+        step = distributed(model)
+        smp.barrier()
+        calls = [seconds(lambda: step(x, y), 1) for _ in range(3)]  # noqa: B023 - used at once
+        found.append((calls[0], calls[2]))
+    one, other = (statistics.median(column) for column in zip(*found, strict=True))
+    return {"first_s": one, "later_s": other}
+
+
+def main() -> None:
+    """Makes the measurements that the command line names."""
+    measurements = {each.__name__: each for each in (throughput, overhead, first)}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", choices=measurements)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=256, help="of throughput's model")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    for name in options.names:
+        row = measurements[name](options)
+        if smp.rank() == 0:
+            row = {key: round(value, 3) for key, value in row.items()}
+            print(json.dumps({"measured": name, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
