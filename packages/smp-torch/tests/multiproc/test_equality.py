@@ -19,7 +19,7 @@ from world import Result, run_cases, values
 
 from smdistributed.modelparallel.common.testing import run_ranks
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 
 class World(NamedTuple):
@@ -65,7 +65,7 @@ def outcome(name: str) -> tuple[dict[str, Result], ...]:
         world.num_ranks,
         run_world,
         launcher="python" if world.num_ranks == 1 else "smprun",
-        timeout=150,
+        timeout=240,
         args=[world.config, world.modules, world.only],
     ).results
 

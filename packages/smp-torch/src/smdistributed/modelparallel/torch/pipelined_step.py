@@ -121,7 +121,7 @@ class PipelinedStep:
         self._recordings = Recordings(runtime, function, self._recording)
         self._prepared: OrderedDict[tuple[Plan, ...], Prepared] = OrderedDict()
         self._programs: dict[Plan, dict[int, Program]] = {}
-        self._timed: list[TimedAction] | None = None
+        self._ran: tuple[Executor, list[tuple[float, float]]] | None = None
         self._recorder: Recorder | None = None
         self._reached: dict[DistributedModel, None] = {}
 
@@ -191,9 +191,11 @@ class PipelinedStep:
 
     def timeline(self) -> Timeline:
         """See ``StepFunction.timeline``."""
-        if self._timed is None:
+        if self._ran is None:
             raise SMPError("the step function has not run yet.")
-        ranks = self.runtime.communicator.allgather(self._timed, CommGroup.PP_GROUP)
+        executor, times = self._ran
+        timed = executor.timed(times)
+        ranks = self.runtime.communicator.allgather(timed, CommGroup.PP_GROUP)
         start = min(one.start for actions in ranks for one in actions)
         return Timeline(
             tuple(
@@ -355,12 +357,13 @@ class PipelinedStep:
 
         scales = list(weights) if scale == "mean" else [1.0] * len(weights)
         try:
-            results, self._timed = prepared.executor.run(inputs, scales, enter_pass)
+            results, times = prepared.executor.run(inputs, scales, enter_pass)
         finally:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.
                 for model in models:
                     model.learn_draws()
+        self._ran = prepared.executor, times
         return results
 
     def _distribute(

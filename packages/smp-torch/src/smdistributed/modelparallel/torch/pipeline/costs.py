@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +85,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -91,3 +93,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
+
+
+def _may_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operation that can draw does: attention without dropout does not."""
+    position = _position_of_dropout(func)
+    if position is None:
+        return True
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
+@functools.cache
+def _position_of_dropout(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None

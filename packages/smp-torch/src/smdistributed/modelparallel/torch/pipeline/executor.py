@@ -8,9 +8,10 @@ are posted in the sender's order, which the schedule fixes, so no message carrie
 from __future__ import annotations
 
 import collections
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,21 +43,22 @@ class Itinerary:
 
     Attributes:
         actions: its actions.
+        posts: for each action, the messages whose receives must be posted before it, and were not
+            before an earlier one: those that it needs, and what their senders send before those.
         needs: for each action, the messages that must have arrived.
         sends: for each action, the messages that leave after it.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
         last_forwards: for each action, the microbatches that have no forward pass here after it.
-        arrivals: source rank -> its messages to this rank, in the order in which they come.
         directions: every (source, target) pair of ranks that exchanges messages.
     """
 
     actions: tuple[Action, ...]
+    posts: list[list[Message]]
     needs: list[list[Message]]
     sends: list[list[Message]]
     releases: list[list[tuple[int, int]]]
     last_forwards: list[list[int]]
-    arrivals: dict[int, list[Message]] = field(default_factory=dict)
-    directions: set[tuple[int, int]] = field(default_factory=set)
+    directions: set[tuple[int, int]]
 
 
 def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
@@ -84,8 +86,31 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
     needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
     releases = _releases(plans, actions)
     return Itinerary(
-        actions, needs, own_sends, releases, _last_forwards(actions), arrivals, directions
+        actions,
+        _posts(needs, arrivals),
+        needs,
+        own_sends,
+        releases,
+        _last_forwards(actions),
+        directions,
     )
+
+
+def _posts(
+    needs: Sequence[Sequence[Message]], arrivals: Mapping[int, Sequence[Message]]
+) -> list[list[Message]]:
+    """Returns the receives to post before each action: in the order in which senders send."""
+    coming = {source: iter(messages) for source, messages in arrivals.items()}
+    posted: set[Message] = set()
+    posts: list[list[Message]] = []
+    for each in needs:
+        posts.append([])
+        for message in each:
+            while message not in posted:
+                following = next(coming[message.source])
+                posted.add(following)
+                posts[-1].append(following)
+    return posts
 
 
 def _last_forwards(actions: Sequence[Action]) -> list[list[int]]:
@@ -206,7 +231,7 @@ class Executor:
         inputs: Sequence[Sequence[torch.Tensor | None]],
         root_scales: Sequence[float],
         enter_pass: Callable[[Kind, int], None],
-    ) -> tuple[list[dict[int, torch.Tensor]], list[TimedAction]]:
+    ) -> tuple[list[dict[int, torch.Tensor]], list[tuple[float, float]]]:
         """Runs one mini-batch.
 
         Args:
@@ -215,22 +240,24 @@ class Executor:
             enter_pass: called before each action with its direction and microbatch.
 
         Returns:
-            For each microbatch, the returned values that this rank made; and when each action ran,
-            in seconds of ``time.perf_counter``.
+            For each microbatch, the returned values that this rank made; and when each action
+            started and ended, in seconds of ``time.perf_counter``.
 
         Raises:
             CommError: a peer died or did not take part in time.
         """
         step = _StepState(len(self._plans))
-        timed = []
-        actions = self._itinerary.actions
-        for position, action in enumerate(actions):
-            self._post(step, position)
-            if self._device.type == "cpu" and position + 1 < len(actions):
-                # Overlaps the next transfer with this action. On a GPU a waiting receive would
-                # hold multiprocessors, so it is posted at the point of need.
-                self._post(step, position + 1)
-            for message in self._itinerary.needs[position]:
+        times = []
+        needs = self._itinerary.needs
+        # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
+        # would hold multiprocessors, so it is posted at the point of need.
+        ahead = 1 if self._device.type == "cpu" else 0
+        posts = iter(self._itinerary.posts)
+        for receives in itertools.islice(posts, ahead):
+            self._post(step, receives)
+        for position, action in enumerate(self._itinerary.actions):
+            self._post(step, next(posts, ()))
+            for message in needs[position]:
                 self._take(step, message)
             enter_pass(action.kind, action.microbatch)
             start = time.perf_counter()
@@ -238,27 +265,28 @@ class Executor:
                 self._forward(step, action, inputs[action.microbatch])
             else:
                 self._backward(step, action, root_scales[action.microbatch])
-            timed.append(TimedAction(action, start, time.perf_counter()))
+            times.append((start, time.perf_counter()))
             self._send(step, position)
         for transfer in step.outgoing:
             transfer.wait()
-        return step.results, timed
+        return step.results, times
 
-    def _post(self, step: _StepState, position: int) -> None:
-        """Posts the receives of an action, and all that its senders send before."""
-        for message in self._itinerary.needs[position]:
-            while message not in step.incoming and message not in step.taken:
-                queue = self._itinerary.arrivals[message.source]
-                following = queue[step.posted[message.source]]
-                step.posted[message.source] += 1
-                value = self._values[following.microbatch][following.value]
-                buffer = value.wire_buffer(self._device)
-                step.incoming[following] = self._links.receive(buffer, following.source)
+    def timed(self, times: Sequence[tuple[float, float]]) -> list[TimedAction]:
+        """Returns the actions with the times of a run."""
+        return [
+            TimedAction(action, *each)
+            for action, each in zip(self._itinerary.actions, times, strict=True)
+        ]
+
+    def _post(self, step: _StepState, receives: Sequence[Message]) -> None:
+        for message in receives:
+            value = self._values[message.microbatch][message.value]
+            buffer = value.wire_buffer(self._device)
+            step.incoming[message] = self._links.receive(buffer, message.source)
 
     def _take(self, step: _StepState, message: Message) -> None:
         value = self._values[message.microbatch][message.value]
         tensor = value.from_wire(step.incoming.pop(message).wait())
-        step.taken.add(message)
         if message.kind is Kind.FORWARD:
             step.activations[message.microbatch][message.value] = tensor
         else:
@@ -327,7 +355,10 @@ class Executor:
             _accumulate(gradients, index, gradient)
 
     def _send(self, step: _StepState, position: int) -> None:
-        for message in self._itinerary.sends[position]:
+        sends = self._itinerary.sends[position]
+        if sends:
+            step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
+        for message in sends:
             m = message.microbatch
             if message.kind is Kind.FORWARD:
                 tensor = step.activations[m][message.value]
@@ -339,7 +370,6 @@ class Executor:
             step.activations[microbatch].pop(value, None)
         for microbatch in self._itinerary.last_forwards[position]:
             step.carried[microbatch].clear()
-        step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
 
 
 class _StepState:
@@ -352,8 +382,6 @@ class _StepState:
         self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.incoming: dict[Message, Transfer] = {}
-        self.taken: set[Message] = set()
-        self.posted: collections.Counter[int] = collections.Counter()
         self.outgoing: list[Transfer] = []
 
 

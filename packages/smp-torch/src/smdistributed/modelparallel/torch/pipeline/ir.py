@@ -89,6 +89,8 @@ class Value:
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of this value as it travels: contiguous, dims in the order of memory."""
+        if self._is_in_order:
+            return tensor.contiguous()
         return tensor.permute(self.order).contiguous()
 
     def wire_buffer(self, device: torch.device) -> torch.Tensor:
@@ -98,7 +100,13 @@ class Value:
 
     def from_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that ``wire`` made ``tensor`` of, in the same memory format."""
+        if self._is_in_order:
+            return tensor
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    @property
+    def _is_in_order(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
 
     def __repr__(self) -> str:
         return f"v{self.index}"

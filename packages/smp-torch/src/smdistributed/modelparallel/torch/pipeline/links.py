@@ -16,6 +16,9 @@ import torch.distributed as dist
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 
+#: Transfers of a pair of ranks are in one order, so they need no telling apart.
+_TAG = 0
+
 
 class Links:
     """The transfers of this process.
@@ -46,6 +49,8 @@ class Links:
         self._device = device
         self._timeout = timeout
         self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
+        # torch numbers the members of a group in ascending order.
+        self._rank_of = [sorted(members).index(member) for member in members]
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -94,28 +99,39 @@ class Links:
     def send(self, tensor: torch.Tensor, target: int) -> Transfer:
         """Starts sending a tensor to a pp_rank."""
         tensor = tensor.contiguous()
-        group = self._way(tensor, self._pp_rank, target)
+        group, rank = self._way(tensor, (self._pp_rank, target), target)
         with _naming(self._members[target], "sending to"):
-            work = dist.isend(tensor, self._members[target], group=group)
+            work = group.send([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, self._members[target], "sending to")
 
     def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
         """Starts receiving into a tensor from a pp_rank."""
-        group = self._way(tensor, source, self._pp_rank)
+        group, rank = self._way(tensor, (source, self._pp_rank), source)
         with _naming(self._members[source], "receiving from"):
-            work = dist.irecv(tensor, self._members[source], group=group)
+            work = group.recv([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, self._members[source], "receiving from")
 
-    def _way(self, tensor: torch.Tensor, source: int, target: int) -> dist.ProcessGroup:
-        """Returns the communicator of a direction; tensors on the host go by the common one."""
-        if tensor.is_cuda:
-            return self._directions.get((source, target), self._group)
-        return self._group
+    def _way(
+        self, tensor: torch.Tensor, direction: tuple[int, int], peer: int
+    ) -> tuple[dist.ProcessGroup, int]:
+        """Returns the communicator of a direction, and the peer's rank in it.
+
+        Tensors on the host go by the common one. The group is used itself: ``torch.distributed``'s
+        functions look up and check, at each of the many transfers, what does not change.
+        """
+        group = self._directions.get(direction) if tensor.is_cuda else None
+        if group is None:
+            return self._group, self._rank_of[peer]
+        return group, int(self._members[peer] == max(self._members[one] for one in direction))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP."""
         with _naming(self._members[source], "receiving a result from"):
             dist.broadcast(tensor, self._members[source], group=self._group)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Transfer:
