@@ -372,6 +372,49 @@ def case_modules_that_a_forward_adds() -> list[list[float]]:
     return losses
 
 
+def case_backward_from_given_gradients() -> None:
+    def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        model.backward([out, out.square().mean()], [(out - y) / x.shape[0], None])
+        return out
+
+    def single(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        model.backward(out, torch.ones_like(out) * y[0])
+        return out
+
+    compare(mlp, body, [batch(), batch()])
+    compare(mlp, single, [batch()])
+
+
+def case_complex_and_integer_activations() -> None:
+    class Transform(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(super().forward(x))
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.response = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = x * self.response
+            return x, x.abs().argmax(-1)
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Transform(WIDTH, WIDTH), Filter()
+            self.third, self.fourth = nn.Embedding(WIDTH, WIDTH), Transform(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            filtered, loudest = self.second(self.first(x))
+            back = torch.fft.ifft(filtered).real
+            return self.fourth(back + self.third(loudest)).abs()
+
+    compare(Spectral, regress, [batch(), batch()])
+
+
 def case_autocast() -> None:
     def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

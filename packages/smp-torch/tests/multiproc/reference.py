@@ -30,8 +30,11 @@ class Plain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        torch.autograd.backward(loss * self.weight)
+    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+        if isinstance(tensors, torch.Tensor):
+            tensors, grad_tensors = [tensors], [grad_tensors]
+        weighted = [tensor * self.weight for tensor in tensors]
+        torch.autograd.backward(weighted, grad_tensors)
 
 
 def split(batch: Batch, axes: Sequence[int | None]) -> tuple[list[list[torch.Tensor]], list[float]]:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,10 +26,11 @@ from smdistributed.modelparallel.torch.pipeline.costs import Draws, Meter, Modul
 from smdistributed.modelparallel.torch.pipeline.decisions import Decisions
 from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
 from smdistributed.modelparallel.torch.pipeline.interception import intercepted
-from smdistributed.modelparallel.torch.pipeline.ir import Graph, Guard, Leaf, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.pipeline.ir import Graph, Leaf, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.pipeline.leaf_memory import LeafMemory
 from smdistributed.modelparallel.torch.pipeline.pending import PendingNumber
 from smdistributed.modelparallel.torch.pipeline.python_state import StateWatch, python_draws
+from smdistributed.modelparallel.torch.pipeline.questions import Question
 from smdistributed.modelparallel.torch.pipeline.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.pipeline.stand_ins import STAND_INS
@@ -45,9 +46,6 @@ from smdistributed.modelparallel.torch.pipeline.structure import (
 from smdistributed.modelparallel.torch.pipeline.taps import Tap, attribute_taps
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-
-#: Functions whose result is a part of their first argument; which part, the others say.
-_SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
 
 #: Questions about a tensor that leave no trace in a computation.
 _UNRECORDED = {
@@ -74,17 +72,6 @@ _UNRECORDED = {
 
 #: Stands for the step function itself where the keys of random numbers have a module's name.
 STEP_FUNCTION = "step"
-
-
-class _Shape(NamedTuple):
-    """Stands in an answer for a tensor: its shape depends on data."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Shape:
-        return _Shape(tuple(tensor.shape), tensor.dtype)
 
 
 class Randomness(Protocol):
@@ -393,7 +380,7 @@ class Recorder(TorchFunctionMode):
             else:
                 result = call()
         except _DATA_DEPENDENT as error:
-            result = self._decide(target, node_args, node_kwargs, where, error)
+            result = self._decide(Question(target, node_args, node_kwargs, where), error)
             if not tensors_in(result):
                 return result
         outputs = list(tensor_paths(result))
@@ -586,50 +573,27 @@ class Recorder(TorchFunctionMode):
             self._escaped.setdefault(id(tensor), (node, tap, tensor))
         self._inner_outputs.clear()
 
-    def _decide(self, function: Any, args: Any, kwargs: Any, where: str, error: Exception) -> Any:
-        """Answers a question about data: for real if it concerns step inputs only."""
-        asked_of = args
-        if function in _SELECTIONS and not args[0].replicated:
-            # What is selected is an activation, but how much, the mask says.
-            asked_of = (_zeros_like(args[0]), *args[1:])
-        nodes = sources(placeholders((asked_of, kwargs), Value))
-        drawn = any(node.draw is not None for node in nodes)
-        if not all(node.replicated or _is_function(node) for node in nodes):
-            if function is torch.Tensor.item and not self._leaf_depth:
-                return self._pending(args[0], where)
+    def _decide(self, question: Question, error: Exception) -> Any:
+        """Answers a question about data, if that can be done before the step runs."""
+        if not question.can_be_answered:
+            if question.function is torch.Tensor.item and not self._leaf_depth:
+                return self._pending(question.args[0], question.where)
             raise UnsupportedError(
-                f"{where} makes Python depend on the value of an activation (a branch, float() "
-                "or a data-dependent shape). A pipelined step is recorded before values "
-                "exist: keep the decision inside one module, return the tensor from the step "
-                "function and look at it outside, or put that module on one partition."
+                f"{question.where} makes Python depend on the value of an activation (a branch, "
+                "float() or a data-dependent shape). A pipelined step is recorded before values "
+                "exist: keep the decision inside one module, return the tensor (or its .item()) "
+                "from the step function and look at it outside, or put that module on one "
+                "partition."
             ) from error
-
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            return template(function(*args, **kwargs), _Shape.of, lambda obj: obj)
-
-        def compute() -> Any:
-            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-                return evaluate_replicated(
-                    ask, asked_of, kwargs, self._real_inputs, self._random.drawing
-                )
-
-        answer = self._decisions.answer(compute, where)
-        if drawn and not self._leaf_depth:
-            self.decided_by = f"random numbers in {self._where()}"
-        elif not self._leaf_depth:
-            self.graph.guards.append(Guard(where, ask, asked_of, kwargs, answer))
-        needs_grad = torch.is_grad_enabled() and any(
-            value.requires_grad for value in placeholders((args, kwargs), Value)
+        answer = self._decisions.answer(
+            lambda: question.answer(self._real_inputs, self._random.drawing), question.where
         )
-
-        def make(shape: _Shape) -> torch.Tensor:
-            made = torch.empty(shape.sizes, dtype=shape.dtype, device=self._device)
-            if needs_grad and made.is_floating_point():
-                return made.requires_grad_().clone()
-            return made
-
-        with self._mode:
-            return fill(answer, _Shape, make)
+        if not self._leaf_depth:
+            if question.concerns_random_numbers:
+                self.decided_by = f"random numbers in {self._where()}"
+            else:
+                self.graph.guards.append(question.guard(answer))
+        return question.result(answer, self._mode, self._device)
 
     def _pending(self, value: Value, where: str) -> PendingNumber:
         """Returns what stands for the number in a tensor that is not computed yet."""
@@ -642,12 +606,13 @@ class Recorder(TorchFunctionMode):
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:
         """Notes that the user asked for the gradients of ``tensors``."""
-        if grad_tensors is not None:
-            raise UnsupportedError(
-                "model.backward(..., grad_tensors=...) is not supported with more than one "
-                "partition yet: call it on (tensor * grad_tensor).sum()."
-            )
-        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        if isinstance(tensors, torch.Tensor):
+            tensors, grad_tensors = [tensors], None if grad_tensors is None else [grad_tensors]
+        starts = [None] * len(tensors) if grad_tensors is None else grad_tensors
+        for tensor, start in zip(tensors, starts, strict=True):
+            if start is not None:
+                # The same gradient, from a scalar; recorded like the user's own code.
+                tensor = (tensor * start.detach().conj()).sum().real
             if tensor.numel() != 1:
                 raise RuntimeError(
                     "grad can be implicitly created only for scalar outputs; model.backward "
@@ -774,16 +739,6 @@ def _without_hooks(leaf: nn.Module) -> Iterator[None]:
     finally:
         for module, hooks, pre_hooks in kept:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-
-
-def _is_function(node: Node) -> bool:
-    """Whether a node computes from its inputs, or random numbers, alone."""
-    return node.kind is NodeKind.CALL and node.target is not None
-
-
-def _zeros_like(value: Value) -> torch.Tensor:
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
-        return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _constant_text(tensor: torch.Tensor) -> str:
