@@ -57,6 +57,73 @@ def delayed_model(degree: int, width: int, layers: int) -> dict[str, Any]:
     return {"total": total, "own": num_bytes(own.values()), "peak": peak, "is_exact": is_exact}
 
 
+class Tied(nn.Module):
+    """A language model whose head is its embedding; large enough for its tensors to be delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 512, bias=False)
+        self.head.weight = self.tokens.weight
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weight.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(self.norm(x))
+
+
+def delayed_training(degree: int, folder: str) -> dict[str, Any]:
+    """Trains a delayed model and its immediate twin; returns the losses of each, and of a third,
+    delayed too and of other weights, that goes on from the first one's checkpoint.
+    """
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 2})
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(x), x.flip(0))
+        model.backward(loss)
+        return loss
+
+    def build(seed: int, delayed: bool) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        with smp.delay_param_initialization(delayed):
+            module = Tied()
+        assert module.head.weight is module.tokens.weight
+        model = smp.DistributedModel(module)
+        return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train(model: Any, optimizer: Any, steps: int) -> list[list[float]]:
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            output = step(model, torch.randint(512, (16,)))
+            optimizer.step()
+            losses.append([loss.item() for loss in output.outputs])
+        return losses
+
+    found = {}
+    for name, delayed in (("immediate", False), ("delayed", True)):
+        model, optimizer = build(3, delayed)
+        torch.manual_seed(4)
+        found[name] = train(model, optimizer, 2)
+        if delayed:
+            smp.save_checkpoint(folder, tag="two", model=model, optimizer=optimizer)
+        found[name] += train(model, optimizer, 2)
+        found[f"{name} state"] = model.state_dict()
+    del model, optimizer
+    model, optimizer = build(5, delayed=True)
+    smp.resume_from_checkpoint(folder, tag="two")
+    found["resumed"] = train(model, optimizer, 2)
+    found["resumed state"] = model.state_dict()
+    return found
+
+
 def training(degree: int, active_microbatches: int) -> dict[str, int]:
     """Trains; returns the bytes of this rank's parameters, of all live tensors, and kept ones."""
     config = {"microbatches": MICROBATCHES, "active_microbatches": active_microbatches}

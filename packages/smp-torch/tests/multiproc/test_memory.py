@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import checkpointing_cases
 import memory_cases
 import pytest
+import torch
 from world import run_cases, values
 
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import Launcher, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
@@ -46,6 +48,27 @@ def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
         assert without["is_exact"]
         assert 0.15 < rank["own"] / rank["total"] < 0.35
         assert rank["peak"] - without["peak"] < rank["own"] + 40 * 2**20, (rank, without)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_delayed_model_trains_saves_and_resumes_like_any_other(
+    degree: int, tmp_path: Path
+) -> None:
+    launcher: Launcher = "python" if degree == 1 else "smprun"
+    ranks = run_ranks(
+        degree,
+        memory_cases.delayed_training,
+        launcher=launcher,
+        timeout=100,
+        args=[degree, str(tmp_path)],
+    ).results
+    for found in ranks:
+        assert found["delayed"] == found["immediate"]
+        assert found["resumed"] == found["immediate"][2:]
+        for name in ("delayed state", "resumed state"):
+            assert found[name].keys() == found["immediate state"].keys()
+            for key, expected in found["immediate state"].items():
+                assert torch.equal(found[name][key], expected), (name, key)
 
 
 @functools.cache
