@@ -10,6 +10,7 @@ import torch
 from recorded import CPU, Recorded
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Kind
@@ -187,6 +188,33 @@ def test_what_a_replay_cannot_repeat_is_refused(between: Any, message: str) -> N
         step.plan(body, torch.randn(3, WIDTH))
 
 
+def test_switches_around_a_call_are_set_in_a_replay() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.enabled))
+            return super().forward(x)
+
+    module = nn.ModuleList(Looking(WIDTH, WIDTH) for _ in range(4))
+    step = Recorded(module, {"0": 0, "1": 0, "2": 1, "3": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        x = module[0](x)
+        with sdpa_kernel(SDPBackend.MATH):
+            x = module[1](x)
+            with torch.backends.cudnn.flags(enabled=False):
+                x = module[2](x)
+        return module[3](x)
+
+    x = torch.randn(3, WIDTH)
+    plan = step.plan(body, x)
+    seen.clear()
+    run(plan, x)
+    assert seen == [(True, True), (False, True), (False, False), (True, True)]
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
 def test_ctc_loss_is_recorded_although_it_looks_at_lengths(
@@ -257,6 +285,72 @@ def test_an_object_that_is_handed_over_may_not_hold_activations() -> None:
     module = WithMemory(lambda memory, x: memory.kept.update(x=x))
     step = Recorded(module, {"layers.0": 0, "layers.1": 1})
     with pytest.raises(UnsupportedError, match="Memory that holds activations"):
+        step.plan(module, torch.randn(3, WIDTH))
+
+
+class Accumulating(nn.Linear):
+    """Keeps a sum from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.total: torch.Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.total = x if self.total is None else self.total + x
+        self.calls += 1
+        return self.total * 1
+
+
+class WithAccumulators(nn.Module):
+    def __init__(self, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Accumulating() for _ in range(2))
+        self.before, self.after = before, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            self.before(layer)
+            x = layer(x)
+            self.after(layer)
+        return x
+
+
+def nothing(layer: Accumulating) -> None:
+    pass
+
+
+def reset(layer: Accumulating) -> None:
+    layer.total = None
+
+
+def look(layer: Accumulating) -> bool:
+    return layer.calls > 3
+
+
+def take(layer: Accumulating) -> Any:
+    return layer.total
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        (reset, nothing, "total"),
+        (look, nothing, "calls"),
+        (nothing, take, None),
+        (nothing, nothing, None),
+    ],
+)
+def test_state_that_both_glue_and_leaves_use_is_refused(
+    before: Any, after: Any, name: str | None
+) -> None:
+    module = WithAccumulators(before, after)
+    step = Recorded(module, {"layers.0": 0, "layers.1": 1})
+    if name is None:
+        step.plan(module, torch.randn(3, WIDTH))
+        return
+    with pytest.raises(UnsupportedError, match=f"{name} is changed by the module that has it"):
         step.plan(module, torch.randn(3, WIDTH))
 
 

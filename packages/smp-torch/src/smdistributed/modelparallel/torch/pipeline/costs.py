@@ -82,6 +82,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.random_draws = 0
 
+    def reading(self) -> tuple[int, int, int]:
+        """Returns the counts."""
+        return self.flops, self.bytes, self.random_draws
+
+    def put_back(self, reading: tuple[int, int, int]) -> None:
+        """Forgets what was counted since a reading."""
+        self.flops, self.bytes, self.random_draws = reading
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

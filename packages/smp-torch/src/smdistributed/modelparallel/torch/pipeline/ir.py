@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.torch.pipeline.structure import Path, equal, placeholders, text
+from smdistributed.modelparallel.torch.pipeline.switches import Changes
 from smdistributed.modelparallel.torch.pipeline.taps import Tap
 
 #: Constants up to this many elements are compared by value.
@@ -122,6 +123,7 @@ class Node:
         name: what it is called in plans, messages and digests; the same on every rank.
         args, kwargs: templates with ``Value`` placeholders.
         grad_enabled, autocast: the state it ran under; autocast is the dtype, or None when off.
+        switches: of PyTorch's backends, that were set since the start of the step.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
         changes: values whose tensors it changes in place.
@@ -140,6 +142,7 @@ class Node:
     kwargs: Any = field(default_factory=dict)
     grad_enabled: bool = True
     autocast: torch.dtype | None = None
+    switches: Changes = ()
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
     flops: int = 0
@@ -176,6 +179,7 @@ class Node:
         return (
             (self.kind, self.name) == (other.kind, other.name)
             and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
+            and self.switches == other.switches
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and _same_target(self.target, other.target)
             and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]

@@ -20,10 +20,13 @@ from smdistributed.modelparallel.torch.pipeline.carried import Carried
 from smdistributed.modelparallel.torch.pipeline.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.pipeline.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.pipeline.structure import Container, Path, placeholders
+from smdistributed.modelparallel.torch.pipeline.switches import Changes, switched
 from smdistributed.modelparallel.torch.pipeline.taps import Tap, tapped
 
 #: (tensor arguments of the microbatch, its carried objects, the segment's inputs) -> its outputs
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
+#: Grad mode, dtype of autocast, switches of backends.
+_State = tuple[bool, torch.dtype | None, Changes]
 _LITERALS = (type(None), bool, int, type(Ellipsis))
 
 
@@ -52,6 +55,7 @@ class Program:
             "torch": torch,
             "drawing": drawing,
             "checkpoint": checkpoint,
+            "switched": switched,
         }
         self._constants: dict[int, str] = {}
         lines = self._lines(segment)
@@ -107,7 +111,7 @@ class Program:
         """Returns the calls of nodes one after another; values not needed ``later`` are deleted."""
         lines = []
         last_use = _last_uses(nodes, later)
-        state: tuple[bool, torch.dtype | None] = (True, None)
+        state: _State = (True, None, ())
         indent = "    "
         for node in nodes:
             if node.kind in (NodeKind.LEAF, NodeKind.CALL) and self._state(node) != state:
@@ -122,15 +126,17 @@ class Program:
         return lines
 
     @staticmethod
-    def _state(node: Node) -> tuple[bool, torch.dtype | None]:
-        return node.grad_enabled, node.autocast
+    def _state(node: Node) -> _State:
+        return node.grad_enabled, node.autocast, node.switches
 
-    def _with(self, state: tuple[bool, torch.dtype | None]) -> tuple[list[str], str]:
+    def _with(self, state: _State) -> tuple[list[str], str]:
         managers = []
         if not state[0]:
             managers.append("torch.no_grad()")
         if state[1] is not None:
             managers.append(f"torch.autocast({self._device.type!r}, dtype={state[1]})")
+        if state[2]:
+            managers.append(f"switched({state[2]!r})")
         if not managers:
             return [], "    "
         return [f"    with {', '.join(managers)}:"], "        "

@@ -48,11 +48,13 @@ class _Names(NamedTuple):
 
     Attributes:
         read: attributes and globals.
+        stored: attributes that it sets; also among ``read``.
         probed: attributes that need not be there yet: those that it sets, and texts that may be
             given to ``hasattr`` or ``getattr``; also among ``read``.
     """
 
     read: frozenset[str]
+    stored: frozenset[str]
     probed: frozenset[str]
 
 
@@ -85,6 +87,7 @@ class StateWatch:
     def __init__(self, whole: Iterable[object]) -> None:
         self._whole = {id(each) for each in whole}
         self._holders: dict[int, _Holder] = {}
+        self._stored: set[tuple[int, str]] = set()
         self._cells: dict[int, tuple[types.CellType, Any, str]] = {}
         self._containers: dict[int, tuple[Any, Any, str]] = {}
         self._random: list[tuple[str, Any, Any, Any]] = []
@@ -220,6 +223,7 @@ class StateWatch:
         self._walk_class(type(value), names)
         entries = getattr(value, "__dict__", None)
         if entries is not None:
+            self._stored.update((id(entries), name) for name in names.stored)
             if isinstance(value, nn.Module):
                 path = type(value).__name__
             chosen = entries.keys() if id(value) in self._whole else names.read & entries.keys()
@@ -279,6 +283,31 @@ class StateWatch:
         for container, items, path in self._containers.values():
             if not _same_items(container, items):
                 yield path
+
+    def changed_entries(self) -> dict[tuple[int, Any], tuple[str, Any]]:
+        """Returns the attributes and globals that no longer have their values.
+
+        Returns:
+            for each its name for messages and what it is now.
+        """
+        found = {}
+        for holder in self._holders.values():
+            for key, value in holder.expected.items():
+                now = holder.entries.get(key, _MISSING)
+                if not _same(now, value):
+                    name = f"{holder.describe}{_key_text(key)}"
+                    found[id(holder.entries), key] = name, now
+        return found
+
+    def minds(self, entry: tuple[int, Any], now: Any) -> bool:
+        """Whether what others change matters here: it is set here, or read and no tensor.
+
+        A tensor that is read comes from where it was made.
+        """
+        holder = self._holders.get(entry[0])
+        if holder is None or entry[1] not in holder.expected:
+            return False
+        return entry in self._stored or not isinstance(now, torch.Tensor)
 
     def restore(self) -> None:
         """Gives everything but random generators the value back that it had."""
@@ -435,13 +464,14 @@ def _watched_names(code: types.CodeType) -> _Names | None:
 @functools.cache
 def _names_of(code: types.CodeType | None) -> _Names:
     if code is None:
-        return _Names(frozenset(), frozenset())
+        return _Names(frozenset(), frozenset(), frozenset())
     inner = [_names_of(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
-    stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    stores = (each for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+    stored = {each.argval for each in stores}.union(*(each.stored for each in inner))
     probed = texts.union(stored, *(each.probed for each in inner))
     read = probed.union(code.co_names, code.co_freevars, *(each.read for each in inner))
-    return _Names(frozenset(read), frozenset(probed))
+    return _Names(frozenset(read), frozenset(stored), frozenset(probed))
 
 
 @functools.cache

@@ -43,6 +43,7 @@ from smdistributed.modelparallel.torch.pipeline.structure import (
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.pipeline.switches import changes_since, positions
 from smdistributed.modelparallel.torch.pipeline.taps import Tap, attribute_taps
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -132,6 +133,7 @@ class Recorder(TorchFunctionMode):
         self._memory = memory
         self._names = {module: name for model in models for module, name in model.names.items()}
         self._meter = Meter()
+        self._switches = positions()
         self._paused = 0
         self._region: int | None = None
         self._num_regions = 0
@@ -156,6 +158,7 @@ class Recorder(TorchFunctionMode):
         self.leaf_watches: list[StateWatch] = []
         self._active_watch = self.watch
         self._new_leaf_watches: list[StateWatch] = []
+        self._changed_by_leaves: dict[tuple[int, Any], tuple[str, Any]] = {}
         self._roots = {model.model for model in models}
         self._runs_for_real = False
         self._inner_calls: collections.Counter[nn.Module] = collections.Counter()
@@ -194,6 +197,7 @@ class Recorder(TorchFunctionMode):
                     self.watch.end()
                     for watch in reversed(self._new_leaf_watches):
                         watch.restore()
+            self._check_shared_state()
             self._paused += 1  # what follows belongs to us
             frame = self._stack[0]
             self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
@@ -206,6 +210,20 @@ class Recorder(TorchFunctionMode):
         node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
         self._bind(fake, node, ())
         return fake
+
+    def _check_shared_state(self) -> None:
+        """Raises if glue reads or sets state that leaves change: microbatches would mix it up.
+
+        In one process the glue of a microbatch comes after the leaves of the one before.
+        """
+        for entry, (name, now) in self._changed_by_leaves.items():
+            if self.watch.minds(entry, now):
+                raise UnsupportedError(
+                    f"{name} is changed by the module that has it, and read or set by code outside "
+                    "it, in the forward of a module that is split over partitions or in the step "
+                    "function. Put these modules on one partition, or keep that state inside one "
+                    "module (for a cache of Transformers: use_cache=False)."
+                )
 
     def check_rebound_buffers(self) -> None:
         """Raises if glue code assigned a new tensor to a buffer: a replay would not."""
@@ -371,6 +389,7 @@ class Recorder(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         versions = [_version(tensor) for tensor in tensors]
         grad_enabled, autocast = torch.is_grad_enabled(), self._autocast()
+        switches = changes_since(self._switches)
         flops, draws = self._meter.flops, self._meter.random_draws
         try:
             if kind is NodeKind.LEAF:
@@ -405,6 +424,7 @@ class Recorder(TorchFunctionMode):
             kwargs=node_kwargs,
             grad_enabled=grad_enabled,
             autocast=autocast,
+            switches=switches,
             draw=draw,
             flops=self._meter.flops - flops,
             replicated=kind is NodeKind.CALL
@@ -449,14 +469,25 @@ class Recorder(TorchFunctionMode):
         carries = any(True for _ in placeholders(templates, Carried))
         memory = None if carries or self._is_observed(module) else self._memory
         if memory is None:
-            calls = self._calls.copy()
+            if not carries:
+                return self._run_leaf(module, lambda: call(*args, **kwargs))[0]
+            alike = self._run_on_copies(module, call, args, kwargs)
             result, lines, _ = self._run_leaf(module, lambda: call(*args, **kwargs))
-            if carries:
-                self._calls = calls
-                self._check_carried(module, name, call, args, kwargs, lines)
+            if lines != alike:
+                kinds = {type(each.pristine).__name__ for each in placeholders(templates, Carried)}
+                raise UnsupportedError(
+                    f"{name} depends on what modules of another partition left in an object of "
+                    f"class {', '.join(sorted(kinds))}. Put the modules that share it on one "
+                    "partition (for a key-value cache of Transformers: or use_cache=False)."
+                )
             return result
         meter = self._meter
-        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._autocast())
+        state = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            self._autocast(),
+            positions(),
+        )
         arguments = memory.key(args, kwargs)
         known = memory.find(module, arguments, state)
         if known is not None:
@@ -512,40 +543,30 @@ class Recorder(TorchFunctionMode):
                 result = call()
         finally:
             watch.end()
+            self._changed_by_leaves |= watch.changed_entries()
             watch.restore_random()
             self.leaf_watches.append(watch)
             self._new_leaf_watches.append(watch)
         return result, [node.line(repr) for node in graph.nodes], watch
 
-    def _check_carried(
-        self,
-        module: nn.Module,
-        name: str,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        lines: list[str],
-    ) -> None:
-        """Makes sure that a leaf does the same with its rank's copies of the objects it is given.
+    def _run_on_copies(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> list[str]:
+        """Returns what a leaf does with its rank's copies of the objects that it is given.
 
-        Raises:
-            UnsupportedError: it does not.
+        Leaves no trace but in the copies.
         """
         assert self._leaves is not None
         copies = self._copies[self._leaves[module].partition]
-        kept = dict(self._inner_outputs)
         own = template((args, kwargs), lambda tensor: tensor, lambda obj: self._carried[id(obj)][0])
         args, kwargs = fill(own, Carried, copies)
+        calls, kept, meter = self._calls.copy(), dict(self._inner_outputs), self._meter.reading()
         with _without_hooks(module):
-            _, again, _ = self._run_leaf(module, lambda: call(*args, **kwargs))
-        self._inner_outputs = kept
-        if again != lines:
-            classes = sorted({type(each.pristine).__name__ for each in placeholders(own, Carried)})
-            raise UnsupportedError(
-                f"{name} depends on what modules of another partition left in an object of class "
-                f"{', '.join(classes)}. Put the modules that share it on one partition (for a "
-                "key-value cache of Transformers: or use_cache=False)."
-            )
+            _, lines, watch = self._run_leaf(module, lambda: call(*args, **kwargs))
+        watch.restore()
+        self._calls, self._inner_outputs = calls, kept
+        self._meter.put_back(meter)
+        return lines
 
     @contextlib.contextmanager
     def _inside_leaf(self, watch: StateWatch) -> Iterator[Graph]:
