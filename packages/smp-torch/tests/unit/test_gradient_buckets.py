@@ -31,6 +31,15 @@ def test_views_share_the_bucket() -> None:
     assert sorted(bucket.flat.tolist()) == [1.0] * 6 + [2.0] * 3
 
 
+def test_views_of_complex_parameters_are_complex() -> None:
+    parameters = [nn.Parameter(torch.rand(2, 3, dtype=torch.complex64)) for _ in range(2)]
+    (bucket,) = make_buckets(parameters, 10**6)
+    for position, (parameter, view) in enumerate(bucket.slots):
+        assert (view.shape, view.dtype) == (parameter.shape, torch.complex64)
+        view.fill_(complex(position + 1, 5))
+    assert sorted(bucket.flat.tolist()) == [1.0] * 6 + [2.0] * 6 + [5.0] * 12
+
+
 def test_types_do_not_mix_and_nothing_needs_no_bucket() -> None:
     parameters = [nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(2).double())]
     assert {bucket.flat.dtype for bucket in make_buckets(parameters, 10**6)} == {

@@ -27,9 +27,19 @@ class Bucket:
     def __init__(self, handle: GradBucket) -> None:
         self.handle = handle
         self.flat = handle.buffer()
+        parameters = handle.parameters()
+        views = handle.gradients()
+        if any(parameter.is_complex() for parameter in parameters):
+            # Such a bucket has no others. Torch holds it in real numbers, and so gives the views.
+            sizes = [parameter.numel() for parameter in parameters]
+            pieces = torch.view_as_complex(self.flat.view(-1, 2)).split(sizes)
+            views = [
+                piece.view_as(parameter)
+                for piece, parameter in zip(pieces, parameters, strict=True)
+            ]
         # Kept, so that a gradient that is such a view can be told by identity.
         self.slots: list[tuple[torch.Tensor, torch.Tensor]] = list(
-            zip(handle.parameters(), handle.gradients(), strict=True)
+            zip(parameters, views, strict=True)
         )
 
     def take_result(self, future: torch.futures.Future[object]) -> None:
