@@ -32,7 +32,7 @@ class Bucket:
         if any(parameter.is_complex() for parameter in parameters):
             # Such a bucket has no others. Torch holds it in real numbers, and so gives the views.
             sizes = [parameter.numel() for parameter in parameters]
-            pieces = torch.view_as_complex(self.flat.view(-1, 2)).split(sizes)
+            pieces = torch.view_as_complex(self.flat.view(-1, 2)).split(sizes)  # type: ignore[no-untyped-call]
             views = [
                 piece.view_as(parameter)
                 for piece, parameter in zip(pieces, parameters, strict=True)
