@@ -1,27 +1,4 @@
 """Compatibility: launch tools take every class in here to recognise the errors of a job."""
 
-from smdistributed.modelparallel.backend.exceptions import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    NotInitializedError,
-    NotPartitionedError,
-    PartitionError,
-    ScheduleDeadlock,
-    ScheduleError,
-    SMPError,
-    UnsupportedError,
-)
-
-__all__ = [
-    "CheckpointError",
-    "CommError",
-    "ConfigError",
-    "NotInitializedError",
-    "NotPartitionedError",
-    "PartitionError",
-    "SMPError",
-    "ScheduleDeadlock",
-    "ScheduleError",
-    "UnsupportedError",
-]
+from smdistributed.modelparallel.backend.exceptions import *  # noqa: F403
+from smdistributed.modelparallel.backend.exceptions import __all__ as __all__
