@@ -155,3 +155,21 @@ def test_a_class_that_was_watched_can_go() -> None:
     del Own, watch
     gc.collect()
     assert kept() is None
+
+
+def test_a_module_under_construction_is_looked_at() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:  # called before there are any children
+            super().__init__()
+            self.child = nn.Linear(1, 1)
+
+    def make() -> nn.Module:
+        return Late()
+
+    watch = StateWatch(whole=())
+    watch.begin(make, [])
+    try:
+        make()
+    finally:
+        watch.end()
+    assert watch.changed() is None
