@@ -223,20 +223,22 @@ def test_ctc_loss_is_recorded_although_it_looks_at_lengths(
     targets = torch.randint(1, WIDTH, (*batch, 2))
     lengths = torch.full(batch, 5), torch.full(batch, 2)
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return F.ctc_loss(x.log_softmax(-1), targets, *lengths, reduction=reduction).mean()
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(x.log_softmax(-1), targets, *lengths, reduction=reduction)
 
     step, _ = recorded(HALVES)
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        result = loss(step.module(x))
-        step.backward(result)
+        result = losses(step.module(x))
+        step.backward(result.mean())
         return result
 
     x = torch.randn(5, *batch, WIDTH)
     plan = step.plan(body, x)
     (returned,) = plan.graph.returned
-    assert torch.equal(run(plan, x)[returned.index], loss(step.module(x)))
+    expected = losses(step.module(x))
+    assert returned.shape == tuple(expected.shape)
+    assert torch.equal(run(plan, x)[returned.index], expected)
 
 
 class Memory:
@@ -286,6 +288,28 @@ def test_an_object_that_is_handed_over_may_not_hold_activations() -> None:
     step = Recorded(module, {"layers.0": 0, "layers.1": 1})
     with pytest.raises(UnsupportedError, match="Memory that holds activations"):
         step.plan(module, torch.randn(3, WIDTH))
+
+
+def test_a_decision_may_be_computed_from_random_numbers() -> None:
+    # One way or the other: which, the key of the draw says.
+    step, body = recorded(HALVES, lambda x, first: x if torch.rand([]) * 2 < 1 else -x)
+    plan = step.plan(body, torch.randn(3, WIDTH))
+    assert not plan.graph.guards  # the next microbatch has other numbers
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_if_it_has_dropout(dropout: float) -> None:
+    def attend(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        x = x[None, None]
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)[0, 0]
+
+    step, body = recorded(HALVES, attend)
+    plan = step.plan(body, torch.randn(3, WIDTH))
+    draws = [
+        node.draw for node in plan.graph.nodes if node.target is F.scaled_dot_product_attention
+    ]
+    assert len(draws) == 3
+    assert all((draw is not None) is (dropout > 0) for draw in draws)
 
 
 class Accumulating(nn.Linear):
