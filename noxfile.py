@@ -245,7 +245,9 @@ def minimums(session: nox.Session, package: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need CUDA devices."""
+    """Run the tests that need CUDA devices, and on devices those that can use them."""
     install_groups(session, "test")
     install_packages(session, "smp-common", "smp-torch")
-    session.run("pytest", "-m", "gpu", "packages", *session.posargs, env=ONE_THREAD)
+    names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts")
+    files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
+    session.run("pytest", *files, *session.posargs, env=ONE_THREAD)

@@ -107,19 +107,38 @@ def test_threads_are_left_alone(environ: dict[str, str], options: str, num_cores
     assert result["SMP_FAILURE_RECORDS"] == "1"
 
 
+def _mpirun(program: Path, version: str) -> None:
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\necho '{version}'\necho 'Report bugs'\n")
+    program.chmod(0o755)
+
+
 def test_mpirun_beside_the_interpreter_comes_before_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside, on_path = tmp_path / "venv" / "mpirun", tmp_path / "path" / "mpirun"
     for program in (beside, on_path):
-        program.parent.mkdir()
-        program.touch(mode=0o755)
+        _mpirun(program, "mpirun (Open MPI) 5.0.11")
     monkeypatch.setattr(sys, "executable", str(beside.parent / "python"))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda _: str(on_path))
     assert find_mpirun() == str(beside)
     beside.unlink()
     assert find_mpirun() == str(on_path)
+
+
+@pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.6", "HYDRA build details:"])
+def test_mpirun_of_another_kind_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path = tmp_path / "path" / "mpirun"
+    _mpirun(on_path, version)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: str(on_path))
+    with pytest.raises(SMPError, match="Open MPI 5 or newer") as error:
+        find_mpirun()
+    assert version in str(error.value)
 
 
 def test_no_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

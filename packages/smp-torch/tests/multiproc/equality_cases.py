@@ -340,7 +340,8 @@ def case_blocks_with_dropout_left_out_at_random() -> list[list[float]]:
     model, step = smp.DistributedModel(Blocks()), smp.step(regress)
     x, y = batch()
     losses = [[one.item() for one in step(model, x, y).outputs] for _ in range(4)]
-    assert len({loss for each in losses for loss in each}) == 4 * len(losses[0])
+    # All blocks may have been left out twice.
+    assert len({loss for each in losses for loss in each}) > 3 * len(losses[0])
     return losses
 
 
@@ -417,7 +418,7 @@ def case_complex_and_integer_activations() -> None:
 
 def case_autocast() -> None:
     def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             out = model(x)
         assert out.dtype == torch.bfloat16
         loss = F.mse_loss(out.float(), y)
@@ -437,7 +438,7 @@ def case_autocast_around_the_step() -> None:
         data = batch()
         model.zero_grad()
         reference.zero_grad()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        with torch.autocast(data[0].device.type, dtype=dtype, enabled=dtype is not None):
             expected = run_plain(reference, regress, data)
             got = step(model, *own_share(data, [0, 0]))
         assert_same_results(got, expected)
@@ -693,7 +694,7 @@ def _train(
     state, expected_state = model.state_dict(), reference.state_dict()
     assert list(state) == list(expected_state)
     for name, tensor in expected_state.items():
-        torch.testing.assert_close(state[name], tensor)
+        torch.testing.assert_close(state[name], tensor.cpu())
 
 
 def case_state_after_three_steps() -> None:
@@ -725,8 +726,8 @@ def case_equal_to_the_last_bit_after_three_steps() -> None:
     state = model.state_dict()
     for name, tensor in reference.state_dict().items():
         if smp.dp_size() == 1:
-            assert torch.equal(state[name], tensor), name
-        torch.testing.assert_close(state[name], tensor)
+            assert torch.equal(state[name], tensor.cpu()), name
+        torch.testing.assert_close(state[name], tensor.cpu())
 
 
 def case_gradients_add_up_without_zero_grad() -> None:

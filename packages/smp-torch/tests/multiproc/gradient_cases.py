@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_ as imported_before_init
+from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
@@ -304,9 +305,9 @@ def join_case(divide_by_initial_world_size: bool) -> Callable[[], None]:
 
 
 def _batches(rank: int, num: int) -> Iterator[list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
+    numbers = generator(rank)
     for _ in range(num):
-        yield [torch.randn(8, WIDTH, generator=generator) for _ in range(2)]
+        yield [torch.randn(8, WIDTH, generator=numbers) for _ in range(2)]
 
 
 class Buffered(nn.Module):
@@ -493,7 +494,10 @@ def scaler_case(make_scaler: Callable[[], torch.amp.GradScaler]) -> Callable[[],
         model = smp.DistributedModel(module)
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         plain_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-        scaler, plain_scaler = make_scaler(), torch.amp.GradScaler("cpu", growth_interval=2)
+        scaler, plain_scaler = (
+            make_scaler(),
+            torch.amp.GradScaler(torch.get_default_device().type, growth_interval=2),
+        )
 
         def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = F.mse_loss(model(x), y)
@@ -590,7 +594,9 @@ PARTITIONED = {
     "a_rank_without_parameters": case_a_rank_without_parameters,
     "nonfinite_norm": case_nonfinite_norm,
     "scaler": scaler_case(lambda: smp.amp.GradScaler(growth_interval=2)),
-    "torchs_scaler": scaler_case(lambda: torch.amp.GradScaler("cpu", growth_interval=2)),
+    "torchs_scaler": scaler_case(
+        lambda: torch.amp.GradScaler(torch.get_default_device().type, growth_interval=2)
+    ),
     "a_fused_optimizer_is_scaled": case_a_fused_optimizer_is_scaled,
 }
 #: What replicas and partitions could spoil only together.

@@ -15,7 +15,7 @@ import torch
 from reference import MICROBATCHES, assert_close, empty, run_plain
 from torch import nn
 from torch.nn import functional as F
-from world import Case
+from world import Case, generator
 
 import smdistributed.modelparallel.torch as smp
 
@@ -63,7 +63,7 @@ class Pair:
         self.model = smp.DistributedModel(module)
         self.body = body
         self.step = smp.step(body)
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = generator(3)
 
     def each(self) -> Iterator[Stateful]:
         yield self.model.get_module()

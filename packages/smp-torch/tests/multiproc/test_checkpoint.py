@@ -17,6 +17,7 @@ import pytest
 import torch
 from small_nets import WIDTH, DropoutNet
 from torch.nn import functional as F
+from world import compute_here, skip_without_devices
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
@@ -57,6 +58,7 @@ def start(shape: tuple[int, int], seed: int) -> tuple[Any, Any]:
             "communication_timeout": 20,
         }
     )
+    compute_here()
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(seed + smp.rdp_rank())
     model = smp.DistributedModel(DropoutNet())
@@ -112,6 +114,7 @@ def states_after_resume(shape: tuple[int, int], folder: str, partial: bool) -> A
 
 
 def run(shape: Shape, body: Any, *args: object) -> Any:
+    skip_without_devices(shape.num_ranks)
     launcher = "python" if shape.num_ranks == 1 else "smprun"
     return run_ranks(
         shape.num_ranks, body, launcher=launcher, timeout=60, args=[tuple(shape), *args]
@@ -125,6 +128,7 @@ class Saved:
         self._folder = folder
 
     def folder(self, shape: Shape) -> str:
+        skip_without_devices(shape.num_ranks)
         folder = self._folder / f"{shape.pp}x{shape.dp}"
         if not folder.exists():
             folder.mkdir()
@@ -156,7 +160,7 @@ def assert_equal(got: Any, expected: Any) -> None:
         for key, value in expected.items():
             assert_equal(got[key], value)
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected)
+        assert torch.equal(got.cpu(), expected.cpu())
     else:
         assert got == expected
 

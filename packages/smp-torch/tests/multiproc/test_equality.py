@@ -15,7 +15,7 @@ import pytest
 import soundness_cases
 import torch
 import transformers_cases
-from world import Result, run_cases, values
+from world import Result, run_cases, skip_without_devices, values
 
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -61,6 +61,7 @@ def run_world(config: dict[str, object], modules: tuple[str, ...], only: tuple[s
 @functools.cache
 def outcome(name: str) -> tuple[dict[str, Result], ...]:
     world = WORLDS[name]
+    skip_without_devices(world.num_ranks)
     return run_ranks(
         world.num_ranks,
         run_world,

@@ -7,7 +7,7 @@ from typing import Any
 
 import gradient_cases
 import pytest
-from world import Result, run_cases, values
+from world import Result, run_cases, skip_without_devices, values
 
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -33,6 +33,7 @@ def run_world(config: dict[str, object], groups: tuple[str, ...]) -> dict[str, R
 @functools.cache
 def outcome(name: str) -> tuple[dict[str, Result], ...]:
     num_ranks, config, groups = WORLDS[name]
+    skip_without_devices(num_ranks)
     return run_ranks(num_ranks, run_world, timeout=150, args=[config, groups]).results
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from _pytest.outcomes import Failed
 
@@ -28,9 +29,27 @@ class NamedDict(dict[str, int]):
     """A dict of a class of its own, which every rank can import."""
 
 
+def compute_here() -> None:
+    """Makes new tensors live where the library computes: on this process's GPU if it has one."""
+    if torch.cuda.is_available():
+        torch.set_default_device("cuda")
+
+
+def skip_without_devices(num_ranks: int) -> None:
+    """Skips the test if this machine has GPUs, but fewer than processes to start."""
+    if 0 < torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs, there are {torch.cuda.device_count()}")
+
+
+def generator(seed: int) -> torch.Generator:
+    """Returns a generator of one's own, for tensors where the library computes."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def run_cases(config: Mapping[str, object], cases: Mapping[str, Case]) -> dict[str, Result]:
     """Runs every case in this job; to be called on every rank."""
     smp.init({"communication_timeout": 20, **config})
+    compute_here()
     results = {}
     for name, case in cases.items():
         torch.manual_seed(0)

