@@ -8,7 +8,8 @@ the ideal is what a perfect pipeline would gain over one process (M * P / (M + P
 two processes gain (``ceiling``) over the two that there are.
 
 ``overhead``: CPU time of the executing thread for each action, without the modules, the glue and
-the backward passes themselves.
+the backward passes themselves; ``transfers`` is the part of it in which messages are handed to
+torch.distributed and awaited.
 
 ``first``: seconds of the first call of a step function, beside those of the second: what recording,
 partitioning and planning cost.
@@ -31,6 +32,7 @@ from gpt_step import GPT, Size, loss_of
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.pipeline.executor import Executor
+from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
 from smdistributed.modelparallel.torch.pipeline.program import Program
 
 MICROBATCHES = 8
@@ -117,17 +119,17 @@ def overhead(options: argparse.Namespace) -> dict[str, float]:
     """Measures the executor's own CPU time an action."""
     size = Size(12, 32, 4, 64, 16)
     model, x, y = make(size, 1)
-    inner = outer = 0.0
+    spent = {"work": 0.0, "transfers": 0.0}
+    outer = 0.0
     actions = 0
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inner
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                inner += time.thread_time() - start
+                spent[kind] += time.thread_time() - start
 
         return run
 
@@ -135,7 +137,7 @@ def overhead(options: argparse.Namespace) -> dict[str, float]:
 
     def init_program(self: Program, *args: Any) -> None:
         init(self, *args)
-        self.run = counted(self.run)
+        self.run = counted("work", self.run)
 
     def run_executor(self: Executor, *args: Any) -> Any:
         nonlocal outer, actions
@@ -148,19 +150,25 @@ def overhead(options: argparse.Namespace) -> dict[str, float]:
     with (
         mock.patch.object(Program, "__init__", init_program),
         mock.patch.object(Executor, "run", run_executor),
-        mock.patch.object(torch.autograd, "backward", counted(torch.autograd.backward)),
+        mock.patch.object(torch.autograd, "backward", counted("work", torch.autograd.backward)),
+        mock.patch.object(Links, "send", counted("transfers", Links.send)),
+        mock.patch.object(Links, "receive", counted("transfers", Links.receive)),
+        mock.patch.object(Transfer, "wait", counted("transfers", Transfer.wait)),
     ):
         step = distributed(model)
         for _ in range(3):
             step(x, y)
         found = []
         for _ in range(options.rounds):
-            inner = outer = 0.0
+            spent.update(work=0.0, transfers=0.0)
+            outer = 0.0
             actions = 0
             for _ in range(10):
                 step(x, y)
-            found.append(1e6 * (outer - inner) / actions)
-    return {"microseconds_an_action": max(smp.allgather(statistics.median(found), smp.WORLD))}
+            found.append((outer - spent["work"], spent["transfers"], actions))
+    names = ("microseconds_an_action", "of_these_transfers")
+    own = [statistics.median(1e6 * each[i] / each[2] for each in found) for i in range(len(names))]
+    return dict(zip(names, max(smp.allgather(own, smp.WORLD)), strict=True))
 
 
 def first(options: argparse.Namespace) -> dict[str, float]:

@@ -127,6 +127,11 @@ class DataParallel:
         return "mean" if averages and not self._reduction.has_hook else "sum"
 
     @property
+    def reduces(self) -> bool:
+        """Whether backward passes matter to it: there are replicas, or a communication hook."""
+        return self._reduction.is_needed
+
+    @property
     def has_gradients(self) -> bool:
         """Whether the step in progress has given this rank a gradient."""
         return self._reduction.has_gradients

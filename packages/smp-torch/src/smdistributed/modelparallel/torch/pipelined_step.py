@@ -348,12 +348,14 @@ class PipelinedStep:
         random.begin(seed)
 
         final = iter(prepared.final_gradients)
+        # Between two passes Python's code is out of the caches: what need not run costs most.
+        reduced = [model.data_parallel for model in models if model.data_parallel.reduces]
 
         def enter_pass(kind: Kind, microbatch: int) -> None:
             random.enter_pass(microbatch, backward=kind is Kind.BACKWARD)
             completes = next(final) if kind is Kind.BACKWARD else frozenset()
-            for model in models:
-                model.data_parallel.enter_pass(completes)
+            for each in reduced:
+                each.enter_pass(completes)
 
         scales = list(weights) if scale == "mean" else [1.0] * len(weights)
         try:
