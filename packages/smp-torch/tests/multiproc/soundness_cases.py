@@ -228,6 +228,35 @@ def case_argument_object() -> None:
     assert_close(losses[2], losses[0] * 5, "another object")
 
 
+class Sliced:
+    """Knows how it is split, and holds a tensor and a number of each microbatch."""
+
+    def __init__(self, tensor: torch.Tensor, factors: list[float]) -> None:
+        self.tensor = tensor
+        self.factors = factors
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Sliced:
+        return Sliced(self.tensor.chunk(num_mb, axis)[mb], self.factors[mb::num_mb])
+
+
+def case_objects_that_split_themselves() -> None:
+    def body(model: Any, data: Sliced) -> torch.Tensor:
+        loss = model(data.tensor).square().mean() * sum(data.factors)
+        model.backward(loss)
+        return loss
+
+    pair = Pair(body)
+    for step in range(3):
+        x = torch.randn(2 * MICROBATCHES, WIDTH, generator=pair.generator)
+        factors = [float(number + step) for number in range(2 * MICROBATCHES)]
+        data = Sliced(x if smp.pp_rank() == 0 else torch.empty(len(x), 0), factors)
+        losses = [
+            pair.plain(part).square().mean() * sum(factors[m::MICROBATCHES])
+            for m, part in enumerate(x.chunk(MICROBATCHES))
+        ]
+        assert_close(pair.step(pair.model, data).stack(), torch.stack(losses).detach(), "losses")
+
+
 def case_two_models_of_one_class() -> None:
     first, second = Pair(regress), Pair(regress)
     second.step = first.step

@@ -140,7 +140,8 @@ class PipelinedStep:
         def make() -> Header:
             nonlocal calls, weights
             calls, weights = inputs.split(args, kwargs)
-            return Header(kind, seed, self._recordings.choose(kind, calls))
+            own = inputs.own(kind, calls)
+            return Header(kind, seed, own, self._recordings.choose(kind, own, calls))
 
         header = inputs.agree(kind, make)
         if self._pp_rank != 0:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Recordings kept for one kind of microbatch.
 _MOST_RECORDINGS = 8
+#: Kinds of microbatches that are remembered; a script may pass a new object in each step.
+_MOST_KINDS = 64
 #: Plans kept in all: state that changes in every step makes a new one each time.
 _MOST_PLANS = 64
 
@@ -94,19 +96,25 @@ class Recordings:
         self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
         self._warned: set[str] = set()
 
-    def _of(self, kind: CallKind, call: Call) -> _Known:
-        own = tuple(TensorKind.of(tensor) for tensor in tensors_in(call))
-        return self._known.setdefault((kind.constants, kind.state, own), _Known())
+    def _of(self, kind: CallKind, own: tuple[object, ...], call: Call) -> _Known:
+        tensors = tuple(TensorKind.of(tensor) for tensor in tensors_in(call))
+        return self._known.setdefault((kind.constants, own, kind.state, tensors), _Known())
 
-    def choose(self, kind: CallKind, calls: Sequence[Call]) -> tuple[int | None, ...]:
+    def choose(
+        self, kind: CallKind, own: Sequence[tuple[object, ...]], calls: Sequence[Call]
+    ) -> tuple[int | None, ...]:
         """Returns which recording fits each microbatch; None where none does.
 
         Args:
             kind: of the whole call.
+            own: what each microbatch has of its own besides tensors.
             calls: the microbatches, with real inputs.
         """
         stale: dict[int, bool] = {}
-        return tuple(self._choose(self._of(kind, call), call, stale) for call in calls)
+        return tuple(
+            self._choose(self._of(kind, mine, call), call, stale)
+            for mine, call in zip(own, calls, strict=True)
+        )
 
     def _choose(self, known: _Known, call: Call, stale: dict[int, bool]) -> int | None:
         inputs = tensors_in(call)
@@ -136,7 +144,7 @@ class Recordings:
         found: list[Recording] = []
         made: list[Recording] = []
         for position, call in enumerate(calls):
-            known = self._of(header.kind, call)
+            known = self._of(header.kind, header.own[position], call)
             choice = choices[position]
             if choice is not None:
                 if not self._is_first and id(known.recordings[choice]) not in checked:
@@ -151,9 +159,11 @@ class Recordings:
             made.append(recording)
         if made:
             self._compare([recording.plan for recording in made])
-            for call in calls:
+            for own, call in zip(header.own, calls, strict=True):
                 # Only now: numbers of recordings are agreed for a whole call.
-                del self._of(header.kind, call).recordings[:-_MOST_RECORDINGS]
+                del self._of(header.kind, own, call).recordings[:-_MOST_RECORDINGS]
+            for kind in list(self._known)[:-_MOST_KINDS]:
+                del self._known[kind]
         return found
 
     def _make(
@@ -206,9 +216,8 @@ class Recordings:
         stale: dict[int, bool] = {}
         for later in range(position + 1, len(calls)):
             if choices[later] is None:
-                choices[later] = self._choose(
-                    self._of(header.kind, calls[later]), calls[later], stale
-                )
+                known = self._of(header.kind, header.own[later], calls[later])
+                choices[later] = self._choose(known, calls[later], stale)
                 if choices[later] is None:
                     return
 

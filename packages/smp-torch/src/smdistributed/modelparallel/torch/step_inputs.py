@@ -7,6 +7,7 @@ tensors on the other ranks.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -91,11 +92,13 @@ class Header:
     Attributes:
         kind: what it was called with.
         seed: of the random numbers of this step.
+        own: for each microbatch, what its recording depends on beyond the whole call; see ``own``.
         choices: for each microbatch, which known recording fits; None where one must be made.
     """
 
     kind: CallKind
     seed: int
+    own: tuple[tuple[object, ...], ...]
     choices: tuple[int | None, ...]
 
 
@@ -122,6 +125,15 @@ class StepInputs:
             tuple(self._numbers.constants((args, kwargs))),
             self._state(),
         )
+
+    def own(self, kind: CallKind, calls: Sequence[Call]) -> tuple[tuple[object, ...], ...]:
+        """Returns what each microbatch has of its own besides tensors.
+
+        That is what objects with ``smp_slice`` gave it; all else is the same for all microbatches.
+        """
+        if _Mark.SLICED not in kind.constants:
+            return ((),) * len(calls)
+        return tuple(tuple(self._numbers.constants(call)) for call in calls)
 
     def _state(self) -> State:
         device = self._runtime.device.type
@@ -232,6 +244,12 @@ def _with_tensors(
     return replaced
 
 
+class _Mark(enum.Enum):
+    """Stands among constants for a property of the object that follows."""
+
+    SLICED = enum.auto()
+
+
 class _ObjectNumbers:
     """Numbers for objects, by identity: a recording is for the very model that it was given."""
 
@@ -252,12 +270,13 @@ class _ObjectNumbers:
             ]
         if isinstance(obj, list | tuple | set | frozenset):
             return [type(obj).__name__, *(each for item in obj for each in self.constants(item))]
+        mark = [_Mark.SLICED] if hasattr(type(obj), "smp_slice") else []
         parts = take_apart(obj)
         if parts is not None:
-            return [type(obj).__qualname__, *self.constants(parts.items)]
+            return [*mark, type(obj).__qualname__, *self.constants(parts.items)]
         if type(obj).__module__ == "numpy":
             return ["numpy", str(obj.dtype), obj.shape, hashlib.sha256(obj.tobytes()).hexdigest()]
-        return [type(obj).__qualname__, self._number(obj)]
+        return [*mark, type(obj).__qualname__, self._number(obj)]
 
     def _number(self, obj: Any) -> int:
         key = id(obj)

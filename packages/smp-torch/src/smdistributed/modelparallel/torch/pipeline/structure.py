@@ -4,8 +4,8 @@ Two operations: ``map_tensors`` copies a structure with a function applied to ea
 ``template`` turns it into plain data with a placeholder for each tensor, from which ``fill`` builds
 the structure again. Both keep the classes of containers.
 
-Containers are lists, tuples (named and structseq too), mappings and dataclasses. Anything else is
-a constant, or an opaque object with state of its own.
+Containers are lists, tuples (named and structseq too), mappings, dataclasses, and objects that
+know how they are split. Anything else is a constant, or an opaque object with state of its own.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def take_apart(obj: Any) -> Container | None:
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
         return Container(obj, "fields", fields)
+    if hasattr(type(obj), "smp_slice") and not hasattr(type(obj), "__slots__"):
+        return Container(obj, "fields", dict(vars(obj)))
     return None
 
 
