@@ -20,7 +20,10 @@ nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
 PACKAGES = ("smp-common", "smp-torch", "smp-tf")
-SOURCES = ("packages", "tools", "examples", "docs", "benchmarks", "noxfile.py")
+SOURCES = (
+    *("packages", "conformance", "tools", "examples", "docs", "benchmarks"),
+    "noxfile.py",
+)
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

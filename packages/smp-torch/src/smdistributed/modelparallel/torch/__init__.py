@@ -8,6 +8,7 @@ from smdistributed.modelparallel.torch import amp
 from smdistributed.modelparallel.torch import model as model
 from smdistributed.modelparallel.torch import nn as nn
 from smdistributed.modelparallel.torch import optimizers as optimizers
+from smdistributed.modelparallel.torch import patches as patches
 from smdistributed.modelparallel.torch.api import (
     DistributedModel,
     DistributedOptimizer,

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import NotInitializedError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    NotInitializedError,
+    PartitionError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
@@ -29,6 +33,7 @@ from smdistributed.modelparallel.torch.data_parallel import DataParallelOptions
 from smdistributed.modelparallel.torch.model import DistributedModel as BaseModel
 from smdistributed.modelparallel.torch.model import modules_adopted, refuse_unsupported
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer as BaseOptimizer
+from smdistributed.modelparallel.torch.original_forward import original_forward
 from smdistributed.modelparallel.torch.runtime import TorchRuntime, start
 
 slot: RuntimeSlot[TorchRuntime] = RuntimeSlot()
@@ -57,12 +62,11 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(loss_scaling.shared_overflows(runtime))
         runtime.replacements.enter_context(random_streams.repeatable_checkpoints(runtime.random))
         runtime.replacements.enter_context(modules_adopted(runtime))
+        runtime.replacements.enter_context(original_forward())
 
 
 def step(
-    function: Callable[..., Any] | None = None,
-    *,
-    non_split_inputs: Iterable[str] | None = None,
+    non_split_inputs: Iterable[str] | Callable[..., Any] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
@@ -72,8 +76,8 @@ def step(
     call does. Collective: every process.
 
     Args:
-        function: the function, when used without parentheses.
-        non_split_inputs: names of arguments given whole to every microbatch.
+        non_split_inputs: names of arguments given whole to every microbatch; or the function,
+            when used without parentheses.
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors; False needs one partition.
 
@@ -82,10 +86,13 @@ def step(
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
     """
+    function, names = non_split_inputs, None
+    if not callable(function):
+        function, names = None, function
     return step_function.step(
         slot,
         function,
-        non_split_inputs=non_split_inputs,
+        non_split_inputs=names,
         input_split_axes=input_split_axes,
         detach_outputs=detach_outputs,
     )
@@ -102,6 +109,16 @@ def is_tracing() -> bool:
     return step is not None and step.is_tracing
 
 
+def _check_tracing(device: str, times: bool) -> None:
+    if device not in ("cpu", "gpu"):
+        raise ValueError(f"trace_device must be 'cpu' or 'gpu'; received {device!r}.")
+    if times and device == "cpu":
+        raise ValueError(
+            "trace_execution_times=True needs trace_device='gpu'; received trace_device='cpu': "
+            "leave one of them at its default."
+        )
+
+
 class DistributedModel(BaseModel):
     """The user's model, split over the ranks of the pipeline; takes its place in the script.
 
@@ -111,14 +128,14 @@ class DistributedModel(BaseModel):
     Args:
         module: the model to distribute.
         trace_device: accepted; models are traced without memory, on no device.
-        trace_execution_times: must be False: costs are counted, not measured.
+        trace_execution_times: accepted: costs are counted, not measured, on any device.
         overlapping_allreduce: with ddp, reduce each bucket of gradients over the data-parallel
             ranks as soon as it is complete; False: all at the end of the step.
         backward_passes_per_step: step calls whose gradients are summed before they are reduced.
         average_grads_across_microbatches: divide summed gradients by the number of microbatches
             (the loss is a mean over the batch); False only sums.
         bucket_cap_mb: size of a bucket of gradients, in MiB.
-        trace_memory_usage: must be False: memory is estimated from output sizes.
+        trace_memory_usage: accepted: memory is counted from the sizes of what is kept.
         broadcast_buffers: with ddp, buffers follow the first rank of the DP_GROUP at each step.
         gradient_as_bucket_view: leave gradients in their buckets, which saves a copy of them; do
             not call ``detach_`` on such a gradient.
@@ -128,7 +145,7 @@ class DistributedModel(BaseModel):
 
     Raises:
         TypeError: ``module`` is no ``torch.nn.Module``, or another argument has a wrong type.
-        ValueError: a number is too small.
+        ValueError: a number is too small, or options exclude each other.
 
     Source: smd_model_parallel_pytorch.rst, DistributedModel.
     """
@@ -147,11 +164,7 @@ class DistributedModel(BaseModel):
         gradient_as_bucket_view: bool = False,
         find_unused_parameters: bool = False,
     ) -> None:
-        refuse_unsupported(
-            "DistributedModel",
-            trace_execution_times=trace_execution_times,
-            trace_memory_usage=trace_memory_usage,
-        )
+        _check_tracing(trace_device, trace_execution_times)
         super().__init__(
             slot.get(),
             module,
@@ -262,9 +275,18 @@ def set_partition(module: nn.Module, index: int) -> None:
     """Assigns a module and all modules below it to a partition, before the first step call.
 
     Raises:
-        PartitionError: ``index`` is no partition.
+        PartitionError: ``index`` is no partition, or the model is partitioned already.
     """
-    slot.get().manual_partitions.set(module, index)
+    runtime = slot.get()
+    if runtime.topology.pp_size > 1:
+        for model in runtime.live_models():
+            if model.partitioned and module in model.fakes.names:
+                raise PartitionError(
+                    "set_partition must come before the first call of a step function with the "
+                    f"model; {model.fakes.names[module] or type(module).__name__} has its "
+                    f"partition, {model.partition_of(module)}."
+                )
+    runtime.manual_partitions.set(module, index)
 
 
 def partition_of(module: nn.Module) -> int | None:

@@ -180,8 +180,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             divide_by_initial_world_size, enable, throw_on_early_termination
         )
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Lets ``hook(state, bucket)`` reduce gradients over the data-parallel ranks.
+    def register_comm_hook(self, state: object, callable: Callable[..., Any]) -> None:
+        """Lets ``callable(state, bucket)`` reduce gradients over the data-parallel ranks.
 
         It gets each ``torch.distributed.GradBucket`` and returns a future of its reduced tensor,
         as with ``DistributedDataParallel``, so torch's own hooks fit; give those that take a
@@ -191,11 +191,11 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         Raises:
             RuntimeError: ``ddp`` or ``overlapping_allreduce`` is not True, gradients have been
                 computed, or there is a hook already.
-            TypeError: ``hook`` is not callable.
+            TypeError: the hook cannot be called.
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
-        self.data_parallel.register_comm_hook(state, hook)
+        self.data_parallel.register_comm_hook(state, callable)
 
     _register_comm_hook = register_comm_hook
 

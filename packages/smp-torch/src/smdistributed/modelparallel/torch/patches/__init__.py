@@ -1,1 +1,5 @@
 """Functions that the documented API keeps under ``patches``."""
+
+from smdistributed.modelparallel.torch.patches import checkpoint
+
+__all__ = ["checkpoint"]

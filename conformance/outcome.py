@@ -1,0 +1,37 @@
+"""What became of a case."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Status(enum.StrEnum):
+    """How a case, or a row, stands."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_BUILT = "not yet built"
+    NO_CASE = "no case"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case in one world, on one rank or on all.
+
+    Attributes:
+        status: how it stands.
+        reason: the traceback of a failure, or what refused.
+    """
+
+    status: Status
+    reason: str = ""
+
+
+def worst(outcomes: list[Outcome]) -> Outcome:
+    """Returns the outcome of a whole: failed before not built before passed."""
+    for status in (Status.FAILED, Status.NOT_BUILT, Status.PASSED):
+        for each in outcomes:
+            if each.status is status:
+                return each
+    return Outcome(Status.NO_CASE)

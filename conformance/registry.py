@@ -1,0 +1,102 @@
+"""Cases, and where they are kept."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conformance.worlds import FRAMEWORKS, WORLDS
+
+if TYPE_CHECKING:
+    from conformance.adapters.base import Adapter
+
+Body = Callable[["Adapter"], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One documented behaviour.
+
+    Attributes:
+        name: of its function; unique.
+        rows: of the specification that it comes from, the first one being its identity.
+        worlds: names of the jobs that it runs in, in each of them.
+        frameworks: whose packages it runs against.
+        body: raises if the behaviour is not as documented; called on every rank.
+        is_built: False for a row whose feature no package has; the body then asks for it, and must
+            be refused.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    worlds: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    body: Body
+    is_built: bool = True
+
+    @property
+    def title(self) -> str:
+        """The first line of the body's documentation, or its name in words."""
+        return (self.body.__doc__ or self.name.replace("_", " ")).strip().splitlines()[0]
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(case: Case) -> None:
+    """Keeps a case."""
+    if case.name in CASES:
+        raise ValueError(f"cases need names of their own; {case.name} is there twice.")
+    if unknown := set(case.worlds) - set(WORLDS):
+        raise ValueError(f"case {case.name}: no world is called {', '.join(sorted(unknown))}.")
+    CASES[case.name] = case
+
+
+def case(
+    *rows: str, worlds: tuple[str, ...] = ("pipeline",), frameworks: tuple[str, ...] = FRAMEWORKS
+) -> Callable[[Body], Body]:
+    """Makes a case of a function that takes an adapter.
+
+    Args:
+        rows: of the specification that it comes from.
+        worlds: where it runs.
+        frameworks: whose packages it runs against.
+    """
+
+    def register(body: Body) -> Body:
+        add(Case(body.__name__, rows, worlds, frameworks, body))
+        return body
+
+    return register
+
+
+def torch_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[[Body], Body]:
+    """Makes a case that only PyTorch has."""
+    return case(*rows, worlds=worlds, frameworks=("torch",))
+
+
+def later(
+    *rows: str, worlds: tuple[str, ...] = ("new",), frameworks: tuple[str, ...] = ("torch",)
+) -> Callable[[Body], Body]:
+    """Keeps the place of a case whose feature is not there yet.
+
+    The function asks for the feature. As soon as that is no longer refused the case fails, until a
+    real one takes its place.
+    """
+
+    def register(body: Body) -> Body:
+        add(Case(body.__name__, rows, worlds, frameworks, body, is_built=False))
+        return body
+
+    return register
+
+
+def load(framework: str) -> dict[str, Case]:
+    """Imports all cases; returns those of a framework by name."""
+    package = importlib.import_module("conformance.cases")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return {name: each for name, each in CASES.items() if framework in each.frameworks}

@@ -1,0 +1,54 @@
+"""The kinds of jobs that cases run in: starting processes costs seconds, a case milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+@dataclass(frozen=True)
+class World:
+    """A job.
+
+    Attributes:
+        name: what cases call it.
+        num_ranks: processes.
+        config: what ``smp.init`` is given, the same in both frameworks.
+        own: by framework, parameters that only it has.
+        is_started: whether ``smp.init`` is called before the cases.
+        frameworks: where the world is possible.
+    """
+
+    name: str
+    num_ranks: int
+    config: dict[str, object] = field(default_factory=dict)
+    own: dict[str, dict[str, object]] = field(default_factory=dict)
+    is_started: bool = True
+    frameworks: tuple[str, ...] = FRAMEWORKS
+
+    def config_of(self, framework: str) -> dict[str, object]:
+        """Returns all parameters."""
+        return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
+
+
+_REPLICAS: dict[str, dict[str, object]] = {"torch": {"ddp": True}, "tensorflow": {"horovod": True}}
+_TWO = {"pipeline_parallel_degree": 2, "microbatches": 4}
+
+WORLDS = {
+    world.name: world
+    for world in (
+        # Cases that call smp.init themselves, each in a process forked for it.
+        World("new", 1, is_started=False),
+        World("alone", 1, {"pipeline_parallel_degree": 1, "microbatches": 4}),
+        World("pipeline", 2, _TWO),
+        World(
+            "manual",
+            2,
+            {**_TWO, "auto_partition": False, "default_partition": 1, "pipeline": "simple"},
+        ),
+        World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
+        World("both", 4, _TWO, _REPLICAS),
+        World("spread", 4, {**_TWO, "placement_strategy": "spread"}, _REPLICAS),
+    )
+}
