@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from conformance import job
 from conformance.adapters import missing
 from conformance.outcome import Outcome, Status, worst
 from conformance.registry import Case
-from conformance.worlds import WORLDS
+from conformance.worlds import WORLDS, World
 from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
 #: A start on a busy machine, and a second a case.
@@ -32,15 +33,23 @@ def run(
     if reason := missing(framework):
         return dict.fromkeys(cases, Outcome(Status.NOT_BUILT, reason))
     found: dict[str, list[Outcome]] = {name: [] for name in cases}
-    for world in WORLDS.values():
+
+    def run_cases_of(world: World) -> None:
         names = [name for name, case in cases.items() if world.name in case.worlds]
         if not names:
-            continue
+            return
         started = time.monotonic()
         for name, outcome in _run_world(framework, world.name, names).items():
             found[name].append(outcome)
         seconds = time.monotonic() - started
         note(f"{world.name}: {len(names)} cases on {world.num_ranks} ranks, {seconds:.0f} s")
+
+    alone = [world for world in WORLDS.values() if world.num_ranks == 1]
+    several = [world for world in WORLDS.values() if world.num_ranks > 1]
+    # Single processes leave a core to the others.
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda group: [run_cases_of(each) for each in group], (alone, several)):
+            pass
     return {name: worst(outcomes) for name, outcomes in found.items()}
 
 

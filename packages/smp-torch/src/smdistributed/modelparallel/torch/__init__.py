@@ -37,6 +37,8 @@ from smdistributed.modelparallel.torch.creation import (
     hvd_average_grads,
     set_tensor_parallelism,
     tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
 )
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step_output import StepOutput
@@ -124,6 +126,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "partition",
+    "patches",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -145,5 +148,7 @@ __all__ = [
     "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

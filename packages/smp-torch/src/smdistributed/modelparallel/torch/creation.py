@@ -14,6 +14,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.api import slot
+from smdistributed.modelparallel.torch.later import later_function
 
 
 @contextlib.contextmanager
@@ -42,6 +43,10 @@ def set_tensor_parallelism(
         UnsupportedError: asked for with ``tensor_parallel_degree`` above 1.
     """
     _refuse_tensor_parallelism(enabled)
+
+
+tp_register = later_function("smp.tp_register")
+tp_register_with_module = later_function("smp.tp_register_with_module")
 
 
 def hvd_average_grads() -> None:
