@@ -36,7 +36,7 @@ def install_groups(session: nox.Session, *groups: str) -> None:
 
 def install_torch(session: nox.Session, *version: str) -> None:
     """Installs PyTorch, the CPU build where no GPU is; see tools/install_torch.py."""
-    session.run("python", "tools/install_torch.py", *version)
+    session.run_install("python", "tools/install_torch.py", *version)
 
 
 def install_packages(session: nox.Session, *packages: str, editable: bool = False) -> None:
@@ -93,7 +93,8 @@ def check_types(session: nox.Session) -> None:
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
     )
-    session.run("mypy", "noxfile.py", "tools/install_torch.py")
+    tools = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py"))
+    session.run("mypy", "noxfile.py", *tools)
 
 
 def check_imports(session: nox.Session) -> None:
@@ -110,6 +111,10 @@ def check_docs(session: nox.Session) -> None:
 
 def check_builds(session: nox.Session) -> None:
     session.run("pytest", "-m", "slow", *suites("packaging"))
+
+
+def check_house(session: nox.Session) -> None:
+    session.run("pytest", "tools/tests", *session.posargs)
 
 
 def check_units(session: nox.Session, *packages: str) -> None:
@@ -145,6 +150,7 @@ def tests(session: nox.Session) -> None:
     install_packages(session, *PACKAGES)
     check_types(session)
     check_imports(session)
+    check_house(session)
     check_units(session, *PACKAGES)
     if having("multiproc"):
         check_processes(session, *PACKAGES)
@@ -219,6 +225,35 @@ def docs(session: nox.Session) -> None:
     install_groups(session, "docs")
     install_packages(session, "smp-common", "smp-torch")
     check_docs(session)
+
+
+@nox.session
+def house(session: nox.Session) -> None:
+    """Test what releases and workflows rest on: tags, changelogs, public names, versions."""
+    install_groups(session, "house")
+    install_packages(session, *PACKAGES)
+    check_house(session)
+
+
+@nox.session
+def names(session: nox.Session) -> None:
+    """Record public names that appeared or are gone: PACKAGE, and the fragments that say so."""
+    install_packages(session, *PACKAGES, editable=True)
+    session.run("python", "tools/public_names.py", *session.posargs)
+
+
+@nox.session
+def changelog(session: nox.Session) -> None:
+    """Show what the changelogs will say of the changes since the last releases."""
+    install_groups(session, "release")
+    session.run("python", "tools/release.py", "--draft")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Release a package: PACKAGE and its new VERSION. Commits and tags, pushes nothing."""
+    install_groups(session, "release")
+    session.run("python", "tools/release.py", *session.posargs)
 
 
 @nox.session

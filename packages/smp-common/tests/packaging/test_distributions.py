@@ -207,11 +207,3 @@ def test_a_wheel_beside_an_editable_package(
     files = probe(environment, installed, edited)
     assert not lies_in_sources(files[LEAVES[installed]])
     assert lies_in_sources(files[LEAVES[edited]])
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_changelog_fragments_make_a_draft(package: str) -> None:
-    folder = REPOSITORY / "packages" / package
-    draft = run(sys.executable, "-m", "towncrier", "build", "--draft", "--dir", folder)
-    fragments = [path for path in (folder / "changelog.d").iterdir() if path.suffix == ".md"]
-    assert ("No significant changes" in draft) is (not fragments)
