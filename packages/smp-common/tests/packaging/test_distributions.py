@@ -197,6 +197,7 @@ class CleanEnvironment:
         """Installs with pip; each of our packages must then have what it needs."""
         done = self.try_to_install(*words)
         assert done.returncode == 0, done.stderr
+        # A later installation may break an earlier one, of which pip only warns.
         lines = attempt(*self._pip, "check").stdout.splitlines()
         assert not [line for line in lines if line.startswith(PACKAGES)]
 
@@ -324,11 +325,11 @@ def test_smprun_starts_processes(dist: Path, environment: CleanEnvironment, tmp_
 def test_a_newer_patch_of_smp_common_runs_framework_packages(
     dist: Path, environment: CleanEnvironment, tmp_path: Path
 ) -> None:
-    """Those made before it, that is, with the wheels that they were published as."""
+    """It comes to framework packages that were made, and installed, before it."""
     release = Version(declared("smp-common", "version"))
     newer = f"{release.major}.{release.minor}.{release.micro + 1}"
-    packages = [wheel(dist, package) for package in FRAMEWORKS]
-    environment.install(build_common(tmp_path, newer), *packages)
+    environment.install("--find-links", dist, *FRAMEWORKS)
+    environment.install(build_common(tmp_path, newer))
     probe(environment, *PACKAGES, common=newer)
 
 
