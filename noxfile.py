@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import nox
 from packaging.requirements import Requirement
@@ -22,6 +23,8 @@ ROOT = Path(__file__).parent
 PACKAGES = ("smp-common", "smp-torch", "smp-tf")
 SOURCES = ("packages", "tools", "examples", "docs", "benchmarks", "noxfile.py")
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+#: The releases of PyTorch that smp-torch claims to work with, the lowest first.
+TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -66,10 +69,14 @@ def having(kind: str) -> list[str]:
     return [name for name in PACKAGES if suites(kind, (name,))]
 
 
+def metadata(package: str) -> dict[str, Any]:
+    """Returns what the pyproject.toml of a package says."""
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
 def lowest(package: str) -> list[str]:
     """Returns the lowest versions that a package declares of what it needs, PyTorch aside."""
-    metadata = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
-    needed = [Requirement(text) for text in metadata["project"]["dependencies"]]
+    needed = [Requirement(text) for text in metadata(package)["project"]["dependencies"]]
     return [
         f"{need.name}=={bound.version}"
         for need in needed
@@ -86,6 +93,9 @@ def check_lint(session: nox.Session) -> None:
     present = [place for place in SOURCES if (ROOT / place).exists()]
     session.run("ruff", "check", *present)
     session.run("ruff", "format", "--check", *present)
+    for schema, pattern in (("workflows", "workflows/*.yml"), ("actions", "actions/*/action.yml")):
+        files = (str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(f".github/{pattern}")))
+        session.run("check-jsonschema", "-q", "--builtin-schema", f"vendor.github-{schema}", *files)
 
 
 def check_types(session: nox.Session) -> None:
@@ -175,6 +185,17 @@ def multiproc(session: nox.Session, package: str) -> None:
     install_groups(session, "test")
     install_packages(session, *with_common(package))
     check_processes(session, package)
+
+
+@nox.session(python=nox.project.python_versions(metadata("smp-torch")))
+@nox.parametrize("torch", TORCHES)
+def compatibility(session: nox.Session, torch: str) -> None:
+    """Run the tests of smp-torch on each Python and with each PyTorch that it claims."""
+    install_groups(session, "test")
+    install_torch(session, torch)
+    session.install("./packages/smp-common", "./packages/smp-torch")
+    check_units(session, "smp-torch")
+    check_processes(session, "smp-torch")
 
 
 @nox.session
@@ -272,7 +293,7 @@ def minimums(session: nox.Session, package: str) -> None:
     install_groups(session, "test")
     packages = with_common(package)
     if package == "smp-torch":
-        install_torch(session, "2.11.0")
+        install_torch(session, TORCHES[0])
     pins = [pin for name in packages for pin in lowest(name)]
     session.install(*pins, *(f"./packages/{name}" for name in packages))
     check_units(session, package)
