@@ -289,7 +289,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", having("unit"))
 def minimums(session: nox.Session, package: str) -> None:
-    """Run the unit tests with the lowest versions that a package declares."""
+    """Run the tests with the lowest versions that a package declares."""
     install_groups(session, "test")
     packages = with_common(package)
     if package == "smp-torch":
@@ -297,6 +297,8 @@ def minimums(session: nox.Session, package: str) -> None:
     pins = [pin for name in packages for pin in lowest(name)]
     session.install(*pins, *(f"./packages/{name}" for name in packages))
     check_units(session, package)
+    if package in having("multiproc"):
+        check_processes(session, package)
 
 
 @nox.session
