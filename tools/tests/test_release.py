@@ -111,7 +111,7 @@ def test_a_release_of_smp_common(copy: Repository) -> None:
 
 
 def test_a_framework_package_is_released_after_smp_common(copy: Repository) -> None:
-    version = copy.version("smp-common")
+    version = higher(copy.version("smp-common"))
     refuse(copy, r"has the fragments .*: release smp-common first", "smp-torch", "1.0.0")
     release.main(["smp-common", version], copy)
     release.main(["smp-torch", "1.0.0"], copy)
