@@ -65,6 +65,11 @@ def refuse(repository: Repository, match: str, package: str, version: str) -> No
     assert not repository.git("tag", "--list", f"{package}-v{version}")
 
 
+def test_the_tools_know_every_package() -> None:
+    there = {path.name for path in (release.ROOT / "packages").iterdir()}
+    assert there == set(PACKAGES) == set(public_names.MODULES)
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_framework_package_needs_what_runs_with_smp_common_of_this_tree(framework: str) -> None:
     wanted = release.common_range(HERE.version("smp-common"))
