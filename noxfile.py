@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import nox
 from packaging.requirements import Requirement
@@ -25,6 +26,8 @@ SOURCES = (
     "noxfile.py",
 )
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+#: The releases of PyTorch that smp-torch claims to work with, the lowest first.
+TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -39,7 +42,7 @@ def install_groups(session: nox.Session, *groups: str) -> None:
 
 def install_torch(session: nox.Session, *version: str) -> None:
     """Installs PyTorch, the CPU build where no GPU is; see tools/install_torch.py."""
-    session.run("python", "tools/install_torch.py", *version)
+    session.run_install("python", "tools/install_torch.py", *version)
 
 
 def install_packages(session: nox.Session, *packages: str, editable: bool = False) -> None:
@@ -69,10 +72,14 @@ def having(kind: str) -> list[str]:
     return [name for name in PACKAGES if suites(kind, (name,))]
 
 
+def metadata(package: str) -> dict[str, Any]:
+    """Returns what the pyproject.toml of a package says."""
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
 def lowest(package: str) -> list[str]:
     """Returns the lowest versions that a package declares of what it needs, PyTorch aside."""
-    metadata = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
-    needed = [Requirement(text) for text in metadata["project"]["dependencies"]]
+    needed = [Requirement(text) for text in metadata(package)["project"]["dependencies"]]
     return [
         f"{need.name}=={bound.version}"
         for need in needed
@@ -89,6 +96,9 @@ def check_lint(session: nox.Session) -> None:
     present = [place for place in SOURCES if (ROOT / place).exists()]
     session.run("ruff", "check", *present)
     session.run("ruff", "format", "--check", *present)
+    for schema, pattern in (("workflows", "workflows/*.yml"), ("actions", "actions/*/action.yml")):
+        files = (str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(f".github/{pattern}")))
+        session.run("check-jsonschema", "-q", "--builtin-schema", f"vendor.github-{schema}", *files)
 
 
 def check_types(session: nox.Session) -> None:
@@ -96,7 +106,8 @@ def check_types(session: nox.Session) -> None:
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
     )
-    session.run("mypy", "noxfile.py", "tools/install_torch.py")
+    tools = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py"))
+    session.run("mypy", "noxfile.py", *tools)
 
 
 def check_imports(session: nox.Session) -> None:
@@ -113,6 +124,10 @@ def check_docs(session: nox.Session) -> None:
 
 def check_builds(session: nox.Session) -> None:
     session.run("pytest", "-m", "slow", *suites("packaging"))
+
+
+def check_house(session: nox.Session) -> None:
+    session.run("pytest", "tools/tests", *session.posargs)
 
 
 def check_units(session: nox.Session, *packages: str) -> None:
@@ -148,6 +163,7 @@ def tests(session: nox.Session) -> None:
     install_packages(session, *PACKAGES)
     check_types(session)
     check_imports(session)
+    check_house(session)
     check_units(session, *PACKAGES)
     if having("multiproc"):
         check_processes(session, *PACKAGES)
@@ -172,6 +188,17 @@ def multiproc(session: nox.Session, package: str) -> None:
     install_groups(session, "test")
     install_packages(session, *with_common(package))
     check_processes(session, package)
+
+
+@nox.session(python=nox.project.python_versions(metadata("smp-torch")))
+@nox.parametrize("torch", TORCHES)
+def compatibility(session: nox.Session, torch: str) -> None:
+    """Run the tests of smp-torch on each Python and with each PyTorch that it claims."""
+    install_groups(session, "test")
+    install_torch(session, torch)
+    session.install("./packages/smp-common", "./packages/smp-torch")
+    check_units(session, "smp-torch")
+    check_processes(session, "smp-torch")
 
 
 @nox.session
@@ -225,6 +252,35 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def house(session: nox.Session) -> None:
+    """Test what releases and workflows rest on: tags, changelogs, public names, versions."""
+    install_groups(session, "house")
+    install_packages(session, *PACKAGES)
+    check_house(session)
+
+
+@nox.session
+def names(session: nox.Session) -> None:
+    """Record public names that appeared or are gone: PACKAGE, and the fragments that say so."""
+    install_packages(session, *PACKAGES, editable=True)
+    session.run("python", "tools/public_names.py", *session.posargs)
+
+
+@nox.session
+def changelog(session: nox.Session) -> None:
+    """Show what the changelogs will say of the changes since the last releases."""
+    install_groups(session, "release")
+    session.run("python", "tools/release.py", "--draft")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Release a package: PACKAGE and its new VERSION. Commits and tags, pushes nothing."""
+    install_groups(session, "release")
+    session.run("python", "tools/release.py", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and sdists, and import them from clean environments."""
     install_groups(session, "build")
@@ -236,14 +292,16 @@ def build(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", having("unit"))
 def minimums(session: nox.Session, package: str) -> None:
-    """Run the unit tests with the lowest versions that a package declares."""
+    """Run the tests with the lowest versions that a package declares."""
     install_groups(session, "test")
     packages = with_common(package)
     if package == "smp-torch":
-        install_torch(session, "2.11.0")
+        install_torch(session, TORCHES[0])
     pins = [pin for name in packages for pin in lowest(name)]
     session.install(*pins, *(f"./packages/{name}" for name in packages))
     check_units(session, package)
+    if package in having("multiproc"):
+        check_processes(session, package)
 
 
 @nox.session

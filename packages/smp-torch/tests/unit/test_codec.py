@@ -32,6 +32,8 @@ def test_parameters_stay_parameters(data: torch.Tensor, requires_grad: bool) -> 
     assert torch.equal(got, data)
 
 
+# PyTorch 2.11 says so of every sparse tensor that it unpickles.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize(
     "tensor",
     [

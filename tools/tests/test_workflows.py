@@ -1,0 +1,187 @@
+"""What the workflows run is there, and covers what the packages claim."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from release import FRAMEWORKS, PACKAGES, ROOT, parse_tag, tag_of
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+HOUSE = runpy.run_path(str(ROOT / "noxfile.py"))
+
+
+def load(name: str) -> Any:
+    # YAML 1.1 reads the key "on" as a boolean; GitHub does not.
+    loaded = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())
+    return {"on" if key is True else key: value for key, value in loaded.items()}
+
+
+def matrices(job: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Yields the values of a job's matrix, one dictionary a run of the job."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    for values in itertools.product(*matrix.values()):
+        yield dict(zip(matrix, values, strict=True))
+
+
+def nox_calls(name: str) -> Iterator[list[str]]:
+    """Yields the words of each call of nox that a workflow makes."""
+    for job in load(name)["jobs"].values():
+        for values, step in itertools.product(matrices(job), job.get("steps", ())):
+            line = step.get("run", "")
+            for key, value in values.items():
+                line = line.replace(f"${{{{ matrix.{key} }}}}", value)
+            words = shlex.split(line)
+            if "nox" in words:
+                assert words[0] == "nox", f"nox is a step of its own: {line}"
+                yield words
+
+
+def sessions(words: list[str]) -> list[str]:
+    """Returns what follows -s in a call of nox, up to the next option."""
+    after = words[words.index("-s") + 1 :]
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), after))
+
+
+def nox(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nox", *words]
+    # With CI set, nox is strict by itself.
+    environment = {key: value for key, value in os.environ.items() if key != "CI"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """The sessions, with and without their parameters."""
+    names = re.findall(r"^[-*] (\S+)", nox("--list").stdout, re.MULTILINE)
+    assert "tests" in names
+    return {*names, *(name.partition("(")[0] for name in names)}
+
+
+@pytest.mark.parametrize("name", [path.name for path in WORKFLOWS])
+def test_workflows_run_sessions_that_exist(name: str, known: set[str]) -> None:
+    calls = list(nox_calls(name))
+    assert calls, "nox runs what is to be run"
+    unknown = [each for words in calls for each in sessions(words) if each not in known]
+    assert not unknown, "noxfile.py has no such session"
+    assert all(map(sessions, calls))
+
+
+def test_a_missing_interpreter_is_an_error() -> None:
+    done = nox("--force-python", "3.99", "-s", "lint")
+    assert done.returncode != 0
+    assert "Python interpreter 3.99 not found" in done.stderr
+    for path in WORKFLOWS:
+        assert "missing-interpreters" not in path.read_text()
+
+
+def test_each_package_has_a_tag_that_publishes_it() -> None:
+    patterns = load("publish.yml")["on"]["push"]["tags"]
+    assert sorted(patterns) == sorted(tag_of(package, "*") for package in PACKAGES)
+    assert {parse_tag(pattern.replace("*", "1.2.0"))[0] for pattern in patterns} == set(PACKAGES)
+
+
+def test_only_the_trusted_publisher_may_prove_who_it_is() -> None:
+    for path in WORKFLOWS:
+        workflow = load(path.name)
+        assert workflow["permissions"] == {"contents": "read"}
+        for name, job in workflow["jobs"].items():
+            publishes = (path.name, name) == ("publish.yml", "publish")
+            assert job.get("permissions") == ({"id-token": "write"} if publishes else None)
+    publish = load("publish.yml")["jobs"]["publish"]
+    assert set(publish["needs"]) == {"tests", "build"}
+    assert publish["environment"] == "pypi"
+    assert not any("password" in step.get("with", {}) for step in publish["steps"])
+
+
+def test_gpus_are_used_by_hand_only() -> None:
+    for path in WORKFLOWS:
+        workflow = load(path.name)
+        hosts = [str(job.get("runs-on", "")) for job in workflow["jobs"].values()]
+        if any("self-hosted" in host for host in hosts):
+            assert list(workflow["on"]) == ["workflow_dispatch"]
+            assert path.name == "gpu.yml"
+
+
+def test_actions_are_pinned_to_major_versions() -> None:
+    places = [*WORKFLOWS, *(ROOT / ".github/actions").glob("*/action.yml")]
+    used = {name for path in places for name in re.findall(r"uses: (\S+)", path.read_text())}
+    theirs = {name for name in used if not name.startswith("./")}
+    assert theirs
+    assert not [name for name in theirs if not re.search(r"@(release/)?v\d+$", name)]
+    for name in used - theirs:
+        assert (ROOT / name).is_file() or (ROOT / name / "action.yml").is_file()
+
+
+# What is claimed is what is tested: classifiers, tox.ini, noxfile.py and workflows agree.
+
+
+def pythons(package: str) -> list[str]:
+    """Returns the Pythons that a package's classifiers claim."""
+    classifiers = HOUSE["metadata"](package)["project"]["classifiers"]
+    found = (re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", c) for c in classifiers)
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_lowest_python_is_the_one_required(package: str) -> None:
+    project = HOUSE["metadata"](package)["project"]
+    assert project["requires-python"] == f">={pythons(package)[0]}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_workflows_run_each_package_on_what_it_claims(package: str) -> None:
+    wanted = {"python": pythons(package)}
+    if package == "smp-torch":
+        wanted["torch"] = list(HOUSE["TORCHES"])
+        assert load("gpu.yml")["jobs"][package]["strategy"]["matrix"] == wanted
+    assert load("tests.yml")["jobs"][package]["strategy"]["matrix"] == wanted
+
+
+def test_lowest_pytorch_is_the_one_required() -> None:
+    lowest, *_, highest = HOUSE["TORCHES"]
+    needed = HOUSE["metadata"]("smp-torch")["project"]["dependencies"]
+    assert f"torch>={lowest.removesuffix('.0')}" in needed
+    assert f'VERSION = "{highest}"' in (ROOT / "tools/install_torch.py").read_text()
+
+
+def tox(package: str, *words: str) -> str:
+    command = [sys.executable, "-m", "tox", *words, "-c", str(ROOT / "packages" / package)]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_tox_has_an_environment_for_all_that_a_package_claims(package: str) -> None:
+    torches = HOUSE["TORCHES"] if package == "smp-torch" else [""]
+    versions = ["torch" + "".join(torch.split(".")[:2]) if torch else "" for torch in torches]
+    kinds = [kind for kind in ("unit", "multiproc") if HOUSE["suites"](kind, (package,))]
+    names = itertools.product(pythons(package), versions, kinds)
+    wanted = {"-".join(filter(None, (f"py{p.replace('.', '')}", t, k))) for p, t, k in names}
+    assert set(tox(package, "list", "--no-desc", "-q").split()) == wanted
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_tox_installs_what_an_environment_is_named_for(framework: str) -> None:
+    config = tox(framework, "config", "-k", "deps", "commands_pre", "-q")
+    _, *parts = re.split(r"^\[testenv:(.*)\]$", config, flags=re.MULTILINE)
+    environments = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert environments
+    for name, text in environments.items():
+        assert "../smp-common" in text
+        versions = re.findall(r"install_torch\.py (\S+)", text)
+        names = [f"torch{''.join(version.split('.')[:2])}" for version in versions]
+        assert names == re.findall("torch[0-9]+", name)
+        assert set(versions) <= set(HOUSE["TORCHES"])
