@@ -125,6 +125,10 @@ def check_examples(session: nox.Session) -> None:
     session.run("pytest", "examples/tests", *session.posargs, env=ONE_THREAD)
 
 
+def check_snippets(session: nox.Session) -> None:
+    session.run("pytest", "docs/tests", *session.posargs, env=ONE_THREAD)
+
+
 # Sessions
 
 
@@ -149,6 +153,7 @@ def tests(session: nox.Session) -> None:
     if having("multiproc"):
         check_processes(session, *PACKAGES)
     check_examples(session)
+    check_snippets(session)
     check_docs(session)
     check_builds(session)
 
@@ -219,6 +224,14 @@ def docs(session: nox.Session) -> None:
     install_groups(session, "docs")
     install_packages(session, "smp-common", "smp-torch")
     check_docs(session)
+
+
+@nox.session
+def snippets(session: nox.Session) -> None:
+    """Run what the documentation shows, and compare what it prints."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-torch")
+    check_snippets(session)
 
 
 @nox.session
