@@ -30,9 +30,10 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = "smdistributed.modelparallel"
 html_static_path = ["_static"]
-html_css_files = ["wide_tables.css"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -116,12 +117,12 @@ def classes() -> str:
     """Writes the reference of the classes with all their methods, of their bases too."""
     texts = []
     for name in _INTERNAL:
-        methods = ", ".join(method for method, _, _ in methods_of(name))
-        texts.append(
-            f"### {name}\n\n```{{eval-rst}}\n"
-            f".. autoclass:: smdistributed.modelparallel.torch.{name}\n"
-            f"   :members: {methods}\n   :inherited-members: Module, Optimizer\n```\n"
-        )
+        lines = [f".. autoclass:: smdistributed.modelparallel.torch.{name}", "   :no-members:"]
+        for method, _, _ in methods_of(name):
+            thing = inspect.getattr_static(getattr(smp, name), method)
+            kind = "autoproperty" if isinstance(thing, property) else "automethod"
+            lines += ["", f"   .. {kind}:: smdistributed.modelparallel.torch.{name}.{method}"]
+        texts.append(f"### {name}\n\n```{{eval-rst}}\n{chr(10).join(lines)}\n```\n")
     return "\n".join(texts)
 
 
@@ -135,7 +136,9 @@ def state_of(name: str, thing: Any) -> str:
 
 
 def summary(thing: Any) -> str:
-    """Returns the first sentence about a thing; of values other than functions and classes none."""
+    """Returns the first sentence about a thing."""
+    if isinstance(thing, enum.Enum):
+        return f"An argument of functions that communicate: `smp.barrier(smp.{thing.name})`."
     if not (inspect.isroutine(thing) or inspect.isclass(thing) or isinstance(thing, property)):
         return ""
     text = (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
