@@ -29,12 +29,21 @@ autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 
+# Each reference must lead somewhere, but for types of other projects, and those of ours that no
+# script meets.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|contextlib|inspect|os)\..*"),
+    ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|store|parameters|placement)\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.torch\.(model|optimizer)\..*"),
+]
+
 html_theme = "furo"
 html_show_copyright = False
 html_title = "smdistributed.modelparallel"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 # Tables and pictures of the code come from the code, at each build.

@@ -5,7 +5,8 @@ A remark on a line of its own says what the next fenced block is:
     <!-- file: zen.py -->      a python block that belongs to this file; else it is train.py's
     <!-- run -->               a console block whose commands are run, each in the page's folder
     <!-- run, exit 1 -->       the same, of commands that must end with this code
-    <!-- output -->            a text block: every line of it must be in what was printed last
+    <!-- output -->            a text block: every line of it must be in what was printed last;
+                               ... stands for anything
     <!-- not run: why -->      a python block that is not part of anything that is run
 
 and, alone, ``<!-- take: ../tutorials/one-process.md -->`` writes the files of another page. Blocks
@@ -155,7 +156,12 @@ def check_output(block: Block, printed: str, where: str) -> None:
         if line.strip() in ("", "..."):
             continue
         words, numbers = shape_of(line)
-        if not any(words == there and near(numbers, theirs) for there, theirs in present):
+        if " ... " in line:
+            parts = map(re.escape, line.split(" ... "))
+            found = re.search(".*".join(parts), printed) is not None
+        else:
+            found = any(words == there and near(numbers, theirs) for there, theirs in present)
+        if not found:
             raise SnippetError(f"{where}: this line was not printed: {line!r}; but:\n{printed}")
 
 

@@ -78,6 +78,7 @@ def test_a_page_that_is_right_passes(tmp_path: Path) -> None:
         ("print(", "prnt(", "ended with 1, not 0"),
         ("loss 0.5001", "loss 0.6", "was not printed"),
         ("loss 0.5001", "Loss 0.5000", "was not printed"),
+        ("loss 0.5001", "loss ... 0.6", "was not printed"),
         ("<!-- run -->", "<!-- run, exit 3 -->", "ended with 0, not 3"),
         ("<!-- output -->", "<!-- output -->\nwords", "no fenced block"),
     ],
