@@ -143,6 +143,15 @@ def check_examples(session: nox.Session) -> None:
     session.run("pytest", "examples/tests", *session.posargs, env=ONE_THREAD)
 
 
+def check_snippets(session: nox.Session) -> None:
+    session.run("pytest", "docs/tests", *session.posargs, env=ONE_THREAD)
+
+
+def check_conformance(session: nox.Session, framework: str, *words: str) -> None:
+    command = ("python", "-m", "conformance", "--framework", framework)
+    session.run(*command, *words, env=ONE_THREAD)
+
+
 # Sessions
 
 
@@ -168,6 +177,10 @@ def tests(session: nox.Session) -> None:
     if having("multiproc"):
         check_processes(session, *PACKAGES)
     check_examples(session)
+    session.run("pytest", "conformance/tests", *session.posargs)
+    for framework in ("torch", "tensorflow"):
+        check_conformance(session, framework)
+    check_snippets(session)
     check_docs(session)
     check_builds(session)
 
@@ -278,6 +291,30 @@ def release(session: nox.Session) -> None:
     """Release a package: PACKAGE and its new VERSION. Commits and tags, pushes nothing."""
     install_groups(session, "release")
     session.run("python", "tools/release.py", *session.posargs)
+
+
+@nox.session
+def snippets(session: nox.Session) -> None:
+    """Run what the documentation shows, and compare what it prints."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-torch")
+    check_snippets(session)
+
+
+@nox.session(name="conformance-torch")
+def conformance_torch(session: nox.Session) -> None:
+    """Try smp-torch against every row of the specification; words after -- go to the runner."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-torch")
+    check_conformance(session, "torch", *session.posargs)
+
+
+@nox.session(name="conformance-tf")
+def conformance_tf(session: nox.Session) -> None:
+    """Try smp-tf against every row of the specification; words after -- go to the runner."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-tf")
+    check_conformance(session, "tensorflow", *session.posargs)
 
 
 @nox.session

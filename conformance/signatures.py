@@ -37,8 +37,11 @@ def differences(function: Callable[..., Any], printed: str) -> list[str]:
                 found.append(f"{name} is missing")
             continue
         parameter = by_name[name]
-        if position < len(names) and own.index(parameter) != position:
-            found.append(f"{name} is parameter {own.index(parameter)}, not {position}")
+        if position < len(names):
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                found.append(f"{name} can be given by its name alone")
+            elif own.index(parameter) != position:
+                found.append(f"{name} is parameter {own.index(parameter)}, not {position}")
         text = ast.unparse(defaults[name]) if name in defaults else None
         found += _default_differs(name, parameter, text)
     printed_names = {*names, *(each.arg for each in wanted.kwonlyargs)}

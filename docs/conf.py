@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
-
-from smdistributed.modelparallel.common.config import docs as config_docs
 
 project = "smdistributed.modelparallel"
 author = "the smdistributed.modelparallel developers"
@@ -17,8 +16,9 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "tests"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -29,14 +29,25 @@ autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 
+# Each reference must lead somewhere, but for types of other projects, and those of ours that no
+# script meets.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|contextlib|inspect|os)\..*"),
+    ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|store|parameters|placement)\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.torch\.(model|optimizer)\..*"),
+]
+
 html_theme = "furo"
+html_show_copyright = False
 html_title = "smdistributed.modelparallel"
 html_static_path = ["_static"]
-html_css_files = ["wide_tables.css"]
-copybutton_prompt_text = r"\$ |>>> "
+html_css_files = ["site.css"]
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-# The tables of the configuration come from its declarations, at each build.
-_generated = Path(__file__).parent / "_generated"
-_generated.mkdir(exist_ok=True)
-(_generated / "configuration.md").write_text(config_docs.page(), encoding="utf-8")
+# Tables and pictures of the code come from the code, at each build.
+sys.path.insert(0, str(Path(__file__).parent))
+import pages  # noqa: E402 - beside this file
+
+pages.write(Path(__file__).parent / "_generated")

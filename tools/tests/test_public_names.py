@@ -25,7 +25,9 @@ def test_public_names_are_announced(package: str) -> None:
 
 def test_what_the_reference_documents_is_public() -> None:
     pages = (public_names.PACKAGES.parent / "docs/api").glob("*.md")
-    documented = {module for page in pages for module in re.findall(r":: (\S+)", page.read_text())}
+    # Of other modules, a class may be shown that a public function returns.
+    whole = r"automodule:: (\S+)"
+    documented = {module for page in pages for module in re.findall(whole, page.read_text())}
     public = {module for modules in public_names.MODULES.values() for module in modules}
     assert documented
     assert documented <= public, "add it to MODULES in tools/public_names.py"

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.errors import CommError
 
-#: Set by smprun: failures are then also written to stderr as one line a machine can read.
+#: The variable by which smprun asks for failures on stderr as one line that a machine can read.
 RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
 #: torchrun names a file here and shows its content as the cause of the failure.
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"

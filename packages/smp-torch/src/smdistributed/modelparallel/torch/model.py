@@ -237,7 +237,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
 
     @property
     def partitioned(self) -> bool:
-        """Whether the partition is decided: after the first step call, or at once with one."""
+        """Whether the partition is decided, by the first step call; with one partition, at once."""
         return self._placement is not None or self._runtime.topology.pp_size == 1
 
     @property

@@ -14,7 +14,7 @@ from smdistributed.modelparallel.common.config.schema import (
 from smdistributed.modelparallel.common.config.source import Envelope, Mpi
 
 _FRAMEWORKS = {BOTH: "both", PYTORCH: "PyTorch", TENSORFLOW: "TensorFlow"}
-_HEADER = ("Name", "Allowed", "Default", "Framework", "Since", "Meaning", "Source")
+_HEADER = ("Name", "Meaning", "Allowed", "Default", "Framework", "Since", "Source")
 
 
 def table(settings: type[Settings]) -> str:
@@ -25,11 +25,11 @@ def table(settings: type[Settings]) -> str:
         rows.append(
             (
                 ", ".join(f"`{spelling}`" for spelling in (name, *about.aliases)),
+                about.meaning,
                 allowed(field),
                 "required" if field.is_required() else about.default or _literal(field.default),
                 _FRAMEWORKS[about.frameworks],
                 about.since,
-                about.meaning,
                 about.source,
             )
         )
