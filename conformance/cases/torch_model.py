@@ -549,6 +549,35 @@ def a_microbatch_may_come_back_to_a_rank(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name])
 
 
+@torch_case("torch.gradients", "torch.revisits", worlds=("manual",))
+def shared_values_gather_their_gradients(adapter: Any) -> None:
+    """What several partitions read has the sum of their gradients."""
+    import torch
+    from torch import nn
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            first = self.layers[0](x)
+            second = torch.tanh(self.layers[1](first))
+            third = torch.tanh(self.layers[2](second + first))
+            return self.layers[3](third + first + second)
+
+    net, plain = Skipping(), Skipping()
+    model = adapter.smp.DistributedModel(net)
+    for index in (0, 2):
+        adapter.smp.set_partition(model.get_module().layers[index], 0)
+    trained(adapter, model)
+    plain(torch.from_numpy(adapter.batch(8))).square().mean().backward()
+    wanted = {name: each.grad for name, each in plain.named_parameters()}
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), wanted[name])
+
+
 @contextmanager
 def _log() -> Iterator[io.StringIO]:
     stream = io.StringIO()

@@ -35,6 +35,7 @@ from smdistributed.modelparallel.torch.pipeline.real_run import run_on_random_nu
 from smdistributed.modelparallel.torch.pipeline.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.pipeline.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.pipeline.structure import (
+    Path,
     fill,
     map_tensors,
     opaque_objects,
@@ -403,6 +404,8 @@ class Recorder(TorchFunctionMode):
             if not tensors_in(result):
                 return result
         outputs = list(tensor_paths(result))
+        if kind is NodeKind.CALL and not inputs:
+            node_kwargs |= _default_device(outputs, kwargs)
         changed = [
             tensor
             for tensor, version in zip(tensors, versions, strict=True)
@@ -760,6 +763,19 @@ def _without_hooks(leaf: nn.Module) -> Iterator[None]:
     finally:
         for module, hooks, pre_hooks in kept:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def _default_device(
+    outputs: Sequence[tuple[Path, torch.Tensor]], kwargs: dict[str, Any]
+) -> dict[str, torch.device]:
+    """Returns the device of a new tensor that was not asked for: torch's default at the time.
+
+    Replays, and evaluations past all function modes, must not depend on ``set_default_device``.
+    """
+    devices = {tensor.device for _, tensor in outputs if tensor.device.type != "cpu"}
+    if "device" in kwargs or len(devices) != 1:
+        return {}
+    return {"device": devices.pop()}
 
 
 def _constant_text(tensor: torch.Tensor) -> str:
