@@ -318,6 +318,14 @@ def conformance_tf(session: nox.Session) -> None:
 
 
 @nox.session
+def mutations(session: nox.Session) -> None:
+    """Break smp-torch on purpose, in many ways, and hold that conformance notices each."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-torch")
+    session.run("python", "-m", "conformance.mutations", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build wheels and sdists, and import them from clean environments."""
     install_groups(session, "build")

@@ -109,6 +109,14 @@ _PROBES: dict[str, Probe] = {
     "smp.nn.DistributedTransformerLayer": _made("nn.DistributedTransformerLayer"),
     "smp.nn.DistributedTransformer": _made("nn.DistributedTransformer"),
     "smp.nn.DistributedTransformerLMHead": _made("nn.DistributedTransformerLMHead"),
+    "torch.in_use.translate_hf_state_dict_to_smdistributed_state_dict_max_seq_len": _made(
+        f"{_HF}.gpt2.translate_hf_state_dict_to_smdistributed", {}, 128
+    ),
+    "torch.in_use.get_full_state_dict_from_sharded_data_parallel_checkpoint": _made(
+        "sharded_data_parallel_checkpoint."
+        "get_full_state_dict_from_sharded_data_parallel_checkpoint",
+        "folder",
+    ),
     "compat.translate_function_names": _made(
         f"{_HF}.gpt2.translate_hf_state_dict_to_smdistributed"
     ),
@@ -132,6 +140,22 @@ def _asked(probe: Probe) -> Body:
     return body
 
 
+def make_shards() -> str:
+    """Asks for sharded data parallelism, on two ranks; returns what was said against it."""
+    import smdistributed.modelparallel.torch as smp
+
+    try:
+        smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def _shards(adapter: Any) -> None:
+    if said := run_ranks(2, make_shards, timeout=60).results[0]:
+        raise UnsupportedError(said)
+
+
 #: They share a job, since it takes two processes.
 _OF_TENSOR_PARALLELISM = (
     "smp.tensor_parallelism",
@@ -139,7 +163,13 @@ _OF_TENSOR_PARALLELISM = (
     "compat.tensor_parallelism_keywords",
     "compat.tensor_parallel_attributes",
     "tp.hugging_face_models",
+    "torch.in_use.transformer_seq_layers_on_a_distributed_GPT_model_transformer_h_when_not_distributed",
 )
 later(*_OF_TENSOR_PARALLELISM)(_split_layers)
+later(
+    "torch.sharded_data_parallel",
+    "ranks.sharding_groups",
+    "compat.sharded_parameter_attributes",
+)(_shards)
 for _row, _probe in _PROBES.items():
     add(Case(f"later_{_row}", (_row,), ("new",), ("torch",), _asked(_probe), is_built=False))

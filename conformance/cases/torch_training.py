@@ -495,7 +495,7 @@ def microbatches_are_counted_by_the_body(adapter: Any) -> None:
     assert len(output.outputs) == adapter.smp.state.cfg.microbatches == 4
 
 
-@torch_case("compat.state_mod_imports", worlds=("new",))
+@torch_case("compat.state_mod_imports", "torch.in_use.more_names_in_use", worlds=("new",))
 def names_that_scripts_import_are_there(adapter: Any) -> None:
     import importlib
 

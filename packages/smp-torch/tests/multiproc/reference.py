@@ -154,7 +154,7 @@ def compare(
     module = build()
     reference = copy.deepcopy(module)
     model = smp.DistributedModel(module)
-    step = smp.step(body, **(options or {}))
+    step = smp.step(**(options or {}))(body)
     for batch in batches:
         every_axis = axes or [0] * len(batch)
         prepare(model)

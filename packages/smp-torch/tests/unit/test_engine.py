@@ -408,3 +408,19 @@ def test_every_message_is_sent_once_and_taken_once(
         assert itinerary.directions == {(0, 1), (1, 0)}
     activations = sum(message.kind is Kind.FORWARD for message in sent)
     assert activations == len(sent) / 2  # each comes back as a gradient
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "cpu"}])
+def test_new_tensors_name_the_default_device(given: dict[str, str]) -> None:
+    def between(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        torch.arange(WIDTH, **given)  # type: ignore[call-overload]
+        return x
+
+    step, body = recorded(HALVES, between)
+    with step.mode:
+        x = torch.empty(2, WIDTH)
+    with torch.device("meta"):
+        captured, _ = step.capture(body, x)
+    nodes = [each for each in captured.graph.nodes if each.target is torch.arange]
+    devices = {torch.device(each.kwargs["device"]).type for each in nodes}
+    assert devices == {"cpu" if given else "meta"}
