@@ -126,4 +126,5 @@ def test_dropout_masks_do_not_depend_on_the_partition(world: str) -> None:
         gradients |= got["gradients"]
     assert gradients.keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        assert torch.equal(gradients[name], gradient), name
+        # Each process has a GPU of its own where there are some.
+        assert torch.equal(gradients[name].cpu(), gradient.cpu()), name
