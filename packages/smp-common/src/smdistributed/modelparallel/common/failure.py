@@ -119,11 +119,34 @@ def leave(
     os._exit(exit_code)
 
 
+#: What frameworks know of their own errors, see ``explaining``.
+_explanations: list[Callable[[BaseException], CommError | None]] = []
+
+
+@contextlib.contextmanager
+def explaining(explain: Callable[[BaseException], CommError | None]) -> Iterator[None]:
+    """Within, a process that ends by an error that ``explain`` knows ends by what it says of it.
+
+    A framework's own transfers raise errors of the framework; which ranks are to blame is then in
+    their text only.
+
+    Args:
+        explain: returns what an error means for communication, or None.
+    """
+    _explanations.append(explain)
+    try:
+        yield
+    finally:
+        _explanations.remove(explain)
+
+
 def leave_for_exception(rank: int, error: BaseException) -> NoReturn:
-    """Prints the traceback of ``error`` and leaves; see ``leave``."""
+    """Prints the traceback of ``error`` and leaves; see ``leave`` and ``explaining``."""
+    words = "".join(traceback.format_exception(error))
+    meanings = (explain(error) for explain in _explanations)
+    error = next((meaning for meaning in meanings if meaning is not None), error)
     blamed = error.missing_ranks if isinstance(error, CommError) else ()
     summary = "".join(traceback.format_exception_only(error)).strip()
-    words = "".join(traceback.format_exception(error))
     leave(rank, summary, 130 if isinstance(error, KeyboardInterrupt) else 1, blamed, words)
 
 

@@ -1,34 +1,101 @@
-"""Model parallelism for TensorFlow: the place of the engine, which this version does not have.
+"""Model parallelism for TensorFlow.
 
-Use it as ``import smdistributed.modelparallel.tensorflow as smp``. Only ``init`` is here, and it
-says so; no other name of the documented API is given before it works.
+Use it as ``import smdistributed.modelparallel.tensorflow as smp``.
 """
 
-from __future__ import annotations
+from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.tensorflow.api import (
+    DistributedModel,
+    facade,
+    init,
+    partition,
+    register_post_partition_hook,
+    step,
+)
+from smdistributed.modelparallel.tensorflow.step_output import StepOutput
 
-import os
-from collections.abc import Mapping
-from importlib.metadata import version
-from typing import NoReturn
+is_initialized = facade.is_initialized
+rank = facade.rank
+size = facade.size
+local_rank = facade.local_rank
+local_size = facade.local_size
+pp_rank = facade.pp_rank
+pp_size = facade.pp_size
+tp_rank = facade.tp_rank
+tp_size = facade.tp_size
+rdp_rank = facade.rdp_rank
+rdp_size = facade.rdp_size
+mp_rank = facade.mp_rank
+mp_size = facade.mp_size
+dp_rank = facade.dp_rank
+dp_size = facade.dp_size
+get_mp_group = facade.get_mp_group
+get_dp_group = facade.get_dp_group
+get_pp_group = facade.get_pp_group
+get_tp_group = facade.get_tp_group
+get_rdp_group = facade.get_rdp_group
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
+send = facade.send
+recv_from = facade.recv_from
+broadcast = facade.broadcast
+allgather = facade.allgather
+barrier = facade.barrier
+dp_barrier = facade.dp_barrier
+mp_barrier = facade.mp_barrier
+pp_barrier = facade.pp_barrier
+tp_barrier = facade.tp_barrier
+rdp_barrier = facade.rdp_barrier
 
-__all__ = ["init"]
+WORLD = CommGroup.WORLD
+MP_GROUP = CommGroup.MP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+PP_GROUP = CommGroup.PP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
 
-
-def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> NoReturn:
-    """Raises: there is no TensorFlow engine to start yet.
-
-    Args:
-        config: parameters by name, or the path of a YAML or JSON file with them; not read.
-
-    Raises:
-        UnsupportedError: always.
-
-    Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
-    """
-    raise UnsupportedError(
-        "smp.init starts the engine of the framework package; the TensorFlow engine is not in "
-        f"smp-tf {version('smp-tf')} yet: train a PyTorch model with smp-torch "
-        "(import smdistributed.modelparallel.torch as smp)."
-    )
+__all__ = [
+    "DP_GROUP",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "TP_GROUP",
+    "WORLD",
+    "CommGroup",
+    "DistributedModel",
+    "RankType",
+    "StepOutput",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_mp_group",
+    "get_pp_group",
+    "get_rdp_group",
+    "get_tp_group",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mp_barrier",
+    "mp_rank",
+    "mp_size",
+    "partition",
+    "pp_barrier",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_barrier",
+    "rdp_rank",
+    "rdp_size",
+    "recv_from",
+    "register_post_partition_hook",
+    "send",
+    "size",
+    "step",
+    "tp_barrier",
+    "tp_rank",
+    "tp_size",
+]

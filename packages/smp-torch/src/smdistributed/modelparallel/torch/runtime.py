@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import gc
 import os
-import socket
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
 from smdistributed.modelparallel.common.comm.transport import (
@@ -230,8 +230,8 @@ def _join_data_plane(
     """Initialises torch.distributed at an address that rank 0 finds and hands out."""
     address = None
     if transport.rank == 0:
-        port = int(os.environ.get("MASTER_PORT", 0)) or _free_port()
-        address = (os.environ.get("MASTER_ADDR") or _own_address(transport), port)
+        port = int(os.environ.get("MASTER_PORT", 0)) or free_port()
+        address = (os.environ.get("MASTER_ADDR") or own_address(transport), port)
     host, port = communicator.allgather(address, CommGroup.WORLD)[0]
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     dist.init_process_group(
@@ -240,18 +240,6 @@ def _join_data_plane(
         world_size=transport.size,
         timeout=data_plane_timeout(timeout_seconds),
     )
-
-
-def _own_address(transport: Transport) -> str:
-    if transport.local_size == transport.size:
-        return "127.0.0.1"
-    return socket.getfqdn()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup, dist.ProcessGroup]:

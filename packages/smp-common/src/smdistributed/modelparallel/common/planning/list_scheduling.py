@@ -73,7 +73,7 @@ class PassGraph:
             for kind, source in graph.predecessors[self.passes[node]]:
                 delay = 0.0
                 if graph.segments[source].rank != graph.segments[segment].rank:
-                    sent = num_bytes[kind, source, segment]
+                    sent = num_bytes.get((kind, source, segment), 0)
                     delay = costs.latency + sent * costs.seconds_per_byte
                 waits.append((number[kind, source], delay))
                 self.successors[number[kind, source]].append((node, delay))

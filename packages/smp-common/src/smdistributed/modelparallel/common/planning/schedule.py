@@ -115,6 +115,13 @@ class SegmentGraph:
     Several edges may join the same two segments (hidden states with a gradient, a mask without),
     and an edge may skip any number of segments.
 
+    Attributes:
+        segments: by index.
+        edges: what flows.
+        num_ranks: pipeline ranks, with or without segments.
+        backward_waits: pairs of segments: the backward pass of the first waits for the forward pass
+            of the second as well. A loss of several outputs makes such pairs.
+
     Raises:
         PartitionError: an index, a rank or a cost is out of range, or an edge leads backward.
     """
@@ -122,6 +129,7 @@ class SegmentGraph:
     segments: tuple[Segment, ...]
     edges: tuple[Edge, ...]
     num_ranks: int
+    backward_waits: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for position, segment in enumerate(self.segments):
@@ -148,16 +156,26 @@ class SegmentGraph:
                 )
             if edge.num_bytes < 0:
                 raise PartitionError(f"Sizes are not negative; received {edge}: measure it again.")
+        for pair in self.backward_waits:
+            if not all(0 <= index < len(self.segments) for index in pair):
+                raise PartitionError(
+                    f"backward_waits are pairs of the {len(self.segments)} segments; received "
+                    f"{pair}: use indices from 0 to {len(self.segments) - 1}."
+                )
 
     @cached_property
     def predecessors(self) -> Mapping[tuple[Kind, int], tuple[tuple[Kind, int], ...]]:
         """What each pass (kind, segment) waits for within one microbatch, in order of execution.
 
         A forward pass waits for that of every segment it reads from. A backward pass waits for its
-        own forward pass and for the backward pass of every segment that returns it a gradient.
+        own forward pass, for those that ``backward_waits`` names, and for the backward pass of
+        every segment that returns it a gradient.
         """
         forward: list[set[int]] = [set() for _ in self.segments]
         backward: list[set[int]] = [set() for _ in self.segments]
+        late: list[set[int]] = [{index} for index in range(len(self.segments))]
+        for index, other in self.backward_waits:
+            late[index].add(other)
         for edge in self.edges:
             forward[edge.target].add(edge.source)
             if edge.has_grad and self.segments[edge.target].has_backward:
@@ -168,7 +186,7 @@ class SegmentGraph:
         for segment in reversed(self.segments):
             if segment.has_backward:
                 waits[Kind.BACKWARD, segment.index] = (
-                    (Kind.FORWARD, segment.index),
+                    *((Kind.FORWARD, other) for other in sorted(late[segment.index])),
                     *((Kind.BACKWARD, t) for t in sorted(backward[segment.index])),
                 )
         return waits

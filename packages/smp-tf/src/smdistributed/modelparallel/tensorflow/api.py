@@ -1,0 +1,119 @@
+"""The public functions of the TensorFlow package, bound to the runtime of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from smdistributed.modelparallel.common.facade import Facade
+from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow import compat, step_function
+from smdistributed.modelparallel.tensorflow.model import DistributedModel as BaseModel
+from smdistributed.modelparallel.tensorflow.placement import check_index
+from smdistributed.modelparallel.tensorflow.runtime import TFRuntime, start
+from smdistributed.modelparallel.tensorflow.tracing import PARTITION
+
+slot: RuntimeSlot[TFRuntime] = RuntimeSlot()
+facade = Facade(slot)
+
+
+def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> None:
+    """Starts the library in this process: reads the configuration, joins the job, builds groups.
+
+    Call it first, before TensorFlow has computed anything. Collective: every process. A second call
+    has no effect but a warning.
+
+    Args:
+        config: parameters by name, or the path of a YAML or JSON file with them. What the launcher
+            set in ``SM_HP_MP_PARAMETERS`` wins over it, key by key.
+
+    Raises:
+        ConfigError: the configuration breaks a rule; the message lists all problems.
+
+    Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
+    """
+    start(slot, config)
+
+
+def step(
+    non_split_inputs: Iterable[str] | Callable[..., Any] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Decorates a function that computes one mini-batch: outputs, losses, gradients.
+
+    Usable as ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)``, eagerly and inside the caller's
+    ``tf.function``. See ``StepFunction`` for what a call does. Collective: every process.
+
+    Args:
+        non_split_inputs: names of arguments given whole to every microbatch; or the function,
+            when used without parentheses.
+        input_split_axes: batch axis by argument name; 0 for all others.
+        options: what ``tf.function`` takes (``input_signature`` and so on).
+
+    Raises:
+        ConfigError: an option names no argument of the function.
+
+    Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
+    """
+    function, names = non_split_inputs, None
+    if not callable(function):
+        function, names = None, function
+    return step_function.step(
+        slot, function, non_split_inputs=names, input_split_axes=input_split_axes, **options
+    )
+
+
+@contextlib.contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Within, operations that ``call`` of the model makes go to this partition.
+
+    The innermost one counts. Without effect where ``auto_partition`` is true.
+
+    Raises:
+        ValueError: there is no partition of this index.
+
+    Source: smd_model_parallel_tensorflow.rst, partition.
+    """
+    check_index(index, slot.get().topology.pp_size)
+    with compat.attributes({PARTITION: index}):
+        yield
+
+
+def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
+    """Registers a function to run once, eagerly, when the model has been partitioned.
+
+    That is in the first call of a step function, before anything is computed: the place to restore
+    a checkpoint. Hooks run in the order of registration.
+
+    Args:
+        hook: takes nothing.
+
+    Returns:
+        The hook, so that this is usable as a decorator.
+
+    Raises:
+        TypeError: the hook is not callable.
+
+    Source: smd_model_parallel_tensorflow.rst, register_post_partition_hook.
+    """
+    if not callable(hook):
+        raise TypeError(f"a post-partition hook is a function without arguments; got {hook!r}.")
+    runtime = slot.get()
+    if runtime.is_partitioned:
+        warnings.warn(
+            "the model is partitioned already; the post-partition hook will not run: register it "
+            "before the first call of a step function.",
+            stacklevel=2,
+        )
+    else:
+        runtime.post_partition_hooks.append(hook)
+    return hook
+
+
+class DistributedModel(BaseModel):  # noqa: D101 - as its base
+    __doc__ = BaseModel.__doc__
+    _smp_slot = slot

@@ -1,0 +1,241 @@
+"""The step decorator: one call of the user's function becomes a pipelined mini-batch.
+
+Source: smd_model_parallel_common_api.rst, The Library's Core APIs;
+smd_model_parallel_tensorflow.rst.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.microbatch import (
+    Microbatches,
+    SplitRules,
+    signature_of,
+    split_arguments,
+)
+from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow.ordering import impose_order
+from smdistributed.modelparallel.tensorflow.replay import Call
+from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.step_output import StepOutput
+
+
+@dataclass
+class StepInProgress:
+    """A step function whose graph is being made.
+
+    Attributes:
+        step_number: int64 tensor.
+        microbatch: index of the present one.
+        calls: of the model, by microbatch.
+        losses: of the model's layers in its last call.
+    """
+
+    step_number: Any
+    microbatch: int = 0
+    calls: list[list[Call]] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+
+    def random_key(self) -> Any:
+        """Returns a key that is another one for each call of the model, int64 of shape [2]."""
+        place = self.microbatch * 1000 + len(self.calls[-1])
+        return tf.stack([self.step_number, tf.constant(place, tf.int64)])
+
+
+class StepFunction:
+    """A decorated step function; call it like the function it wraps, eagerly or in a tf.function.
+
+    Each call splits the tensor arguments into microbatches, computes the body for each, pipelined
+    over the partitions, and returns the body's result with a ``StepOutput`` for each tensor.
+
+    Collective: every process of a pipeline, in the same order.
+
+    Args:
+        slot: holds the runtime from ``smp.init`` on.
+        function: the user's function.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 for all others.
+        options: of ``tf.function``, used where the step function is called eagerly.
+
+    Raises:
+        ConfigError: an option names no argument of the function.
+    """
+
+    def __init__(
+        self,
+        slot: RuntimeSlot[TFRuntime],
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._slot = slot
+        self._function = function
+        self._name = getattr(function, "__name__", repr(function))
+        self._body = compat.converted(function)
+        self._rules = SplitRules(
+            signature_of(function), non_split_inputs or (), input_split_axes or {}
+        )
+        self._options = {"autograph": False, **options}
+        self._structures: dict[Any, Any] = {}
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one mini-batch."""
+        return compat.not_converted(self._call)(args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds like a function, so that methods can be step functions."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime = self._slot.get()
+        if runtime.current_step is not None:
+            raise SMPError(
+                f"step function {self._name} was called from inside another step function; call "
+                "one after the other, or undecorate the inner one."
+            )
+        if not tf.executing_eagerly():
+            return self._build(runtime, args, kwargs)
+        if self._compiled is None:
+            self._compiled = self._compile()
+        args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
+        number, tensors = self._compiled(*args, **kwargs)
+        return self._structures[int(number)](tensors)
+
+    def _compile(self) -> Any:
+        """Returns the step as a tf.function; StepOutputs are put together outside of it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = self._build(self._slot.get(), args, kwargs)
+            tensors: list[Any] = []
+            rebuild = _taken_apart(result, tensors)
+            number = len(self._structures)
+            self._structures[number] = rebuild
+            return tf.constant(number), tensors
+
+        # tf.function reads names and defaults of arguments from the signature.
+        run.__signature__ = self._rules.signature  # type: ignore[attr-defined]
+        functools.update_wrapper(run, self._function)
+        return tf.function(run, **self._options)
+
+    def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Adds the step to the present graph."""
+        cut = _split(self._rules, runtime.config.microbatches, args, kwargs)
+        step = StepInProgress(runtime.step_number.assign_add(1))
+        results = []
+        runtime.current_step = step
+        try:
+            for microbatch, (some, named) in enumerate(cut.calls):
+                step.microbatch = microbatch
+                step.calls.append([])
+                with tf.name_scope(f"microbatch_{microbatch}"):
+                    results.append(self._body(*some, **named))
+            if not any(step.calls):
+                raise SMPError(
+                    f"step function {self._name} did not call a DistributedModel; its results "
+                    "must depend on the model: call the model in it, or remove the decorator."
+                )
+            if runtime.topology.pp_size > 1:
+                runtime.timeline = impose_order(
+                    step.calls,
+                    runtime.coordinates.pp_rank,
+                    runtime.topology.pp_size,
+                    runtime.config.pipeline,
+                    runtime.config.active_microbatches,
+                )
+        finally:
+            runtime.current_step = None
+        return _outputs(results, cut.weights)
+
+
+def step(
+    slot: RuntimeSlot[TFRuntime],
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
+
+    def decorate(function: Callable[..., Any]) -> StepFunction:
+        return StepFunction(slot, function, non_split_inputs, input_split_axes, options)
+
+    return decorate if function is None else decorate(function)
+
+
+class _Tensors:
+    """TensorFlow's tensors, as smp-common cuts them."""
+
+    def is_tensor(self, value: object) -> bool:
+        return bool(tf.is_tensor(value)) or isinstance(value, np.ndarray)
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return tuple(value.shape)
+
+    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        begin = [0] * len(value.shape)
+        size = [-1] * len(value.shape)
+        begin[axis], size[axis] = start, length
+        return tf.slice(value, begin, size)
+
+
+def _split(
+    rules: SplitRules, microbatches: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Microbatches:
+    return split_arguments(_Tensors(), rules, microbatches, args, kwargs)
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _is_result(value: Any) -> bool:
+    return bool(tf.is_tensor(value)) or isinstance(value, (tf.IndexedSlices, tf.Variable))
+
+
+def _outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns the structure of the results with a StepOutput for each tensor."""
+
+    def join(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        return StepOutput(
+            [leaf if _is_result(leaf) else tf.constant(leaf) for leaf in leaves], weights
+        )
+
+    return tf.nest.map_structure(join, *results)
+
+
+def _taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Adds the tensors of a result to a list; returns what builds the result from such a list."""
+    leaves: list[StepOutput | None] = tf.nest.flatten(result)
+    places: list[tuple[int, int, list[float]] | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            places.append(None)
+            continue
+        begin = len(tensors)
+        tensors += leaf.outputs
+        places.append((begin, len(tensors), leaf.weights))
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        built = [
+            None if place is None else StepOutput(values[place[0] : place[1]], place[2])
+            for place in places
+        ]
+        return tf.nest.pack_sequence_as(result, built)
+
+    return rebuild

@@ -1,0 +1,113 @@
+"""A model over processes gives the losses, gradients and weights of one process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from tf_models import PROBLEMS
+from tf_world import Result, Trained, train_all, train_plainly
+
+from smdistributed.modelparallel.common.testing import run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
+
+
+class World(NamedTuple):
+    num_ranks: int
+    config: dict[str, object]
+    names: tuple[str, ...]
+
+
+ALL = tuple(PROBLEMS)
+_FEW = ("cnn", "dropout", "transformer", "zigzag")
+_MANUAL = {"auto_partition": False, "default_partition": 0}
+WORLDS = {
+    "one": World(1, {"pipeline_parallel_degree": 1}, ALL),
+    "pp2": World(2, {"pipeline_parallel_degree": 2}, ALL),
+    "pp2-manual": World(
+        2,
+        {"pipeline_parallel_degree": 2, **_MANUAL},
+        tuple(n for n in ALL if n not in ("sequential", "functional", "mobilenet")),
+    ),
+    "pp2-simple": World(2, {"pipeline_parallel_degree": 2, "pipeline": "simple", **_MANUAL}, _FEW),
+    "pp4": World(4, {"pipeline_parallel_degree": 4}, ALL),
+    "pp2-horovod2": World(
+        4,
+        {"pipeline_parallel_degree": 2, "horovod": True, "microbatches": 2},
+        ("transformer", "lstm"),
+    ),
+}
+
+
+@functools.cache
+def outcome(name: str) -> tuple[dict[str, Result], ...]:
+    world = WORLDS[name]
+    if world.config.get("horovod") and importlib.util.find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed: nox -s horovod builds it")
+    return run_ranks(
+        world.num_ranks,
+        train_all,
+        launcher="python" if world.num_ranks == 1 else "smprun",
+        timeout=380,
+        args=[world.config, world.names],
+        env=QUIET,
+    ).results
+
+
+@functools.cache
+def plain() -> dict[str, Result]:
+    names = [name for name in ALL if name != "dropout"]
+    (result,) = run_ranks(
+        1, train_plainly, launcher="python", timeout=380, args=[names], env=QUIET
+    ).results
+    return result
+
+
+def trained(results: tuple[dict[str, Result], ...], name: str) -> list[Trained]:
+    failures = "\n".join(each[name].failure for each in results if each[name].failure)
+    assert not failures, failures
+    return [each[name].value for each in results]
+
+
+def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) -> None:
+    for rank in ranks:
+        np.testing.assert_allclose(rank.losses, expected.losses, rtol=1e-6, atol=1e-6)
+    pipeline = ranks[:num_partitions]
+    held: list[int] = sorted(position for rank in pipeline for position in rank.weights)
+    assert held == list(range(expected.num_variables)), "each variable lives on one rank"
+    for rank in ranks:
+        _assert_close(rank.gradients, expected.gradients, 1e-5, 1e-3)
+        # A bias of keys has gradient 0 but for rounding, of which Adam makes steps of 1e-5.
+        _assert_close(rank.weights, expected.weights, 1e-4, 1.0)
+    found = {position for rank in pipeline for position in rank.gradients}
+    assert found == set(expected.gradients)
+
+
+def _assert_close(
+    got: dict[int, Any], expected: dict[int, Any], tolerance: float, scale: float
+) -> None:
+    for position, array in got.items():
+        other = expected[position]
+        bound = tolerance * max(float(np.abs(other).max()), scale)
+        np.testing.assert_allclose(array, other, rtol=0, atol=bound, err_msg=str(position))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "dropout"])
+def test_one_partition_gives_the_numbers_of_tensorflow(name: str) -> None:
+    (expected,) = trained((plain(),), name)
+    assert_same(trained(outcome("one"), name), expected, 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(w, name) for w, world in WORLDS.items() if w != "one" for name in world.names],
+)
+def test_partitions_give_the_numbers_of_one(world: str, name: str) -> None:
+    (expected,) = trained(outcome("one"), name)
+    degree: Any = WORLDS[world].config["pipeline_parallel_degree"]
+    assert_same(trained(outcome(world), name), expected, degree)
