@@ -28,6 +28,8 @@ SOURCES = (
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: The releases of PyTorch that smp-torch claims to work with, the lowest first.
 TORCHES = ("2.11.0", "2.12.0", "2.13.0")
+#: The releases of TensorFlow that Horovod's wheel is made for: with Keras 2 and with Keras 3.
+TENSORFLOWS = ("2.15.1", "2.21.0")
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -323,6 +325,18 @@ def mutations(session: nox.Session) -> None:
     install_groups(session, "test")
     install_packages(session, "smp-common", "smp-torch")
     session.run("python", "-m", "conformance.mutations", *session.posargs, env=ONE_THREAD)
+
+
+# TensorFlow 2.15 has no wheels for newer Pythons.
+@nox.session(python="3.11")
+@nox.parametrize("tensorflow", TENSORFLOWS)
+def horovod(session: nox.Session, tensorflow: str) -> None:
+    """Make Horovod's wheel for each TensorFlow, once, and try it on four processes."""
+    install_groups(session, "test")
+    session.install(f"tensorflow-cpu=={tensorflow}", "./packages/smp-common")
+    session.run("python", "tools/build_horovod.py", "--install")
+    places = suites("horovod", ("smp-tf",))
+    session.run("pytest", *places, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
