@@ -185,6 +185,8 @@ def tests(session: nox.Session) -> None:
     check_snippets(session)
     check_docs(session)
     check_builds(session)
+    # This environment has the newest TensorFlow; Keras 2 needs one of its own.
+    session.notify(f"tensorflow-3.11(tensorflow='{TENSORFLOWS[0]}')")
 
 
 @nox.session
@@ -330,13 +332,27 @@ def mutations(session: nox.Session) -> None:
 # TensorFlow 2.15 has no wheels for newer Pythons.
 @nox.session(python="3.11")
 @nox.parametrize("tensorflow", TENSORFLOWS)
-def horovod(session: nox.Session, tensorflow: str) -> None:
-    """Make Horovod's wheel for each TensorFlow, once, and try it on four processes."""
+def tensorflow(session: nox.Session, tensorflow: str) -> None:
+    """Run the tests of smp-tf with the last TensorFlow that has Keras 2, and the newest."""
     install_groups(session, "test")
-    session.install(f"tensorflow-cpu=={tensorflow}", "./packages/smp-common")
+    packages = ("./packages/smp-common", "./packages/smp-tf")
+    session.install(f"tensorflow=={tensorflow}", *packages)
+    check_units(session, "smp-tf")
+    check_processes(session, "smp-tf")
+
+
+@nox.session(python="3.11")
+@nox.parametrize("tensorflow", TENSORFLOWS)
+def horovod(session: nox.Session, tensorflow: str) -> None:
+    """Make Horovod's wheel for each TensorFlow, once, and train with it on four processes."""
+    install_groups(session, "test")
+    packages = ("./packages/smp-common", "./packages/smp-tf")
+    session.install(f"tensorflow=={tensorflow}", *packages)
     session.run("python", "tools/build_horovod.py", "--install")
     places = suites("horovod", ("smp-tf",))
     session.run("pytest", *places, *session.posargs, env=ONE_THREAD)
+    equality = "packages/smp-tf/tests/multiproc/test_tf_equality.py"
+    session.run("pytest", equality, "-k", "horovod", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -70,7 +70,6 @@ def restore_and_train(
 ) -> list[float]:
     """Restores in a new job; returns the losses of the steps after it."""
     smp = start(config)
-    tf.keras.utils.set_random_seed(99)  # other initial values than those that were saved
     model, optimizer, train = trainer(smp, name)
     count = tf.Variable(0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, count=count)
