@@ -264,7 +264,7 @@ def imports(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; warnings are errors."""
     install_groups(session, "docs")
-    install_packages(session, "smp-common", "smp-torch")
+    install_packages(session, *PACKAGES)
     check_docs(session)
 
 
@@ -301,7 +301,7 @@ def release(session: nox.Session) -> None:
 def snippets(session: nox.Session) -> None:
     """Run what the documentation shows, and compare what it prints."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-torch")
+    install_packages(session, *PACKAGES)
     check_snippets(session)
 
 

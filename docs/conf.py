@@ -33,9 +33,9 @@ napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 # script meets.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|contextlib|inspect|os)\..*"),
+    ("py:.*", r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os)\..*"),
     ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|store|parameters|placement)\..*"),
-    ("py:.*", r"smdistributed\.modelparallel\.torch\.(model|optimizer)\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*"),
 ]
 
 html_theme = "furo"
