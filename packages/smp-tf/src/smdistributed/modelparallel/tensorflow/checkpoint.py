@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -182,7 +181,5 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
 
 
 def _write(variables: Mapping[str, Any], stream: BinaryIO) -> None:
-    arrays: dict[str, Any] = defaultdict()
-    for key, variable in variables.items():
-        arrays[key] = tf.convert_to_tensor(variable).numpy()
+    arrays = {key: tf.convert_to_tensor(variable).numpy() for key, variable in variables.items()}
     np.savez(stream, **arrays)

@@ -193,7 +193,7 @@ def call(function: Any, inputs: Sequence[Any]) -> Operation:
 
 def capture(graph: Graph, tensor: Any) -> Any:
     """Returns a tensor of an enclosing scope as one of this graph."""
-    return graph.capture(tensor) if hasattr(graph, "capture") else tensor
+    return graph.capture(tensor)
 
 
 def keep(graph: Graph, operations: Sequence[Operation]) -> None:
