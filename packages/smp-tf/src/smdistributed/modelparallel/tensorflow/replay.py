@@ -165,7 +165,10 @@ class Replay:
         if tensor.name not in values:
             transfer = call.local.received.get(tensor.name)
             assert transfer is not None, f"{tensor.name} is made nowhere"
-            values[tensor.name] = self._transport.receive(
+            received = self._transport.receive(
                 tensor, self._ranks[transfer.source], keys[id(transfer)]
             )
+            # Also if the step needs it nowhere: the other process sends it, and waits for that.
+            compat.keep(received.graph, [received.op])
+            values[tensor.name] = received
         return values[tensor.name]
