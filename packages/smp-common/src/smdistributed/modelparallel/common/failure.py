@@ -102,7 +102,7 @@ def leave(
     """
     if blamed_ranks:
         time.sleep(_CONSEQUENCE_SECONDS)
-    summary = " ".join(summary.split())[:_SUMMARY_LENGTH]
+    summary = _shortened(" ".join(summary.split()))
     record = FailureRecord(
         rank, socket.gethostname(), exit_code, summary, blamed_ranks, time.time()
     )
@@ -117,6 +117,13 @@ def leave(
     _tell_torchrun(record)
     _let_launcher_read()
     os._exit(exit_code)
+
+
+def _shortened(text: str) -> str:
+    """Leaves out the middle of a long text: after a traceback, the cause comes last."""
+    gap = " ... "
+    half = (_SUMMARY_LENGTH - len(gap)) // 2
+    return text if len(text) <= _SUMMARY_LENGTH else text[:half] + gap + text[-half:]
 
 
 #: What frameworks know of their own errors, see ``explaining``.

@@ -27,6 +27,8 @@ from tensorflow.python.training.server_lib import ClusterSpec
 #: Whether Keras is version 3, whose variables wrap TensorFlow's.
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
+_DERIVED = b"type.googleapis.com/tensorflow.DerivedStatus"
+
 Graph = Any
 Operation = Any
 Variable = Any
@@ -63,12 +65,22 @@ def trace(
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with AutoGraph applied, as ``tf.function`` does to what it wraps."""
+    """Returns a function with AutoGraph applied, as ``tf.function`` does to what it wraps.
+
+    Errors keep their types; AutoGraph turns most into a ``StagingError``.
+    """
     status = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, None)
     result: Callable[..., Any] = autograph.tf_convert(
         function, status, convert_by_default=True, user_requested=True
     )
-    return result
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return result(*args, **kwargs)
+        except autograph.StagingError as error:
+            raise (error.__context__ or error) from None
+
+    return call
 
 
 def leave_unconverted(package: str) -> None:
@@ -396,6 +408,29 @@ def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
             protocol="grpc",
         )
     )
+
+
+def silent_processes(ranks: Sequence[int], timeout_seconds: float) -> list[int]:
+    """Returns those of the processes whose server does not answer.
+
+    Args:
+        ranks: processes to ask, after ``join_cluster``.
+        timeout_seconds: how long to wait for each.
+    """
+    found = []
+    for rank in ranks:
+        try:
+            context.context().check_collective_ops_peer_health(
+                f"/job:smp/replica:0/task:{rank}", round(1000 * timeout_seconds)
+            )
+        except tf.errors.OpError:
+            found.append(rank)
+    return found
+
+
+def is_consequence(error: Any) -> bool:
+    """Tells whether TensorFlow cancelled something since another operation here had failed."""
+    return _DERIVED in error.experimental_payloads
 
 
 def self_test() -> None:

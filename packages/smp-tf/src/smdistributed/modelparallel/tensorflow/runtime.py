@@ -101,7 +101,9 @@ def start(
     if transport.size > 1:
         hooks = FailureHooks(transport.rank)
         hooks.install()
-        replacements.enter_context(explaining(lambda error: explained(error, transport.rank)))
+        replacements.enter_context(
+            explaining(lambda error: explained(error, transport.rank, transport.size))
+        )
     settings.check_world(transport.size, "tensorflow")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, settings.communication_timeout)

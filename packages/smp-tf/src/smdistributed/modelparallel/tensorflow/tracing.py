@@ -126,10 +126,13 @@ def trace(
         )
         seen["losses"] = len(losses)
         with compat.attributes({FOLLOWS: 1}):
-            return [tf.identity(tf.convert_to_tensor(each)) for each in [*kept, *losses]]
+            outputs = [tf.identity(tf.convert_to_tensor(each)) for each in [*kept, *losses]]
+        # TensorFlow returns copies that wait for all effects, which are on other partitions too.
+        seen["outputs"] = outputs
+        return outputs
 
     graph = compat.trace(f"smp_{name}", body, specs, create_variable)
-    outputs = list(graph.outputs)
+    outputs: list[Any] = seen["outputs"]
     inside = {placeholder.name for _, placeholder in compat.captures(graph)}
     inputs = [tensor for tensor in graph.inputs if tensor.name not in inside]
     num_forward = len(graph.get_operations())

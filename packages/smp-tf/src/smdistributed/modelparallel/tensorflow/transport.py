@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.tensorflow import compat
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 #: What stands for a dtype that the collectives do not carry: of the same bits, or wide enough.
 _BITS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.int64}
 _WIDER = {tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
+#: A process that works answers at once, whatever it executes.
+_HEALTH_SECONDS = 2.0
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
 
 
@@ -181,12 +184,13 @@ def _restored(tensor: Any, dtype: Any) -> Any:
     return tf.bitcast(tensor, dtype) if dtype in _BITS else tf.cast(tensor, dtype)
 
 
-def explained(error: BaseException, rank: int) -> CommError | None:
+def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     """Returns what an error of TensorFlow says of other processes; None if it says nothing.
 
     Args:
         error: any error.
         rank: of this process.
+        size: number of processes.
     """
     kinds = (
         tf.errors.UnavailableError,
@@ -202,8 +206,20 @@ def explained(error: BaseException, rank: int) -> CommError | None:
     peers = sorted({int(each) for each in found} - {rank})
     if not peers:
         return None
-    late = isinstance(error, tf.errors.DeadlineExceededError)
-    what = "did not answer in time (communication_timeout)" if late else "has ended"
+    if isinstance(error, tf.errors.CancelledError) and compat.is_consequence(error):
+        return CommError(
+            f"an operation of rank {rank} failed in a step, but TensorFlow gives the error of a "
+            "transfer that it cancelled for that: see its messages above, which "
+            "TF_CPP_MIN_LOG_LEVEL=1 shows.",
+            rank=rank,
+        )
+    what = "has ended"
+    if isinstance(error, tf.errors.DeadlineExceededError):
+        what = "did not answer in time (communication_timeout)"
+        # Those that wait for a silent process are waited for, too, and whose time is up first is
+        # chance.
+        others = [each for each in range(size) if each != rank]
+        peers = compat.silent_processes(others, _HEALTH_SECONDS) or peers
     ranks = ", ".join(map(str, peers))
     return CommError(
         f"a transfer of rank {rank} failed: rank {ranks} {what}.", rank=rank, missing_ranks=peers
