@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -52,25 +53,48 @@ def dense_layers() -> list[Any]:
     ]
 
 
-class Net(smp.DistributedModel):  # type: ignore[misc]
+class Chain(smp.DistributedModel):  # type: ignore[misc]
+    """Layers one after another.
+
+    Args:
+        layers: of Keras.
+        places: the partition of each, or None where none is asked for.
+    """
+
+    def __init__(self, layers: Sequence[Any], places: Sequence[int | None] = ()) -> None:
+        super().__init__(name="chain")
+        self.chain = list(layers)
+        self.places = list(places) or [None] * len(self.chain)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """Maps what the first layer takes to what the last one gives."""
+        for layer, place in zip(self.chain, self.places, strict=True):
+            with nullcontext() if place is None else smp.partition(place):
+                inputs = layer(inputs)
+        return inputs
+
+
+class Net(Chain):
     """Four layers with known weights."""
 
     def __init__(self) -> None:
-        super().__init__(name="net")
-        self.dense = dense_layers()
+        super().__init__(dense_layers())
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Maps [batch, WIDTH] to the same."""
-        for layer in self.dense:
-            inputs = layer(inputs)
-        return inputs + _SHIFT
+        return super().call(inputs) + _SHIFT
 
 
 class TensorFlowAdapter(Adapter):
-    """See ``Adapter``."""
+    """See ``Adapter``.
+
+    Attributes:
+        tf: TensorFlow, for cases that are imported where it is not installed.
+    """
 
     name = "tensorflow"
     smp = smp
+    tf = tf
 
     @property
     def config(self) -> Config:
@@ -98,6 +122,40 @@ class TensorFlowAdapter(Adapter):
             x = np.tanh(x @ kernel + bias)
         found: Array = x + _SHIFT
         return found
+
+    def chain(self, layers: Sequence[Any] = (), places: Sequence[int | None] = ()) -> Any:
+        """Returns a DistributedModel of these layers, or of those of ``model``; see ``Chain``."""
+        return Chain(layers or dense_layers(), places)
+
+    def plain(self) -> Any:
+        """Returns a model of Keras that computes what ``chain`` does, unpartitioned."""
+        return tf.keras.Sequential(dense_layers())
+
+    def held(self, model: Any) -> list[set[int]]:
+        """Returns which layers of a chain have variables here, for each rank of the pipeline.
+
+        Collective: pipeline.
+        """
+        own = {id(variable) for variable in model.variables}
+        here = {
+            place
+            for place, layer in enumerate(model.chain)
+            if any(id(variable) in own for variable in layer.variables)
+        }
+        found: list[set[int]] = smp.allgather(here, smp.PP_GROUP)
+        return found
+
+    def gradients_by_place(self, model: Any, gradients: Sequence[Any]) -> dict[int, Array]:
+        """Returns gradients of ``model.trainable_variables`` by their place in the whole chain.
+
+        The library may give a variable of its own where nothing is trained; it has no place.
+        """
+        every = [id(v) for layer in model.chain for v in layer.trainable_variables]
+        return {
+            every.index(id(variable)): self.array(tf.convert_to_tensor(gradient))
+            for variable, gradient in zip(model.trainable_variables, gradients, strict=True)
+            if id(variable) in every
+        }
 
 
 def make() -> TensorFlowAdapter:

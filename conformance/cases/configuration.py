@@ -244,7 +244,7 @@ def none_means_not_set(adapter: Adapter) -> None:
     assert start(adapter, microbatches=None, pipeline=None).pipeline == "interleaved"
 
 
-@torch_case("compat.undocumented_parameters", worlds=NEW)
+@case("compat.undocumented_parameters", worlds=NEW)
 def parameters_that_scripts_use_are_accepted(adapter: Adapter) -> None:
     start(
         adapter,
