@@ -66,7 +66,7 @@ def train(name: str, config: Mapping[str, object]) -> Trained:
     """Trains one model with the library."""
     import smdistributed.modelparallel.tensorflow as smp
 
-    part = smp.partition if smp.pp_size() == 2 else _no_partition
+    part = smp.partition if smp.pp_size() == 2 else no_partition
     problem = PROBLEMS[name](smp.DistributedModel, part)
     model, optimizer = problem.model, tf.keras.optimizers.Adam(0.01)
     share = _share(problem.batch, smp.dp_rank(), smp.dp_size())
@@ -94,7 +94,8 @@ def train(name: str, config: Mapping[str, object]) -> Trained:
             if gradient is not None
         ]
         optimizer.apply_gradients(pairs)
-    every = [id(variable) for variable in tf.keras.Model.variables.fget(model)]
+    _, variables = model._smp_engine.everywhere()
+    every = [id(variable) for variable in variables]
     return Trained(
         losses,
         {every.index(id(v)): g.numpy() for g, v in pairs if id(v) in every},
@@ -109,7 +110,7 @@ def train_plainly(names: Sequence[str]) -> dict[str, Result]:
     results = {}
     for name in names:
         tf.keras.utils.set_random_seed(0)
-        problem = PROBLEMS[name](tf.keras.Model, _no_partition)
+        problem = PROBLEMS[name](tf.keras.Model, no_partition)
         model, optimizer = problem.model, tf.keras.optimizers.Adam(0.01)
 
         def compute(x: Any, y: Any, problem: Any = problem) -> Any:
@@ -150,7 +151,8 @@ def _share(batch: Any, number: int, count: int) -> Any:
     return tf.nest.map_structure(part, batch)
 
 
-def _no_partition(index: int) -> contextlib.AbstractContextManager[None]:
+def no_partition(index: int) -> contextlib.AbstractContextManager[None]:
+    """Stands for ``smp.partition`` where there is one partition."""
     return contextlib.nullcontext()
 
 

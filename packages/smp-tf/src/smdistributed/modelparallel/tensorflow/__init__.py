@@ -5,7 +5,10 @@ Use it as ``import smdistributed.modelparallel.tensorflow as smp``.
 
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow.api import (
+    CheckpointManager,
     DistributedModel,
+    allreduce,
+    broadcast_variables,
     facade,
     init,
     partition,
@@ -60,13 +63,16 @@ __all__ = [
     "RDP_GROUP",
     "TP_GROUP",
     "WORLD",
+    "CheckpointManager",
     "CommGroup",
     "DistributedModel",
     "RankType",
     "StepOutput",
     "allgather",
+    "allreduce",
     "barrier",
     "broadcast",
+    "broadcast_variables",
     "dp_barrier",
     "dp_rank",
     "dp_size",

@@ -11,8 +11,12 @@ from typing import Any
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat, step_function
+from smdistributed.modelparallel.tensorflow.checkpoint import (
+    CheckpointManager as BaseCheckpointManager,
+)
 from smdistributed.modelparallel.tensorflow.model import DistributedModel as BaseModel
 from smdistributed.modelparallel.tensorflow.placement import check_index
+from smdistributed.modelparallel.tensorflow.replicas import averaged, broadcast_from_first
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime, start
 from smdistributed.modelparallel.tensorflow.tracing import PARTITION
 
@@ -112,6 +116,43 @@ def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     else:
         runtime.post_partition_hooks.append(hook)
     return hook
+
+
+def allreduce(value: Any) -> Any:
+    """Returns the mean of a tensor over the data-parallel group of this process.
+
+    For gradients after ``accumulate``, where the script does not call Horovod itself. With
+    ``horovod: True`` this is Horovod's, else TensorFlow's own. Collective: the data-parallel group.
+    """
+    return averaged(slot.get(), value)
+
+
+def broadcast_variables(variables: Iterable[Any]) -> None:
+    """Gives variables the values that the first rank of the data-parallel group has.
+
+    After the first batch, for the model's and the optimizer's. Collective: the data-parallel group.
+    """
+    broadcast_from_first(slot.get(), list(variables))
+
+
+class CheckpointManager(BaseCheckpointManager):
+    """See the base class.
+
+    Args:
+        checkpoint: a ``tf.train.Checkpoint``, for example of the optimizer and the model.
+        directory: where to; all processes see the same one.
+        max_to_keep: number of checkpoints kept; None keeps all.
+        checkpoint_name: beginning of the names.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        directory: str | os.PathLike[str] = "/opt/ml/checkpoints",
+        max_to_keep: int | None = None,
+        checkpoint_name: str = "ckpt",
+    ) -> None:
+        super().__init__(slot.get(), checkpoint, directory, max_to_keep, checkpoint_name)
 
 
 class DistributedModel(BaseModel):  # noqa: D101 - as its base

@@ -17,7 +17,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.placement import is_constant
 from smdistributed.modelparallel.tensorflow.random_operations import RandomOperations
-from smdistributed.modelparallel.tensorflow.segmentation import Pass, Program, Transfer
+from smdistributed.modelparallel.tensorflow.segmentation import Pass, Program
 from smdistributed.modelparallel.tensorflow.tracing import FOLLOWS, LAYER, PARTITION, results_of
 
 _DROPPED = (PARTITION, LAYER, FOLLOWS, "_class")
@@ -32,14 +32,12 @@ class Block:
         function: takes a random key, then ``inputs``; returns ``outputs``.
         inputs: tensors of the trace that other passes, other processes, or callers make.
         outputs: tensors of the trace that others need.
-        sends: which of the outputs go to other processes, and where to.
     """
 
     one: Pass
     function: Any
     inputs: list[Any]
     outputs: list[Any]
-    sends: list[Transfer]
 
 
 class LocalProgram:
@@ -54,6 +52,7 @@ class LocalProgram:
         program: as given.
         blocks: in the order of execution of one microbatch.
         received: by name of a tensor of the trace, its transfer to this process.
+        sent: transfers from this process.
         written: names of captured handles that some block writes to.
     """
 
@@ -71,12 +70,10 @@ class LocalProgram:
             for one, ops in program.passes.items()
             if program.partitions[one[1]] == partition and ops
         ]
-        sends: dict[Pass, list[Transfer]] = defaultdict(list)
-        for transfer in program.transfers:
-            if transfer.source == partition:
-                sends[transfer.made_in].append(transfer)
+        self.sent = [each for each in program.transfers if each.source == partition]
         asked_for = {tensor.name for tensor in results_of(program.trace)}
-        self.blocks = [self._block(one, ops, sends[one], asked_for) for one, ops in own]
+        asked_for |= {transfer.tensor.name for transfer in self.sent}
+        self.blocks = [self._block(one, ops, asked_for) for one, ops in own]
         self.blocks.sort(key=_order)
         self.written = {
             tensor.name
@@ -87,10 +84,7 @@ class LocalProgram:
             if tensor.name in program.trace.captured and tensor.dtype == tf.resource
         }
 
-    def _block(
-        self, one: Pass, ops: list[Any], sends: list[Transfer], asked_for: set[str]
-    ) -> Block:
-        sent = {transfer.tensor.name for transfer in sends}
+    def _block(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Block:
         graph = compat.new_graph(f"{one[0].name.lower()}_{one[1]}")
         compat.take_functions(graph, self.program.trace.graph)
         with graph.as_default():
@@ -128,14 +122,13 @@ class LocalProgram:
             for op in ops
             for tensor in op.outputs
             if tensor.name in asked_for
-            or tensor.name in sent
             or any(self.program.pass_of.get(each) != one for each in self._consumers[tensor.name])
         ]
         effects = [copied[op] for op in ops if compat.is_stateful(copied[op])]
         results = [copies[tensor.name] for tensor in outputs]
         always = list(dict.fromkeys([*effects, *(result.op for result in results)]))
         function = compat.function_of(graph, [key, *placeholders], results, always)
-        return Block(one, function, inputs, outputs, sends)
+        return Block(one, function, inputs, outputs)
 
 
 def _order(block: Block) -> tuple[bool, int]:

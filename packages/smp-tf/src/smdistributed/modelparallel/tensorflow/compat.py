@@ -7,6 +7,7 @@ version that the package claims. No other module of the package imports ``tensor
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
@@ -256,6 +258,11 @@ def variable_of(variable: Variable) -> Variable:
     return variable.value if IS_KERAS_3 and isinstance(variable, tf.keras.Variable) else variable
 
 
+def takes_training(model: Any) -> bool:
+    """Tells whether the ``call`` of a Keras model has a parameter ``training``."""
+    return "training" in inspect.signature(model.call).parameters
+
+
 def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
     """Returns a variable without memory, of the shape and dtype of ``like``.
 
@@ -301,6 +308,65 @@ def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
     finally:
         for name, original in saved.items():
             setattr(kind, name, original)
+
+
+# Optimizers and checkpoints
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """Returns all variables of an optimizer of Keras."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
+def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
+    """Returns what an optimizer keeps of each variable that it trains.
+
+    Keras keeps lists beside the one of the variables that it was built for; its legacy optimizers
+    keep them by name.
+
+    Returns:
+        by name of the slot, and by ``slot_key`` of the trained variable.
+    """
+    found: dict[str, dict[Any, Any]] = {}
+    if hasattr(optimizer, "get_slot_names"):
+        for key, slots in optimizer._slots.items():
+            for name, variable in slots.items():
+                found.setdefault(name, {})[key] = variable
+        return found
+    positions = getattr(
+        optimizer, "_trainable_variables_indices" if IS_KERAS_3 else "_index_dict", {}
+    )
+    for name, value in sorted(vars(optimizer).items()):
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(positions) > 0
+        if is_list and name not in ("_trainable_variables", "_variables"):
+            slots = {key: value[place] for key, place in positions.items()}
+            if all(hasattr(variable, "assign") for variable in slots.values()):
+                found[name] = slots
+    return found
+
+
+def slot_key(optimizer: Any, variable: Any) -> Any:
+    """Returns what an optimizer knows a trained variable by."""
+    if hasattr(optimizer, "get_slot_names"):
+        return variable_of(variable)._unique_id
+    return optimizer._var_key(variable)
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes the variables that an optimizer keeps for these."""
+    with tf.init_scope():
+        if hasattr(optimizer, "_create_all_weights"):
+            optimizer._create_all_weights(variables)
+        elif not getattr(optimizer, "built", False) and not getattr(optimizer, "_built", False):
+            optimizer.build(variables)
+
+
+def write_checkpoint_state(directory: str, newest: str, every: Sequence[str]) -> None:
+    """Writes the text file in which TensorFlow's managers note their checkpoints."""
+    checkpoint_management.update_checkpoint_state_internal(
+        directory, newest, all_model_checkpoint_paths=list(every), save_relative_paths=True
+    )
 
 
 # Processes

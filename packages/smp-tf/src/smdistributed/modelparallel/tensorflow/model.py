@@ -5,6 +5,7 @@ Source: smd_model_parallel_tensorflow.rst, DistributedModel.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.blocks import LocalProgram
+from smdistributed.modelparallel.tensorflow.export import save_model
+from smdistributed.modelparallel.tensorflow.keras_training import KerasTraining
 from smdistributed.modelparallel.tensorflow.placement import Placement, place
 from smdistributed.modelparallel.tensorflow.replay import Replay
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
@@ -54,6 +57,12 @@ class Engine:
         losses: returns the losses of its layers after a call.
         is_tracing: whether the model's own call is being traced.
         is_partitioned: whether variables have their places.
+        anchor: see ``anchor_variable``.
+        layer_names: of its layers.
+        placement: what is decided about it.
+        example: positional arguments of its first call, as specs, and the others.
+        steps: step functions of Keras's training loop.
+        programs: trace and what this process executes, by signature.
     """
 
     runtime: TFRuntime
@@ -66,6 +75,8 @@ class Engine:
     anchor: Any = None
     layer_names: LayerNames = field(default_factory=LayerNames)
     placement: Placement = field(default_factory=Placement)
+    example: Any = None
+    steps: dict[str, Any] = field(default_factory=dict)
     programs: dict[tuple[Any, ...], tuple[Any, LocalProgram]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,6 +96,8 @@ class Engine:
         if key not in self.programs:
             with tf.init_scope():
                 self.programs[key] = self._make(signature, wanted)
+        if self.example is None:
+            self.example = _example(args, kwargs)
         traced, local = self.programs[key]
         outputs, call = self._replay.call(
             local, signature.tensors, step.random_key(), self.anchor_variable()
@@ -163,6 +176,14 @@ class Engine:
             runtime.post_partition_hooks.clear()
         return traced, local
 
+    def everywhere(self) -> tuple[list[Any], list[Any]]:
+        """Returns the trainable and all variables of the model, wherever they live."""
+        saved, self.is_tracing = self.is_tracing, True
+        try:
+            return self.collect()
+        finally:
+            self.is_tracing = saved
+
     def _collect(self) -> tuple[list[Any], list[Any]]:
         trainable, every = self.collect()
         return [compat.variable_of(v) for v in trainable], [compat.variable_of(v) for v in every]
@@ -179,7 +200,7 @@ class Engine:
             )
 
 
-class DistributedModel(tf.keras.Model):  # type: ignore[misc]
+class DistributedModel(KerasTraining):
     """A model whose operations are spread over the processes of a pipeline.
 
     Subclass it and write ``call``, or give it a model of Keras (functional, sequential, or of any
@@ -217,6 +238,21 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         )
         # Not an attribute of the model for Keras: nothing in it is a layer or a variable.
         object.__setattr__(self, "_smp_engine", engine)
+
+    def save_model(self, save_path: str | os.PathLike[str] | None = None) -> None:
+        """Writes the whole model with its present weights as a SavedModel.
+
+        ``tf.saved_model.load(save_path).serve(...)`` computes what ``call`` does, without training.
+        Collective: every process; the first partition of the first replica writes.
+
+        Args:
+            save_path: folder; by default ``SM_MODEL_DIR`` of the environment, or /opt/ml/model.
+
+        Raises:
+            NotPartitionedError: before the first call of a step function.
+            CheckpointError: it could not be written; on all processes.
+        """
+        save_model(self._smp_engine, save_path)
 
     def call(self, inputs: Any, training: Any = None, **kwargs: Any) -> Any:
         """Computes the outputs; to be written by the user.
@@ -307,6 +343,14 @@ def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
         return packed
 
     return _Signature((shapes, others, tuple(is_tensor)), tensors, pack)
+
+
+def _example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns what a model is called with when it serves: specs, and no training."""
+    specs = tf.nest.map_structure(
+        lambda each: tf.TensorSpec(each.shape, tf.as_dtype(each.dtype)), tuple(args)
+    )
+    return specs, {**kwargs, "training": False} if "training" in kwargs else dict(kwargs)
 
 
 def _is_differentiable(tensor: Any) -> bool:

@@ -15,13 +15,10 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow import compat
-from smdistributed.modelparallel.tensorflow.blocks import Block, LocalProgram, constants
-from smdistributed.modelparallel.tensorflow.segmentation import Pass
+from smdistributed.modelparallel.tensorflow.blocks import LocalProgram, constants
+from smdistributed.modelparallel.tensorflow.segmentation import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.tracing import results_of, tensors_in
-from smdistributed.modelparallel.tensorflow.transport import Transport
-
-#: Keys of one transfer: of the tensor, and of its shape.
-_KEYS = 2
+from smdistributed.modelparallel.tensorflow.transport import Key, Transport
 
 
 @dataclass(eq=False)
@@ -88,14 +85,13 @@ class Replay:
                     # The order of passes decides about it, not that in which they are made here.
                     values[name] = tf.identity(values[name])
         values |= constants(graph, list(results_of(trace)))
-        first_key = self._transport.new_keys(_KEYS * len(local.program.transfers))
         keys = {
-            id(transfer): first_key + _KEYS * number
-            for number, transfer in enumerate(local.program.transfers)
+            id(transfer): self._transport.new_key(transfer.tensor)
+            for transfer in local.program.transfers
         }
         with compat.unrecorded():
             self._run(call, Kind.FORWARD, values, keys, key)
-            outputs = [self._value(call, values, keys, output) for output in trace.outputs]
+            outputs = [values[output.name] for output in trace.outputs]
         mine = [
             (variable, gradient)
             for variable, gradient in zip(trace.variables, trace.variable_gradients, strict=True)
@@ -123,7 +119,7 @@ class Replay:
                 self._run(call, Kind.BACKWARD, values, keys, key)
 
                 def found(wanted: Any) -> Any:
-                    parts = [self._value(call, values, keys, t) for t in tensors_in(wanted)]
+                    parts = [values[tensor.name] for tensor in tensors_in(wanted)]
                     call.returned |= {part.op for part in parts}
                     if isinstance(wanted, tf.IndexedSlices):
                         return tf.IndexedSlices(*parts)
@@ -138,34 +134,39 @@ class Replay:
         return results[: len(outputs)], call
 
     def _run(
-        self, call: Call, kind: Kind, values: dict[str, Any], keys: dict[int, int], key: Any
+        self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[int, Key], key: Any
     ) -> None:
+        """Adds the blocks of a phase, with its transfers."""
+        local = call.local
         graph = tf.compat.v1.get_default_graph()
-        for block in call.local.blocks:
-            if block.one[0] is not kind:
+        # TensorFlow's automatic control dependencies keep no transfers, and one that no operation
+        # here needs must take place all the same: the other side waits for it.
+        kept: list[Any] = []
+        for transfer in local.received.values():
+            if transfer.phase is phase:
+                received = self._transport.receive(
+                    transfer.tensor, self._ranks[transfer.source], keys[id(transfer)]
+                )
+                kept.append(received.op)
+                values[transfer.tensor.name] = received
+        for transfer in local.sent:
+            if transfer.phase is phase and transfer.made_in[0] is not phase:
+                kept += self._send(transfer, values, keys)
+        for block in local.blocks:
+            if block.one[0] is not phase:
                 continue
-            operands = [self._value(call, values, keys, tensor) for tensor in block.inputs]
+            operands = [values[tensor.name] for tensor in block.inputs]
             operation = compat.call(block.function, [key, *operands])
             call.operations[block.one] = operation
             for tensor, made in zip(block.outputs, operation.outputs, strict=True):
                 made.set_shape(tensor.shape)
                 values[tensor.name] = made
-            self._send(block, values, keys, graph)
+            for transfer in local.sent:
+                if transfer.phase is phase and transfer.made_in == block.one:
+                    kept += self._send(transfer, values, keys)
+        compat.keep(graph, kept)
 
-    def _send(self, block: Block, values: dict[str, Any], keys: dict[int, int], graph: Any) -> None:
-        for transfer in block.sends:
-            made = self._transport.send(
-                values[transfer.tensor.name], self._ranks[transfer.target], keys[id(transfer)]
-            )
-            # TensorFlow's automatic control dependencies do not keep sends.
-            compat.keep(graph, made)
-
-    def _value(self, call: Call, values: dict[str, Any], keys: dict[int, int], tensor: Any) -> Any:
-        """Returns a tensor of the trace in this graph; receives it if another process makes it."""
-        if tensor.name not in values:
-            transfer = call.local.received.get(tensor.name)
-            assert transfer is not None, f"{tensor.name} is made nowhere"
-            values[tensor.name] = self._transport.receive(
-                tensor, self._ranks[transfer.source], keys[id(transfer)]
-            )
-        return values[tensor.name]
+    def _send(self, transfer: Transfer, values: dict[str, Any], keys: dict[int, Key]) -> list[Any]:
+        return self._transport.send(
+            values[transfer.tensor.name], self._ranks[transfer.target], keys[id(transfer)]
+        )

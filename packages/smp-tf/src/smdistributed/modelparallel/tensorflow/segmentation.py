@@ -39,12 +39,15 @@ class Transfer:
         made_in: the pass that makes it.
         source: partition.
         target: partition.
+        phase: in which it goes. What only the backward pass needs goes then, so that a step without
+            gradients sends nothing in vain.
     """
 
     tensor: Any
     made_in: Pass
     source: int
     target: int
+    phase: Kind
 
 
 @dataclass(eq=False)
@@ -99,8 +102,9 @@ def cut(
     for name, op_segment in _backward_segments(trace, segment_of, partitions, homes).items():
         segment_of[name] = op_segment
     pass_of = {
-        op: (Kind.FORWARD if op in trace.forward else Kind.BACKWARD, segment)
-        for op, segment in segment_of.items()
+        op: (Kind.FORWARD if op in trace.forward else Kind.BACKWARD, segment_of[op])
+        for op in trace.operations
+        if op in segment_of
     }
     passes: dict[Pass, list[Any]] = {
         (kind, segment): [] for kind in Kind for segment in range(len(partitions))
@@ -290,28 +294,30 @@ def _transfers(
 ) -> list[Transfer]:
     found: dict[tuple[str, int], Transfer] = {}
 
-    def want(tensor: Any, target: int) -> None:
+    def want(tensor: Any, target: int, phase: Kind) -> None:
         made_in = pass_of.get(tensor.op)
         if made_in is None or partitions[made_in[1]] == target:
             return
         source = partitions[made_in[1]]
-        found.setdefault((tensor.name, target), Transfer(tensor, made_in, source, target))
+        found.setdefault((tensor.name, target), Transfer(tensor, made_in, source, target, phase))
 
-    for op in trace.operations:
-        if op in pass_of:
-            for tensor in op.inputs:
-                want(tensor, partitions[pass_of[op][1]])
-    for output in trace.outputs:
-        for partition in range(num_partitions):
-            want(output, partition)
+    for phase in Kind:  # forward first
+        for op, (kind, segment) in pass_of.items():
+            if kind is phase:
+                for tensor in op.inputs:
+                    want(tensor, partitions[segment], phase)
+        if phase is Kind.FORWARD:
+            for output in trace.outputs:
+                for partition in range(num_partitions):
+                    want(output, partition, phase)
     for variable, gradient in zip(trace.variables, trace.variable_gradients, strict=True):
         if id(variable) in homes:
             for tensor in tensors_in(gradient):
-                want(tensor, homes[id(variable)])
+                want(tensor, homes[id(variable)], Kind.BACKWARD)
     for gradient in trace.input_gradients:
         for tensor in tensors_in(gradient):
             for partition in range(num_partitions):
-                want(tensor, partition)
+                want(tensor, partition, Kind.BACKWARD)
     return list(found.values())
 
 

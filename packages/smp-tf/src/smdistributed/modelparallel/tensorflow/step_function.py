@@ -132,7 +132,7 @@ class StepFunction:
 
     def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Adds the step to the present graph."""
-        cut = _split(self._rules, runtime.config.microbatches, args, kwargs)
+        cut, weights = _split(self._rules, runtime.config.microbatches, args, kwargs)
         step = StepInProgress(runtime.step_number.assign_add(1))
         results = []
         runtime.current_step = step
@@ -157,7 +157,7 @@ class StepFunction:
                 )
         finally:
             runtime.current_step = None
-        return _outputs(results, cut.weights)
+        return _outputs(results, weights)
 
 
 def step(
@@ -192,10 +192,58 @@ class _Tensors:
         return tf.slice(value, begin, size)
 
 
+class _UnknownBatch(_Tensors):
+    """Tensors of a batch whose size is known in the step only.
+
+    They stand for tensors of one example a microbatch; the parts are those of the real size.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self.size: Any = None
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return (self._microbatches,) * len(value.shape)
+
+    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        size = tf.shape(value)[axis]
+        if self.size is None:
+            message = f"a batch must have at least {self._microbatches} examples, one a microbatch"
+            with tf.control_dependencies(
+                [tf.debugging.assert_greater_equal(size, self._microbatches, message)]
+            ):
+                self.size = tf.identity(size)
+        message = "all split arguments of a step must have the same batch size"
+        with tf.control_dependencies([tf.debugging.assert_equal(size, self.size, message)]):
+            begin, end = self.bound(start), self.bound(start + 1)
+        part = super().narrow(value, axis, begin, end - begin)
+        shape = value.shape.as_list()
+        shape[axis] = None
+        part.set_shape(shape)
+        return part
+
+    def bound(self, microbatch: int) -> Any:
+        """Returns where a microbatch begins: their sizes differ by at most one, larger first."""
+        each, larger = self.size // self._microbatches, self.size % self._microbatches
+        return microbatch * each + tf.minimum(microbatch, larger)
+
+    def weight(self, microbatch: int) -> Any:
+        """Returns the share of the batch that a microbatch has."""
+        part = self.bound(microbatch + 1) - self.bound(microbatch)
+        return tf.cast(part, tf.float64) / tf.cast(self.size, tf.float64)
+
+
 def _split(
     rules: SplitRules, microbatches: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Microbatches:
-    return split_arguments(_Tensors(), rules, microbatches, args, kwargs)
+) -> tuple[Microbatches, Sequence[Any]]:
+    """Returns the calls of the microbatches, and their weights, which may be tensors."""
+    leaves = tf.nest.flatten((args, kwargs))
+    if not any(tf.is_tensor(leaf) and None in leaf.shape.as_list() for leaf in leaves):
+        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
+        return cut, cut.weights
+    tensors = _UnknownBatch(microbatches)
+    cut = split_arguments(tensors, rules, microbatches, args, kwargs)
+    return cut, [tensors.weight(number) for number in range(microbatches)]
 
 
 def _as_tensor(value: Any) -> Any:
@@ -222,20 +270,29 @@ def _outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
 def _taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Adds the tensors of a result to a list; returns what builds the result from such a list."""
     leaves: list[StepOutput | None] = tf.nest.flatten(result)
-    places: list[tuple[int, int, list[float]] | None] = []
+    places: list[tuple[int, int, Sequence[float]] | None] = []
     for leaf in leaves:
         if leaf is None:
             places.append(None)
             continue
         begin = len(tensors)
         tensors += leaf.outputs
-        places.append((begin, len(tensors), leaf.weights))
+        end = len(tensors)
+        if any(tf.is_tensor(weight) for weight in leaf.weights):
+            tensors += leaf.weights
+            places.append((begin, end, ()))
+        else:
+            places.append((begin, end, leaf.weights))
 
     def rebuild(values: Sequence[Any]) -> Any:
-        built = [
-            None if place is None else StepOutput(values[place[0] : place[1]], place[2])
-            for place in places
-        ]
+        built: list[StepOutput | None] = []
+        for place in places:
+            if place is None:
+                built.append(None)
+                continue
+            begin, end, weights = place
+            weights = weights or values[end : 2 * end - begin]
+            built.append(StepOutput(values[begin:end], weights))
         return tf.nest.pack_sequence_as(result, built)
 
     return rebuild

@@ -7,7 +7,8 @@ function has a key of its own, the same on both sides.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,6 +20,26 @@ _BITS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64, tf.c
 _WIDER = {tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
+
+
+#: TensorFlow keeps the shape of a collective by its key, so that a transfer whose shape is known in
+#: the step only needs a key for each shape: it has this many, in a range of their own.
+_KEYS_OF_SHAPES = 4096
+_FIRST_OF_SHAPES = 1 << 28
+#: Keys of sums are apart as well; ranks of one pipeline need not make as many.
+_FIRST_SUM = 1 << 30
+
+
+class Key(NamedTuple):
+    """Names a transfer, the same on both sides.
+
+    Attributes:
+        number: of the tensor; of its shape where that is sent.
+        of_shapes: first of the keys of the tensor, one of which its shape chooses; or None.
+    """
+
+    number: int
+    of_shapes: int | None
 
 
 class Transport:
@@ -34,46 +55,75 @@ class Transport:
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout_seconds
-        self._next_key = 1
+        self._next_key = 0
+        self._next_of_shapes = _FIRST_OF_SHAPES
+        self._next_sum = 0
 
-    def new_keys(self, count: int) -> int:
-        """Returns the first of ``count`` new keys. Every rank of a pipeline asks alike."""
-        first = self._next_key
-        self._next_key += count
-        return first
+    def new_key(self, like: Any) -> Key:
+        """Returns the key of a transfer of tensors like one. Every rank of a pipeline asks alike.
 
-    def send(self, tensor: Any, target: int, key: int) -> list[Any]:
+        Raises:
+            UnsupportedError: not even the number of dimensions is known.
+        """
+        self._next_key += 1
+        if like.shape.is_fully_defined():
+            return Key(self._next_key, None)
+        if like.shape.rank is None:
+            raise UnsupportedError(
+                f"{like.name} goes from one partition to another, but its number of dimensions is "
+                "not known before the step: give it one with tf.ensure_shape, or keep its reader "
+                "on the same partition."
+            )
+        self._next_of_shapes += _KEYS_OF_SHAPES
+        return Key(self._next_key, self._next_of_shapes)
+
+    def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
         """Adds a send to the present graph; returns the operations that must run.
 
-        A shape that is not known before the step goes first, with the next key.
+        A shape that is not known before the step goes first.
         """
-        made = []
-        if not tensor.shape.is_fully_defined():
-            if tensor.shape.rank is None:
-                raise UnsupportedError(
-                    f"a tensor that goes from rank {self._rank} to rank {target} has a number of "
-                    f"dimensions that is not known before the step: {tensor}. Give it one with "
-                    "tf.ensure_shape, or keep its reader on the same partition."
-                )
-            made.append(self._send(tf.shape(tensor), target, key + 1))
-        made.append(self._send(_carried(tensor), target, key))
-        return made
+        if key.of_shapes is None:
+            return [self._send(_carried(tensor), target, key.number)]
+        shape = tf.shape(tensor)
+        return [
+            self._send(shape, target, key.number),
+            self._send(_carried(tensor), target, _chosen(key.of_shapes, shape)),
+        ]
 
-    def receive(self, like: Any, source: int, key: int) -> Any:
+    def receive(self, like: Any, source: int, key: Key) -> Any:
         """Adds the receive of a tensor like one of another graph to the present graph."""
-        shape = like.shape
-        if shape.is_fully_defined():
-            length = tf.constant(shape.as_list(), tf.int32)
-        else:
-            rank = tf.constant([shape.rank], tf.int32)
-            length = self._receive(rank, tf.int32, source, key + 1)
-            length.set_shape([shape.rank])
         dtype = _carrier(like.dtype)
-        received = self._receive(length, dtype, source, key)
-        received.set_shape(shape)
+        if key.of_shapes is None:
+            shape = tf.constant(like.shape.as_list(), tf.int32)
+            received = self._receive(shape, dtype, source, key.number)
+        else:
+            rank = like.shape.rank
+            shape = self._receive(tf.constant([rank], tf.int32), tf.int32, source, key.number)
+            shape.set_shape([rank])
+            received = self._receive(shape, dtype, source, _chosen(key.of_shapes, shape))
+        received.set_shape(like.shape)
         return _restored(received, like.dtype)
 
-    def _send(self, tensor: Any, target: int, key: int) -> Any:
+    def all_reduce(self, tensor: Any, members: Sequence[int]) -> Any:
+        """Adds the sum of a tensor over some ranks, all of which do the same, to the graph.
+
+        Eagerly it is computed at once.
+        """
+        key = self._size * (self._size + 1) + min(members) * self._size + len(members)
+        self._next_sum += 1
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tensor,
+            group_size=len(members),
+            group_key=key,
+            instance_key=_FIRST_SUM + self._next_sum,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+            timeout_seconds=self._timeout_seconds,
+            name="smp_sum",
+        )
+
+    def _send(self, tensor: Any, target: int, key: Any) -> Any:
         return tf.raw_ops.CollectiveBcastSendV2(
             input=tensor,
             group_size=2,
@@ -83,7 +133,7 @@ class Transport:
             name=f"smp_to_rank_{target}",
         ).op
 
-    def _receive(self, shape: Any, dtype: Any, source: int, key: int) -> Any:
+    def _receive(self, shape: Any, dtype: Any, source: int, key: Any) -> Any:
         return tf.raw_ops.CollectiveBcastRecvV2(
             T=dtype,
             group_size=2,
@@ -96,6 +146,14 @@ class Transport:
 
     def _group(self, peer: int) -> int:
         return 1 + min(self._rank, peer) * self._size + max(self._rank, peer)
+
+
+def _chosen(first: int, shape: Any) -> Any:
+    """Returns the key for a shape, out of those of a transfer."""
+    place = tf.constant(0)
+    for length in tf.unstack(shape):
+        place = (place * 31 + length) % _KEYS_OF_SHAPES
+    return first + place
 
 
 def _carrier(dtype: Any) -> Any:

@@ -120,6 +120,10 @@ class CheckpointDirectory:
         """
         return self._store.newest()
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints found, oldest first; damaged ones are left out. Local."""
+        return self._store.checkpoints()
+
     def resolve(self, tag: str | int | None = None, *, partial: bool = True) -> Checkpoint:
         """Find a checkpoint by its tag, or the newest one of its kind.
 
