@@ -8,8 +8,10 @@ import numpy as np
 
 from conformance.cases.tf_training import plain_gradients, stepped
 from conformance.registry import tensorflow_case
+from conformance.worlds import HAS_HOROVOD
 
-_REPLICAS = ("replicas", "both", "spread")
+#: Nothing tries these rows where Horovod is not installed.
+_REPLICAS = ("replicas", "both", "spread") if HAS_HOROVOD else ()
 
 
 def _share(adapter: Any, whole: Any) -> Any:
@@ -45,7 +47,7 @@ def averaged_gradients_are_those_of_the_whole_batch(adapter: Any) -> None:
         np.testing.assert_allclose(gradient, wanted[place], atol=1e-6)
 
 
-@tensorflow_case("tensorflow.horovod.1", "tensorflow.step_function.1", worlds=("both",))
+@tensorflow_case("tensorflow.horovod.1", "tensorflow.step_function.1", worlds=_REPLICAS[1:2])
 def replicas_train_in_one_function(adapter: Any) -> None:
     import horovod.tensorflow as hvd
 
