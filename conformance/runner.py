@@ -13,7 +13,7 @@ from conformance.registry import Case
 from conformance.worlds import WORLDS, World
 from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
-#: A start on a busy machine, and time for each case: those of TensorFlow trace a model or start jobs.
+#: A start on a busy machine, and time for each case: those of TensorFlow trace a model.
 _START_SECONDS = 120
 _CASE_SECONDS = {"torch": 1, "tensorflow": 8}
 
