@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def main() -> int:
             )
         return 0
     started = time.monotonic()
-    outcomes = runner.run(options.framework, cases, note=print)
+    outcomes = runner.run(options.framework, cases, note=functools.partial(print, flush=True))
     result = report.Report(options.framework, specified, cases, outcomes)
     print(result.text(is_whole=not options.only))
     print(f"{time.monotonic() - started:.0f} s")

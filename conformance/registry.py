@@ -78,6 +78,11 @@ def torch_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[
     return case(*rows, worlds=worlds, frameworks=("torch",))
 
 
+def tensorflow_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[[Body], Body]:
+    """Makes a case that only TensorFlow has."""
+    return case(*rows, worlds=worlds, frameworks=("tensorflow",))
+
+
 def later(
     *rows: str, worlds: tuple[str, ...] = ("new",), frameworks: tuple[str, ...] = ("torch",)
 ) -> Callable[[Body], Body]:

@@ -11,8 +11,8 @@ from typing import Any
 def differences(function: Callable[..., Any], printed: str) -> list[str]:
     """Returns in what a function differs from a printed signature; empty if in nothing.
 
-    Every printed parameter must be there, at its place, with its default. More may follow, if they
-    have defaults.
+    Every printed parameter must be there, at its place, with its default, and so must a rest that
+    is printed with stars. More may follow, if they have defaults.
     """
     definition = ast.parse(f"def {printed}: pass".replace("def __call__", "def call")).body[0]
     assert isinstance(definition, ast.FunctionDef)
@@ -44,6 +44,12 @@ def differences(function: Callable[..., Any], printed: str) -> list[str]:
                 found.append(f"{name} is parameter {own.index(parameter)}, not {position}")
         text = ast.unparse(defaults[name]) if name in defaults else None
         found += _default_differs(name, parameter, text)
+    for printed_rest, kind, stars in (
+        (wanted.vararg, inspect.Parameter.VAR_POSITIONAL, "*"),
+        (wanted.kwarg, inspect.Parameter.VAR_KEYWORD, "**"),
+    ):
+        if printed_rest and kind not in {each.kind for each in own}:
+            found.append(f"{stars}{printed_rest.arg} is missing")
     printed_names = {*names, *(each.arg for each in wanted.kwonlyargs)}
     for parameter in own:
         optional = parameter.default is not inspect.Parameter.empty or parameter.kind in (

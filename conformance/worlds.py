@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -32,7 +33,12 @@ class World:
         return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
 
 
-_REPLICAS: dict[str, dict[str, object]] = {"torch": {"ddp": True}, "tensorflow": {"horovod": True}}
+#: Horovod has no wheels; without it everything but its own rows can be tried.
+HAS_HOROVOD = find_spec("horovod") is not None
+_REPLICAS: dict[str, dict[str, object]] = {
+    "torch": {"ddp": True},
+    "tensorflow": {"horovod": HAS_HOROVOD},
+}
 _TWO = {"pipeline_parallel_degree": 2, "microbatches": 4}
 
 WORLDS = {

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from smdistributed.modelparallel.common.config import Config
+
 Array = npt.NDArray[Any]
 
 #: Width of the inputs and outputs of an adapter's models.
@@ -25,6 +27,11 @@ class Adapter(abc.ABC):
 
     name: str
     smp: ModuleType
+
+    @property
+    @abc.abstractmethod
+    def config(self) -> Config:
+        """The configuration in force."""
 
     @abc.abstractmethod
     def reset(self) -> None:

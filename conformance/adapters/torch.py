@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp
 from conformance.adapters.base import WIDTH, Adapter, Array
+from smdistributed.modelparallel.common.config import Config
 
 
 class Net(nn.Module):
@@ -34,6 +35,11 @@ class TorchAdapter(Adapter):
 
     name = "torch"
     smp = smp
+
+    @property
+    def config(self) -> Config:
+        found: Config = smp.state.cfg
+        return found
 
     def reset(self) -> None:
         torch.manual_seed(0)

@@ -24,7 +24,7 @@ def start(adapter: Adapter, **parameters: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter.smp.init({**_PLAIN, **parameters})
-    return adapter.smp.state.cfg
+    return adapter.config
 
 
 def refused(adapter: Adapter, *words: str, **parameters: Any) -> None:
@@ -108,7 +108,7 @@ for _name, (_frameworks, _value, _good, _bad) in _TABLE.items():
 @case("config.pipeline_parallel_degree", worlds=NEW)
 def degrees_default_to_one(adapter: Adapter) -> None:
     adapter.smp.init({})
-    assert adapter.smp.state.cfg.pipeline_parallel_degree == 1
+    assert adapter.config.pipeline_parallel_degree == 1
 
 
 @case("config.pipeline_parallel_degree", worlds=NEW)
@@ -126,7 +126,7 @@ def pipeline_parallel_degree_is_a_positive_integer(adapter: Adapter) -> None:
 @case("config.C01", "config.pipeline_parallel_degree", worlds=NEW)
 def partitions_is_another_name(adapter: Adapter) -> None:
     adapter.smp.init({"partitions": 1})
-    assert adapter.smp.state.cfg.pipeline_parallel_degree == 1
+    assert adapter.config.pipeline_parallel_degree == 1
 
 
 @case("config.C01", worlds=NEW)
@@ -244,7 +244,7 @@ def none_means_not_set(adapter: Adapter) -> None:
     assert start(adapter, microbatches=None, pipeline=None).pipeline == "interleaved"
 
 
-@torch_case("compat.undocumented_parameters", worlds=NEW)
+@case("compat.undocumented_parameters", worlds=NEW)
 def parameters_that_scripts_use_are_accepted(adapter: Adapter) -> None:
     start(
         adapter,
@@ -265,5 +265,5 @@ def the_comma_form_of_a_command_line_is_read(adapter: Adapter) -> None:
 
     os.environ["SM_HP_MP_PARAMETERS"] = "partitions=1,microbatches=5,pipeline=simple"
     adapter.smp.init()
-    cfg = adapter.smp.state.cfg
+    cfg = adapter.config
     assert (cfg.microbatches, cfg.pipeline) == (5, "simple")

@@ -44,7 +44,7 @@ def _dry_run(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
 def an_envelope_of_the_launch_is_read(adapter: Adapter) -> None:
     os.environ["SM_HP_MP_PARAMETERS"] = json.dumps(_PARAMETERS)
     adapter.smp.init()
-    assert adapter.smp.state.cfg.microbatches == 3
+    assert adapter.config.microbatches == 3
     done = _dry_run(_envelope())
     assert done.returncode == 0, done.stderr
     assert "microbatches" in done.stdout
@@ -123,6 +123,6 @@ def any_keyword_of_tensor_parallelism_is_accepted(adapter: Any) -> None:
 @case("config.C08b", worlds=NEW, frameworks=("torch",))
 def a_prescaled_batch_needs_nothing_else(adapter: Adapter) -> None:
     adapter.smp.init({"pipeline_parallel_degree": 1, "prescaled_batch": True})
-    assert adapter.smp.state.cfg.prescaled_batch is True
+    assert adapter.config.prescaled_batch is True
     with pytest.raises(RuntimeError, match="ddp"):
         adapter.smp.get_dp_process_group()

@@ -26,6 +26,8 @@ def step(first: Any, second: int = 3, *, third: str = "a") -> None:
         ("step(second, first)", "second is parameter 1, not 0"),
         ("step(first=1)", "first has no default, not 1"),
         ("step(first, fourth=1)", "fourth is missing"),
+        ("step(first, *rest)", "*rest is missing"),
+        ("step(first, **rest)", "**rest is missing"),
     ],
 )
 def test_differences(printed: str, difference: str) -> None:

@@ -1,0 +1,84 @@
+"""TensorFlow: ``register_post_partition_hook``.
+
+A process partitions once, so that each of these jobs is its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from conformance.adapters import adapter_of
+from conformance.registry import tensorflow_case
+from smdistributed.modelparallel.common.testing import run_ranks
+
+ROW = "smp.register_post_partition_hook"
+
+
+def observed(degree: int) -> dict[str, Any]:
+    """Registers hooks, steps twice, and returns what the hooks saw."""
+    adapter: Any = adapter_of("tensorflow")
+    smp, tf = adapter.smp, adapter.tf
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": 4})
+    model, seen = adapter.chain(), []
+    outside = tf.Variable(0.0)
+
+    @smp.register_post_partition_hook
+    def first() -> None:
+        seen.append("first")
+        assert tf.executing_eagerly()
+        held = [variable for layer in model.chain for variable in layer.variables]
+        mine = {id(variable) for variable in model.variables}
+        assert len(mine) > 0
+        assert (len(mine) < len(held)) == (degree > 1)
+        # Nothing ran yet, and what the hook changes is what the first forward pass reads.
+        assert float(outside) == 0.0
+        for variable in model.variables:
+            variable.assign(tf.zeros_like(variable))
+
+    smp.register_post_partition_hook(lambda: seen.append("second"))
+
+    @smp.step
+    def body(x: Any) -> Any:
+        outside.assign_add(1.0)
+        return model(x)
+
+    x = adapter.tensor(adapter.batch(8))
+    outputs = [adapter.array(body(x).concat()) for _ in range(2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        late = smp.register_post_partition_hook(lambda: seen.append("late"))
+    body(x)
+    return {
+        "seen": seen,
+        "is function": callable(first) and callable(late),
+        "zero": all((output == 0).all() for output in outputs),
+        "told": [str(each.message) for each in caught],
+    }
+
+
+def _check(found: dict[str, Any]) -> None:
+    assert found["seen"] == ["first", "second"]
+    assert found["is function"]
+    assert found["zero"]
+    assert any("hook" in each for each in found["told"]), found["told"]
+
+
+@tensorflow_case(ROW, "common.first_call", worlds=("new",))
+def hooks_run_once_after_partitioning_and_before_the_first_forward_pass(adapter: Any) -> None:
+    for found in run_ranks(2, observed, timeout=90, args=[2]).results:
+        _check(found)
+
+
+@tensorflow_case(ROW, worlds=("new",))
+def hooks_run_with_one_partition_too(adapter: Any) -> None:
+    _check(observed(1))
+
+
+@tensorflow_case(ROW, worlds=("new",))
+def hooks_are_functions(adapter: Any) -> None:
+    adapter.smp.init({"pipeline_parallel_degree": 1})
+    with pytest.raises(TypeError):
+        adapter.smp.register_post_partition_hook("hook")
