@@ -45,7 +45,8 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
 def step(
     non_split_inputs: Iterable[str] | Callable[..., Any] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
-    **options: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Decorates a function that computes one mini-batch: outputs, losses, gradients.
 
@@ -56,13 +57,21 @@ def step(
         non_split_inputs: names of arguments given whole to every microbatch; or the function,
             when used without parentheses.
         input_split_axes: batch axis by argument name; 0 for all others.
-        options: what ``tf.function`` takes (``input_signature`` and so on).
+        args: an ``input_signature``, the first that ``tf.function`` takes besides the function.
+        kwargs: what ``tf.function`` takes.
 
     Raises:
         ConfigError: an option names no argument of the function.
+        TypeError: more than one argument by position besides.
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
     """
+    if len(args) > 1:
+        raise TypeError(
+            "smp.step takes non_split_inputs, input_split_axes and input_signature by position; "
+            f"got {len(args) - 1} more: give them by keyword."
+        )
+    options = dict(zip(("input_signature",), args, strict=False)) | kwargs
     function, names = non_split_inputs, None
     if not callable(function):
         function, names = None, function
@@ -82,7 +91,11 @@ def partition(index: int) -> Iterator[None]:
 
     Source: smd_model_parallel_tensorflow.rst, partition.
     """
-    check_index(index, slot.get().topology.pp_size)
+    runtime = slot.get()
+    if runtime.config.auto_partition:
+        yield
+        return
+    check_index(index, runtime.topology.pp_size)
     with compat.attributes({PARTITION: index}):
         yield
 

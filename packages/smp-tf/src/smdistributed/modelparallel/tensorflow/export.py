@@ -16,10 +16,11 @@ from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.variables import home_of
 
-_DEFAULT = "/opt/ml/model"
+#: What the platform collects.
+DEFAULT_FOLDER = "/opt/ml/model"
 
 
-def save_model(engine: Any, save_path: str | os.PathLike[str] | None) -> None:
+def save_model(engine: Any, save_path: str | os.PathLike[str]) -> None:
     """Writes the whole model with its present weights; see ``DistributedModel.save_model``."""
     runtime = engine.runtime
     if not engine.is_partitioned:
@@ -27,7 +28,9 @@ def save_model(engine: Any, save_path: str | os.PathLike[str] | None) -> None:
             f"the model {engine.name} has no variables to be saved before the first call of a step "
             "function: save it after that."
         )
-    folder = Path(save_path or os.environ.get("SM_MODEL_DIR") or _DEFAULT)
+    if os.fspath(save_path) == DEFAULT_FOLDER:
+        save_path = os.environ.get("SM_MODEL_DIR") or DEFAULT_FOLDER
+    folder = Path(save_path)
     failure = None
     if runtime.coordinates.dp_rank == 0:
         writes = runtime.coordinates.pp_rank == 0

@@ -18,7 +18,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.blocks import LocalProgram
-from smdistributed.modelparallel.tensorflow.export import save_model
+from smdistributed.modelparallel.tensorflow.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.keras_training import KerasTraining
 from smdistributed.modelparallel.tensorflow.placement import Placement, place
 from smdistributed.modelparallel.tensorflow.replay import Replay
@@ -200,6 +200,10 @@ class Engine:
             )
 
 
+class _OutsideStepError(SMPError, RuntimeError):
+    """A model was called where it cannot be."""
+
+
 class DistributedModel(KerasTraining):
     """A model whose operations are spread over the processes of a pipeline.
 
@@ -239,14 +243,14 @@ class DistributedModel(KerasTraining):
         # Not an attribute of the model for Keras: nothing in it is a layer or a variable.
         object.__setattr__(self, "_smp_engine", engine)
 
-    def save_model(self, save_path: str | os.PathLike[str] | None = None) -> None:
+    def save_model(self, save_path: str | os.PathLike[str] = DEFAULT_FOLDER) -> None:
         """Writes the whole model with its present weights as a SavedModel.
 
         ``tf.saved_model.load(save_path).serve(...)`` computes what ``call`` does, without training.
         Collective: every process; the first partition of the first replica writes.
 
         Args:
-            save_path: folder; by default ``SM_MODEL_DIR`` of the environment, or /opt/ml/model.
+            save_path: folder; ``SM_MODEL_DIR`` of the environment takes the place of the default.
 
         Raises:
             NotPartitionedError: before the first call of a step function.
@@ -272,13 +276,13 @@ class DistributedModel(KerasTraining):
         """Calls the model in a step function. Collective: every process of the pipeline.
 
         Raises:
-            SMPError: outside a step function.
+            RuntimeError: outside a step function.
         """
         engine: Engine = self._smp_engine
         if engine.is_tracing:
             return super().__call__(*args, **kwargs)
         if engine.runtime.current_step is None:
-            raise SMPError(
+            raise _OutsideStepError(
                 f"the DistributedModel {self.name} was called outside a step function: call it in "
                 "a function decorated with @smp.step."
             )

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,9 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
                 leaving[maker][tensor.name] = num_bytes(tensor)
     memory: dict[str, float] = defaultdict(float)
     shared: dict[str, set[str]] = defaultdict(set)
-    for handle, layers in holders.items():
+    for handle, readers in holders.items():
+        # What reads a layer's variable from outside (a penalty, say) does not tie the layer to it.
+        layers = _innermost(readers, parents)
         size = _variable_size(trace.captured[handle]) if optimize == "memory" else 1
         memory[next(iter(layers))] += size
         if len(layers) > 1:
@@ -167,6 +169,17 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
         )
 
     return unit("")
+
+
+def _innermost(names: Iterable[str], parents: Mapping[str, str]) -> list[str]:
+    """Returns those layers that contain none of the others."""
+    names = list(names)
+    outer: set[str] = set()
+    for name in names:
+        while name:
+            name = parents[name]
+            outer.add(name)
+    return [name for name in names if name not in outer]
 
 
 def _variable_size(handle: Any) -> int:

@@ -88,8 +88,7 @@ class StepFunction:
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
         self._options = {"autograph": False, **options}
-        self._structures: dict[Any, Any] = {}
-        self._compiled: Any = None
+        self._compiled: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
@@ -107,28 +106,58 @@ class StepFunction:
                 "one after the other, or undecorate the inner one."
             )
         if not tf.executing_eagerly():
-            return self._build(runtime, args, kwargs)
-        if self._compiled is None:
-            self._compiled = self._compile()
-        args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
-        number, tensors = self._compiled(*args, **kwargs)
-        return self._structures[int(number)](tensors)
+            return _without_plain(self._build(runtime, args, kwargs))
+        leaves = tf.nest.flatten((args, kwargs))
+        tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if _is_array(leaf)]
+        others = [leaf for leaf in leaves if not _is_array(leaf)]
+        key = (
+            *(_identity(leaf) for leaf in others),
+            *(place for place, leaf in enumerate(leaves) if _is_array(leaf)),
+        )
+        if key not in self._compiled:
+            self._compiled[key] = self._compile((args, kwargs), leaves)
+        compiled, rebuilds, _ = self._compiled[key]
+        try:
+            number, made = compiled(*tensors)
+        except Exception:
+            if not rebuilds:
+                # A first trace that failed leaves a tf.function that refuses new variables.
+                del self._compiled[key]
+            raise
+        return rebuilds[int(number)](made)
 
-    def _compile(self) -> Any:
-        """Returns the step as a tf.function; StepOutputs are put together outside of it."""
+    def _compile(self, structure: Any, leaves: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Returns the step as a tf.function of its tensors, for calls with the same other values.
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        Returns:
+            the function; what puts the result of each of its traces together from tensors; and the
+            other values, which must not be forgotten as long as they are known by their identity.
+        """
+        rebuilds: list[Any] = []
+        kept = [None if _is_array(leaf) else leaf for leaf in leaves]
+
+        def run(*tensors: Any) -> Any:
+            rest = iter(tensors)
+            filled = [
+                next(rest) if is_tensor else other
+                for is_tensor, other in zip(are_tensors, kept, strict=True)
+            ]
+            args, kwargs = tf.nest.pack_sequence_as(structure_like, filled)
             result = self._build(self._slot.get(), args, kwargs)
-            tensors: list[Any] = []
-            rebuild = _taken_apart(result, tensors)
-            number = len(self._structures)
-            self._structures[number] = rebuild
-            return tf.constant(number), tensors
+            made: list[Any] = []
+            rebuilds.append(_taken_apart(result, made))
+            return tf.constant(len(rebuilds) - 1), made
 
-        # tf.function reads names and defaults of arguments from the signature.
-        run.__signature__ = self._rules.signature  # type: ignore[attr-defined]
-        functools.update_wrapper(run, self._function)
-        return tf.function(run, **self._options)
+        are_tensors = [_is_array(leaf) for leaf in leaves]
+        structure_like = tf.nest.pack_sequence_as(structure, kept)
+        return tf.function(run, **self._tf_options()), rebuilds, kept
+
+    def _tf_options(self) -> dict[str, Any]:
+        """Returns the options of ``tf.function``, for a function of all tensors in a row."""
+        options = dict(self._options)
+        if options.get("input_signature") is not None:
+            options["input_signature"] = tf.nest.flatten(options["input_signature"])
+        return options
 
     def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Adds the step to the present graph."""
@@ -174,6 +203,13 @@ def step(
         return StepFunction(slot, function, non_split_inputs, input_split_axes, options)
 
     return decorate if function is None else decorate(function)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What a step returns that is no tensor: a value, or one a microbatch."""
+
+    value: Any
 
 
 class _Tensors:
@@ -246,8 +282,15 @@ def _split(
     return cut, [tensors.weight(number) for number in range(microbatches)]
 
 
-def _as_tensor(value: Any) -> Any:
-    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (tf.Tensor, np.ndarray))
+
+
+def _identity(value: Any) -> Any:
+    """Returns what tells values that are no tensors apart: plain ones by value, or as objects."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return type(value), value
+    return id(value)
 
 
 def _is_result(value: Any) -> bool:
@@ -258,22 +301,29 @@ def _outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
     """Returns the structure of the results with a StepOutput for each tensor."""
 
     def join(*leaves: Any) -> Any:
-        if leaves[0] is None:
-            return None
-        return StepOutput(
-            [leaf if _is_result(leaf) else tf.constant(leaf) for leaf in leaves], weights
-        )
+        if _is_result(leaves[0]):
+            return StepOutput(leaves, weights)
+        if isinstance(leaves[0], (int, float)) and not isinstance(leaves[0], bool):
+            return _Plain(list(leaves))
+        return _Plain(leaves[0] if all(leaf == leaves[0] for leaf in leaves) else list(leaves))
 
     return tf.nest.map_structure(join, *results)
 
 
+def _without_plain(structure: Any) -> Any:
+    """Returns a result with Python's values in place."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf.value if isinstance(leaf, _Plain) else leaf, structure
+    )
+
+
 def _taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Adds the tensors of a result to a list; returns what builds the result from such a list."""
-    leaves: list[StepOutput | None] = tf.nest.flatten(result)
-    places: list[tuple[int, int, Sequence[float]] | None] = []
+    leaves: list[StepOutput | _Plain] = tf.nest.flatten(result)
+    places: list[tuple[int, int, Sequence[float]] | _Plain] = []
     for leaf in leaves:
-        if leaf is None:
-            places.append(None)
+        if isinstance(leaf, _Plain):
+            places.append(leaf)
             continue
         begin = len(tensors)
         tensors += leaf.outputs
@@ -285,14 +335,14 @@ def _taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], A
             places.append((begin, end, leaf.weights))
 
     def rebuild(values: Sequence[Any]) -> Any:
-        built: list[StepOutput | None] = []
+        built: list[StepOutput | _Plain] = []
         for place in places:
-            if place is None:
-                built.append(None)
+            if isinstance(place, _Plain):
+                built.append(place)
                 continue
             begin, end, weights = place
             weights = weights or values[end : 2 * end - begin]
             built.append(StepOutput(values[begin:end], weights))
-        return tf.nest.pack_sequence_as(result, built)
+        return _without_plain(tf.nest.pack_sequence_as(result, built))
 
     return rebuild

@@ -337,7 +337,6 @@ class Parameters(Settings):
             "Delay the initialisation of parameters inside smp.model_creation.",
             since="-",
             source=_EXAMPLES,
-            frameworks=PYTORCH,
         ),
     ] = False
     static_mode: Annotated[
@@ -346,7 +345,6 @@ class Parameters(Settings):
             "Accepted; replaying a fixed schedule must not change results.",
             since="-",
             source=_EXAMPLES,
-            frameworks=PYTORCH,
         ),
     ] = False
     fast_mode: Annotated[
@@ -355,7 +353,6 @@ class Parameters(Settings):
             "Accepted; a cheaper exchange between partitions must not change results.",
             since="-",
             source=_EXAMPLES,
-            frameworks=PYTORCH,
         ),
     ] = False
     checkpoint_attentions: Annotated[
@@ -364,7 +361,6 @@ class Parameters(Settings):
             "Accepted; recompute the attention of distributed transformer layers in backward.",
             since="-",
             source=_EXAMPLES,
-            frameworks=PYTORCH,
         ),
     ] = False
 
