@@ -186,7 +186,9 @@ def tests(session: nox.Session) -> None:
     check_docs(session)
     check_builds(session)
     # This environment has the newest TensorFlow; Keras 2 needs one of its own.
-    session.notify(f"tensorflow-3.11(tensorflow='{TENSORFLOWS[0]}')")
+    # The failure matrix takes minutes and hardly depends on the version.
+    words = ("--ignore-glob=*test_tf_failures.py",)
+    session.notify(f"tensorflow-3.11(tensorflow='{TENSORFLOWS[0]}')", posargs=words)
 
 
 @nox.session

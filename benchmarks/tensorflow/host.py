@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -190,8 +191,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=256, help="of the model")
     options = parser.parse_args()
+    # One core each, whatever the number of threads.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(
+        0, {cores[int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)) % len(cores)]}
+    )
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
     smp.init(
         {
             "pipeline_parallel_degree": 2,

@@ -35,6 +35,10 @@ from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.transport import Transport, explained
 from smdistributed.modelparallel.tensorflow.variables import AccessGuard
 
+#: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
+#: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
+_FEWEST_THREADS = 4
+
 
 @dataclass(kw_only=True)
 class TFRuntime(Runtime):
@@ -111,6 +115,7 @@ def start(
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
     if transport.size > 1:
+        _have_threads()
         address = f"{own_address(transport)}:{free_port()}"
         addresses = communicator.allgather(address, CommGroup.WORLD)
         compat.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
@@ -154,6 +159,20 @@ def _bind_device(transport: ControlPlane) -> list[Any]:
     tf.config.set_visible_devices(own, "GPU")
     tf.config.experimental.set_memory_growth(own, True)
     return [own]
+
+
+def _have_threads() -> None:
+    """Gives TensorFlow threads for transfers beside the one that computes, if it has not begun."""
+    asked = tf.config.threading.get_inter_op_parallelism_threads()
+    fewest = max(_FEWEST_THREADS, asked or os.cpu_count() or 1)
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(fewest)
+    except RuntimeError:
+        warnings.warn(
+            "TensorFlow computed something before smp.init, which can no longer set the number of "
+            f"threads to {fewest}: call smp.init first, or transfers may wait for computation.",
+            stacklevel=4,
+        )
 
 
 def _start_horovod(members: tuple[int, ...]) -> None:
