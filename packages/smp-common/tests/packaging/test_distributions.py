@@ -86,14 +86,26 @@ for _ in range(3):
 assert losses[0] > losses[1] > losses[2] > 0, losses
 """,
     "smp-tf": """
-import smdistributed.modelparallel.tensorflow as smp
-from smdistributed.modelparallel.common.errors import UnsupportedError
-try:
-    smp.init()
-except UnsupportedError as error:
-    assert "smp-tf" in str(error)
-else:
-    raise AssertionError("smp.init must say that the engine is missing")
+import tensorflow as tf, smdistributed.modelparallel.tensorflow as smp
+smp.init({"microbatches": 2})
+assert (smp.rank(), smp.size(), smp.pp_size()) == (0, 1, 1)
+layer = tf.keras.layers.Dense(1, use_bias=False)
+model = smp.DistributedModel(tf.keras.Sequential([layer]))
+optimizer = tf.keras.optimizers.SGD(0.1)
+
+@smp.step
+def train(inputs):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(inputs)))
+    return tape.gradient(loss, model.trainable_variables), loss
+
+losses = []
+for _ in range(3):
+    gradients, loss = train(tf.eye(4))
+    means = [gradient.accumulate() for gradient in gradients]
+    optimizer.apply_gradients(zip(means, model.trainable_variables))
+    losses.append(float(loss.reduce_mean()))
+assert losses[0] > losses[1] > losses[2] > 0, losses
 """,
 }
 RANK = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1))"
