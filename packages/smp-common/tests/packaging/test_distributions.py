@@ -87,7 +87,7 @@ assert losses[0] > losses[1] > losses[2] > 0, losses
 """,
     "smp-tf": """
 import tensorflow as tf, smdistributed.modelparallel.tensorflow as smp
-smp.init({"microbatches": 2})
+smp.init({"partitions": 1, "microbatches": 2})
 assert (smp.rank(), smp.size(), smp.pp_size()) == (0, 1, 1)
 layer = tf.keras.layers.Dense(1, use_bias=False)
 model = smp.DistributedModel(tf.keras.Sequential([layer]))

@@ -160,11 +160,10 @@ def _origins(
         tensor = stack.pop()
         op = tensor.op
         if op in results:
-            outputs = len(calls[results[op]].local.program.trace.outputs)
-            if tensor.value_index < outputs:
-                forward.add((results[op], tensor.value_index))
-            else:
-                stack.append(op.inputs[tensor.value_index])
+            # One operation gives all results of a call, so that each of them waits for all.
+            number = results[op]
+            count = len(calls[number].local.program.trace.outputs)
+            forward |= {(number, output) for output in range(count)}
             continue
         if op in returned:
             backward.add(returned[op])
