@@ -188,7 +188,7 @@ def tests(session: nox.Session) -> None:
     # This environment has the newest TensorFlow; Keras 2 needs one of its own.
     # The failure matrix takes minutes and hardly depends on the version.
     words = ("--ignore-glob=*test_tf_failures.py",)
-    session.notify(f"tensorflow-3.11(tensorflow='{TENSORFLOWS[0]}')", posargs=words)
+    session.notify(f"tensorflow(tensorflow='{TENSORFLOWS[0]}')", posargs=words)
 
 
 @nox.session
