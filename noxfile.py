@@ -47,6 +47,12 @@ def install_torch(session: nox.Session, *version: str) -> None:
     session.run_install("python", "tools/install_torch.py", *version)
 
 
+def install_tensorflow(session: nox.Session, version: str) -> None:
+    """Installs smp-tf with this TensorFlow, and what its tests need."""
+    install_groups(session, "test")
+    session.install(f"tensorflow=={version}", "./packages/smp-common", "./packages/smp-tf")
+
+
 def install_packages(session: nox.Session, *packages: str, editable: bool = False) -> None:
     """Installs packages of this repository and what they need.
 
@@ -336,9 +342,7 @@ def mutations(session: nox.Session) -> None:
 @nox.parametrize("tensorflow", TENSORFLOWS)
 def tensorflow(session: nox.Session, tensorflow: str) -> None:
     """Run the tests of smp-tf with the last TensorFlow that has Keras 2, and the newest."""
-    install_groups(session, "test")
-    packages = ("./packages/smp-common", "./packages/smp-tf")
-    session.install(f"tensorflow=={tensorflow}", *packages)
+    install_tensorflow(session, tensorflow)
     check_units(session, "smp-tf")
     check_processes(session, "smp-tf")
 
@@ -347,9 +351,7 @@ def tensorflow(session: nox.Session, tensorflow: str) -> None:
 @nox.parametrize("tensorflow", TENSORFLOWS)
 def horovod(session: nox.Session, tensorflow: str) -> None:
     """Make Horovod's wheel for each TensorFlow, once, and train with it on four processes."""
-    install_groups(session, "test")
-    packages = ("./packages/smp-common", "./packages/smp-tf")
-    session.install(f"tensorflow=={tensorflow}", *packages)
+    install_tensorflow(session, tensorflow)
     session.run("python", "tools/build_horovod.py", "--install")
     places = suites("horovod", ("smp-tf",))
     session.run("pytest", *places, *session.posargs, env=ONE_THREAD)

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.placement import is_constant
 from smdistributed.modelparallel.tensorflow.random_operations import RandomOperations
@@ -51,18 +52,14 @@ class LocalProgram:
     Attributes:
         program: as given.
         blocks: in the order of execution of one microbatch.
-        received: by name of a tensor of the trace, its transfer to this process.
+        received: transfers to this process.
         sent: transfers from this process.
         written: names of captured handles that some block writes to.
     """
 
     def __init__(self, program: Program, partition: int, unseeded: int) -> None:
         self.program = program
-        self.received = {
-            transfer.tensor.name: transfer
-            for transfer in program.transfers
-            if transfer.target == partition
-        }
+        self.received = [each for each in program.transfers if each.target == partition]
         self._random = RandomOperations(program.trace, unseeded)
         self._consumers = _consumers(program)
         own = [
@@ -133,7 +130,7 @@ class LocalProgram:
 
 def _order(block: Block) -> tuple[bool, int]:
     kind, segment = block.one
-    is_backward = kind.value == "B"
+    is_backward = kind is Kind.BACKWARD
     return is_backward, -segment if is_backward else segment
 
 

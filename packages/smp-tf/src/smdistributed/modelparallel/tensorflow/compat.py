@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -270,6 +271,25 @@ def variable_of(variable: Variable) -> Variable:
     return variable.value if IS_KERAS_3 and isinstance(variable, tf.keras.Variable) else variable
 
 
+def variable_bytes(handle: Any) -> int:
+    """Returns the size of the variable behind a handle; unknown dimensions count as 1."""
+    data = handle._handle_data.shape_and_type[0]
+    count: int = math.prod(max(int(dimension.size), 1) for dimension in data.shape.dim)
+    return count * int(tf.as_dtype(data.dtype).size)
+
+
+def note_loss(model: Any, loss: Any, count: Any) -> None:
+    """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
+
+    Args:
+        model: that was compiled.
+        loss: mean over the batch.
+        count: number of examples in the batch.
+    """
+    if IS_KERAS_3:
+        model._loss_tracker.update_state(loss, sample_weight=count)
+
+
 def takes_training(model: Any) -> bool:
     """Tells whether the ``call`` of a Keras model has a parameter ``training``."""
     return "training" in inspect.signature(model.call).parameters
@@ -301,9 +321,12 @@ def free(variable: Variable) -> None:
 @contextlib.contextmanager
 def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
     """Within, ``check`` is called with every variable that Python code reads or writes."""
-    kind = resource_variable_ops.BaseResourceVariable
     names = ("_read_variable_op", "assign", "assign_add", "assign_sub", "sparse_read")
-    saved = {name: getattr(kind, name) for name in names}
+    kinds = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
+    # Eager variables are of the second class, which has some of these methods of its own.
+    saved = [
+        (kind, name, vars(kind)[name]) for kind in kinds for name in names if name in vars(kind)
+    ]
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def access(self: Variable, *args: Any, **kwargs: Any) -> Any:
@@ -313,12 +336,12 @@ def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
         unconverted: Callable[..., Any] = not_converted(access)
         return unconverted
 
-    for name, original in saved.items():
+    for kind, name, original in saved:
         setattr(kind, name, checking(original))
     try:
         yield
     finally:
-        for name, original in saved.items():
+        for kind, name, original in saved:
             setattr(kind, name, original)
 
 

@@ -94,10 +94,7 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         return self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
 
     def _smp_metrics(self, x: Any, y: Any, sample_weight: Any, loss: Any, outputs: Any) -> Any:
-        if compat.IS_KERAS_3:
-            # Keras 2 notes the loss where it is computed.
-            size = tf.shape(tf.nest.flatten(x)[0])[0]
-            self._loss_tracker.update_state(loss.reduce_mean(), sample_weight=size)
+        compat.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])
         return self.compute_metrics(x, y, _merged(outputs), sample_weight)
 
 

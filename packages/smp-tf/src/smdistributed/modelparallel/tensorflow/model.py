@@ -83,9 +83,7 @@ class Engine:
         self._variables = ModelVariables(
             self.runtime.coordinates.pp_rank, self.runtime.pipeline_ranks
         )
-        self._replay = Replay(
-            self.runtime.tensors, self.runtime.pipeline_ranks, self.runtime.coordinates.pp_rank
-        )
+        self._replay = Replay(self.runtime.tensors, self.runtime.pipeline_ranks)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adds a call of the model to the step whose graph is being made."""

@@ -151,7 +151,7 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
     for handle, readers in holders.items():
         # What reads a layer's variable from outside (a penalty, say) does not tie the layer to it.
         layers = _innermost(readers, parents)
-        size = _variable_size(trace.captured[handle]) if optimize == "memory" else 1
+        size = compat.variable_bytes(trace.captured[handle]) if optimize == "memory" else 1
         memory[next(iter(layers))] += size
         if len(layers) > 1:
             for name in layers:
@@ -180,13 +180,6 @@ def _innermost(names: Iterable[str], parents: Mapping[str, str]) -> list[str]:
             name = parents[name]
             outer.add(name)
     return [name for name in names if name not in outer]
-
-
-def _variable_size(handle: Any) -> int:
-    data = handle._handle_data.shape_and_type[0]
-    shape = [dimension.size for dimension in data.shape.dim]
-    count: int = math.prod(max(int(size), 1) for size in shape)
-    return count * int(tf.as_dtype(data.dtype).size)
 
 
 class _Placing:

@@ -48,13 +48,11 @@ class Replay:
     Args:
         transport: of this process.
         ranks: global rank of every partition in this pipeline.
-        partition: of this process.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], partition: int) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         self._transport = transport
         self._ranks = ranks
-        self._partition = partition
 
     def call(
         self,
@@ -142,7 +140,7 @@ class Replay:
         # TensorFlow's automatic control dependencies keep no transfers, and one that no operation
         # here needs must take place all the same: the other side waits for it.
         kept: list[Any] = []
-        for transfer in local.received.values():
+        for transfer in local.received:
             if transfer.phase is phase:
                 received = self._transport.receive(
                     transfer.tensor, self._ranks[transfer.source], keys[id(transfer)]

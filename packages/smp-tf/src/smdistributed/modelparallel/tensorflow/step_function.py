@@ -16,18 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.microbatch import (
-    Microbatches,
-    SplitRules,
-    signature_of,
-    split_arguments,
-)
+from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.ordering import impose_order
 from smdistributed.modelparallel.tensorflow.replay import Call
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
-from smdistributed.modelparallel.tensorflow.step_output import StepOutput
+from smdistributed.modelparallel.tensorflow.step_inputs import split
+from smdistributed.modelparallel.tensorflow.step_results import joined, taken_apart, without_plain
 
 
 @dataclass
@@ -81,7 +77,6 @@ class StepFunction:
     ) -> None:
         functools.update_wrapper(self, function)
         self._slot = slot
-        self._function = function
         self._name = getattr(function, "__name__", repr(function))
         self._body = compat.converted(function)
         self._rules = SplitRules(
@@ -106,7 +101,7 @@ class StepFunction:
                 "one after the other, or undecorate the inner one."
             )
         if not tf.executing_eagerly():
-            return _without_plain(self._build(runtime, args, kwargs))
+            return without_plain(self._build(runtime, args, kwargs))
         leaves = tf.nest.flatten((args, kwargs))
         tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if _is_array(leaf)]
         others = [leaf for leaf in leaves if not _is_array(leaf)]
@@ -145,7 +140,7 @@ class StepFunction:
             args, kwargs = tf.nest.pack_sequence_as(structure_like, filled)
             result = self._build(self._slot.get(), args, kwargs)
             made: list[Any] = []
-            rebuilds.append(_taken_apart(result, made))
+            rebuilds.append(taken_apart(result, made))
             return tf.constant(len(rebuilds) - 1), made
 
         are_tensors = [_is_array(leaf) for leaf in leaves]
@@ -161,7 +156,7 @@ class StepFunction:
 
     def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Adds the step to the present graph."""
-        cut, weights = _split(self._rules, runtime.config.microbatches, args, kwargs)
+        cut, weights = split(self._rules, runtime.config.microbatches, args, kwargs)
         step = StepInProgress(runtime.step_number.assign_add(1))
         results = []
         runtime.current_step = step
@@ -186,7 +181,7 @@ class StepFunction:
                 )
         finally:
             runtime.current_step = None
-        return _outputs(results, weights)
+        return joined(results, weights)
 
 
 def step(
@@ -205,83 +200,6 @@ def step(
     return decorate if function is None else decorate(function)
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """What a step returns that is no tensor: a value, or one a microbatch."""
-
-    value: Any
-
-
-class _Tensors:
-    """TensorFlow's tensors, as smp-common cuts them."""
-
-    def is_tensor(self, value: object) -> bool:
-        return bool(tf.is_tensor(value)) or isinstance(value, np.ndarray)
-
-    def shape(self, value: Any) -> Sequence[int]:
-        return tuple(value.shape)
-
-    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
-        begin = [0] * len(value.shape)
-        size = [-1] * len(value.shape)
-        begin[axis], size[axis] = start, length
-        return tf.slice(value, begin, size)
-
-
-class _UnknownBatch(_Tensors):
-    """Tensors of a batch whose size is known in the step only.
-
-    They stand for tensors of one example a microbatch; the parts are those of the real size.
-    """
-
-    def __init__(self, microbatches: int) -> None:
-        self._microbatches = microbatches
-        self.size: Any = None
-
-    def shape(self, value: Any) -> Sequence[int]:
-        return (self._microbatches,) * len(value.shape)
-
-    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
-        size = tf.shape(value)[axis]
-        if self.size is None:
-            message = f"a batch must have at least {self._microbatches} examples, one a microbatch"
-            with tf.control_dependencies(
-                [tf.debugging.assert_greater_equal(size, self._microbatches, message)]
-            ):
-                self.size = tf.identity(size)
-        message = "all split arguments of a step must have the same batch size"
-        with tf.control_dependencies([tf.debugging.assert_equal(size, self.size, message)]):
-            begin, end = self.bound(start), self.bound(start + 1)
-        part = super().narrow(value, axis, begin, end - begin)
-        shape = value.shape.as_list()
-        shape[axis] = None
-        part.set_shape(shape)
-        return part
-
-    def bound(self, microbatch: int) -> Any:
-        """Returns where a microbatch begins: their sizes differ by at most one, larger first."""
-        each, larger = self.size // self._microbatches, self.size % self._microbatches
-        return microbatch * each + tf.minimum(microbatch, larger)
-
-    def weight(self, microbatch: int) -> Any:
-        """Returns the share of the batch that a microbatch has."""
-        part = self.bound(microbatch + 1) - self.bound(microbatch)
-        return tf.cast(part, tf.float64) / tf.cast(self.size, tf.float64)
-
-
-def _split(
-    rules: SplitRules, microbatches: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Microbatches, Sequence[Any]]:
-    """Returns the calls of the microbatches, and their weights, which may be tensors."""
-    leaves = tf.nest.flatten((args, kwargs))
-    if not any(tf.is_tensor(leaf) and None in leaf.shape.as_list() for leaf in leaves):
-        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
-        return cut, cut.weights
-    tensors = _UnknownBatch(microbatches)
-    cut = split_arguments(tensors, rules, microbatches, args, kwargs)
-    return cut, [tensors.weight(number) for number in range(microbatches)]
-
-
 def _is_array(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray))
 
@@ -291,58 +209,3 @@ def _identity(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return type(value), value
     return id(value)
-
-
-def _is_result(value: Any) -> bool:
-    return bool(tf.is_tensor(value)) or isinstance(value, (tf.IndexedSlices, tf.Variable))
-
-
-def _outputs(results: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Returns the structure of the results with a StepOutput for each tensor."""
-
-    def join(*leaves: Any) -> Any:
-        if _is_result(leaves[0]):
-            return StepOutput(leaves, weights)
-        if isinstance(leaves[0], (int, float)) and not isinstance(leaves[0], bool):
-            return _Plain(list(leaves))
-        return _Plain(leaves[0] if all(leaf == leaves[0] for leaf in leaves) else list(leaves))
-
-    return tf.nest.map_structure(join, *results)
-
-
-def _without_plain(structure: Any) -> Any:
-    """Returns a result with Python's values in place."""
-    return tf.nest.map_structure(
-        lambda leaf: leaf.value if isinstance(leaf, _Plain) else leaf, structure
-    )
-
-
-def _taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
-    """Adds the tensors of a result to a list; returns what builds the result from such a list."""
-    leaves: list[StepOutput | _Plain] = tf.nest.flatten(result)
-    places: list[tuple[int, int, Sequence[float]] | _Plain] = []
-    for leaf in leaves:
-        if isinstance(leaf, _Plain):
-            places.append(leaf)
-            continue
-        begin = len(tensors)
-        tensors += leaf.outputs
-        end = len(tensors)
-        if any(tf.is_tensor(weight) for weight in leaf.weights):
-            tensors += leaf.weights
-            places.append((begin, end, ()))
-        else:
-            places.append((begin, end, leaf.weights))
-
-    def rebuild(values: Sequence[Any]) -> Any:
-        built: list[StepOutput | _Plain] = []
-        for place in places:
-            if isinstance(place, _Plain):
-                built.append(place)
-                continue
-            begin, end, weights = place
-            weights = weights or values[end : 2 * end - begin]
-            built.append(StepOutput(values[begin:end], weights))
-        return _without_plain(tf.nest.pack_sequence_as(result, built))
-
-    return rebuild
