@@ -1,6 +1,9 @@
-"""What the library costs on the host: a pipeline on two CPU cores beside plain TensorFlow.
+"""What the library costs: a pipeline of two processes beside plain TensorFlow.
 
     smprun -n 2 benchmarks/tensorflow/host.py throughput first
+    smprun -n 2 benchmarks/tensorflow/host.py throughput --width 2048 --length 512 --blocks 8
+
+Each process has one core, or one GPU where there are any; a GPU wants a larger model.
 
 ``throughput``: a step of two partitions against the same step in one process. Two processes that
 share a machine slow each other down, library or not, so two independent ones run side by side too:
@@ -31,10 +34,8 @@ import smdistributed.modelparallel.tensorflow as smp
 
 MICROBATCHES = 8
 MICROBATCH_SIZE = 4
-BLOCKS = 4
-LENGTH = 64
 VOCABULARY = 128
-HEADS = 4
+HEAD_WIDTH = 64
 
 L = tf.keras.layers
 Step = Callable[[Any, Any], Any]
@@ -44,7 +45,7 @@ Partition = Callable[[int], AbstractContextManager[None]]
 class Block(L.Layer):
     def __init__(self, width: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.attention = L.MultiHeadAttention(HEADS, width // HEADS)
+        self.attention = L.MultiHeadAttention(width // HEAD_WIDTH, HEAD_WIDTH)
         self.norms = [L.LayerNormalization(name=f"norm_{i}") for i in range(2)]
         self.wide, self.narrow = L.Dense(4 * width, "relu"), L.Dense(width)
 
@@ -57,22 +58,23 @@ class Block(L.Layer):
         return x + self.narrow(self.wide(self.norms[1](x)))
 
 
-def make(base: Any, partition: Partition, width: int) -> Any:
+def make(base: Any, partition: Partition, options: argparse.Namespace) -> Any:
     """Returns a transformer, cut in halves by hand."""
+    width, half = options.width, options.blocks // 2
 
     class Transformer(base):
         def __init__(self) -> None:
             super().__init__(name="transformer")
             self.embedding, self.head = L.Embedding(VOCABULARY, width), L.Dense(VOCABULARY)
-            self.blocks = [Block(width, name=f"block_{i}") for i in range(BLOCKS)]
+            self.blocks = [Block(width, name=f"block_{i}") for i in range(options.blocks)]
 
         def call(self, tokens: Any) -> Any:
             with partition(0):
                 x = self.embedding(tokens)
-                for block in self.blocks[: BLOCKS // 2]:
+                for block in self.blocks[:half]:
                     x = block(x)
             with partition(1):
-                for block in self.blocks[BLOCKS // 2 :]:
+                for block in self.blocks[half:]:
                     x = block(x)
                 return self.head(x)
 
@@ -80,9 +82,9 @@ def make(base: Any, partition: Partition, width: int) -> Any:
     return Transformer()
 
 
-def batch() -> tuple[Any, Any]:
+def batch(options: argparse.Namespace) -> tuple[Any, Any]:
     """Returns tokens and those that follow."""
-    shape = (MICROBATCHES * MICROBATCH_SIZE, LENGTH + 1)
+    shape = (MICROBATCHES * MICROBATCH_SIZE, options.length + 1)
     tokens = np.random.RandomState(1).randint(VOCABULARY, size=shape)
     return tf.constant(tokens[:, :-1]), tf.constant(tokens[:, 1:])
 
@@ -95,9 +97,9 @@ def loss_and_gradients(model: Any, x: Any, y: Any) -> Any:
     return loss, tape.gradient(loss, model.trainable_variables)
 
 
-def distributed(width: int) -> Step:
+def distributed(options: argparse.Namespace) -> Step:
     """Returns a training step of this library, without its optimizer."""
-    model = make(smp.DistributedModel, smp.partition, width)
+    model = make(smp.DistributedModel, smp.partition, options)
 
     @smp.step
     def compute(x: Any, y: Any) -> Any:
@@ -111,10 +113,10 @@ def distributed(width: int) -> Step:
     return step
 
 
-def plain(width: int) -> Step:
+def plain(options: argparse.Namespace) -> Step:
     """Returns the same step in plain TensorFlow, one microbatch after the other."""
-    model = make(tf.keras.Model, lambda index: nullcontext(), width)
-    model(tf.zeros([1, LENGTH], tf.int64))
+    model = make(tf.keras.Model, lambda index: nullcontext(), options)
+    model(tf.zeros([1, options.length], tf.int64))
 
     @tf.function
     def step(x: Any, y: Any) -> Any:
@@ -140,9 +142,9 @@ def seconds(step: Callable[[], Any], repeats: int) -> float:
 
 def throughput(options: argparse.Namespace) -> dict[str, float]:
     """Compares the pipeline with one process, and with two independent ones."""
-    x, y = batch()
-    own, pipeline = plain(options.width), distributed(options.width)
-    np.testing.assert_allclose(pipeline(x, y)[0], own(x, y)[0], rtol=1e-5)
+    x, y = batch(options)
+    own, pipeline = plain(options), distributed(options)
+    np.testing.assert_allclose(pipeline(x, y)[0], own(x, y)[0], rtol=1e-4)
     pipeline(x, y)
     rounds = []
     for _ in range(options.rounds):
@@ -169,13 +171,13 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
 
 def first(options: argparse.Namespace) -> dict[str, float]:
     """Times the first call of a step function."""
-    x, y = batch()
+    x, y = batch(options)
     found = []
     for _ in range(options.rounds):
-        step = distributed(options.width)
+        step = distributed(options)
         smp.barrier()
         calls = [seconds(lambda: step(x, y), 1) for _ in range(3)]  # noqa: B023 - used at once
-        own = plain(options.width)
+        own = plain(options)
         smp.barrier()
         found.append((calls[0], calls[2], seconds(lambda: own(x, y), 1)))  # noqa: B023
     names = ("first_s", "later_s", "plain_s")
@@ -190,13 +192,15 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=measurements)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--blocks", type=int, default=4, help="of the model")
+    parser.add_argument("--length", type=int, default=64, help="of a sequence, in tokens")
     options = parser.parse_args()
-    # One core each, whatever the number of threads.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(
-        0, {cores[int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)) % len(cores)]}
-    )
-    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if not tf.config.list_physical_devices("GPU"):
+        # One core each, whatever the number of threads.
+        cores = sorted(os.sched_getaffinity(0))
+        local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     smp.init(
         {
             "pipeline_parallel_degree": 2,

@@ -21,6 +21,7 @@ class World(NamedTuple):
     num_ranks: int
     config: dict[str, object]
     names: tuple[str, ...]
+    as_on_gpus: bool = False
 
 
 ALL = tuple(PROBLEMS)
@@ -35,6 +36,7 @@ WORLDS = {
         tuple(n for n in ALL if n not in ("sequential", "functional", "mobilenet")),
     ),
     "pp2-simple": World(2, {"pipeline_parallel_degree": 2, "pipeline": "simple", **_MANUAL}, _FEW),
+    "pp2-as-on-gpus": World(2, {"pipeline_parallel_degree": 2}, _FEW, as_on_gpus=True),
     "pp4": World(4, {"pipeline_parallel_degree": 4}, ALL),
     "pp2-horovod2": World(
         4,
@@ -54,7 +56,7 @@ def outcome(name: str) -> tuple[dict[str, Result], ...]:
         train_all,
         launcher="python" if world.num_ranks == 1 else "smprun",
         timeout=380,
-        args=[world.config, world.names],
+        args=[world.config, world.names, world.as_on_gpus],
         env=QUIET,
     ).results
 

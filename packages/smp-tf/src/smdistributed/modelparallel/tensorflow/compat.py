@@ -210,8 +210,16 @@ def capture(graph: Graph, tensor: Any) -> Any:
 
 
 def keep(graph: Graph, operations: Sequence[Operation]) -> None:
-    """Makes a graph under construction run operations that no output of it needs."""
-    graph.control_outputs.extend(operations)
+    """Makes a graph under construction run operations that no output of it needs.
+
+    TensorFlow puts them in no order, as it does others with effects.
+    """
+    manager = graph.experimental_acd_manager
+    if manager is None:
+        graph.control_outputs.extend(operations)
+        return
+    for operation in operations:
+        manager.run_independently(operation)
 
 
 def add_control_input(operation: Operation, earlier: Operation) -> None:

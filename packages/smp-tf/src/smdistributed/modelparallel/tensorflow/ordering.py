@@ -1,5 +1,9 @@
 """The order in which this process executes the passes of a step, as control edges in its graph.
 
+Transfers are put in an order only where they need one: that of the ends of the passes which make
+what is sent, in the plan of the whole pipeline. It is the same on both sides of each transfer, and
+nobody waits in a circle, since a pass ends in the plan after everything that it waits for.
+
 What waits for what inside a call is known from its program. Between calls of the model in one body
 it is read off the graph: which calls an input or a gradient comes from.
 """
@@ -13,6 +17,7 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import (
+    Action,
     Edge,
     Segment,
     SegmentGraph,
@@ -20,6 +25,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
 from smdistributed.modelparallel.common.planning.simulator import Timeline, build_schedule
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.replay import Call
+from smdistributed.modelparallel.tensorflow.transport import Transport
 
 
 def impose_order(
@@ -28,6 +34,7 @@ def impose_order(
     num_partitions: int,
     pipeline: Any,
     active_microbatches: int,
+    transport: Transport,
 ) -> Timeline | None:
     """Orders the passes of this process; returns the plan of the whole pipeline.
 
@@ -37,6 +44,7 @@ def impose_order(
         num_partitions: of the model.
         pipeline: name of the schedule.
         active_microbatches: bound of the microbatches in flight.
+        transport: of this process.
     """
     calls = microbatches[0]
     for number, others in enumerate(microbatches):
@@ -60,7 +68,25 @@ def impose_order(
             order.append(operation)
     for earlier, later in pairwise(order):
         compat.add_control_input(later, earlier)
+    transport.in_order(_ordered_transfers(microbatches, offsets, timeline))
     return timeline
+
+
+def _ordered_transfers(
+    microbatches: Sequence[Sequence[Call]], offsets: Sequence[int], timeline: Timeline
+) -> list[Any]:
+    """Returns the operations of those transfers of this process that need an order, in order."""
+    ends = {one.action: one.end for actions in timeline.ranks for one in actions}
+    found = []
+    for microbatch, calls in enumerate(microbatches):
+        for place, call in enumerate(calls):
+            for number, transfer in enumerate(call.local.program.transfers):
+                operation = call.transfers.get(transfer)
+                if operation is not None:
+                    kind, segment = transfer.made_in
+                    end = ends[Action(kind, offsets[place] + segment, microbatch)]
+                    found.append(((end, place, microbatch, number), operation))
+    return [operation for _, operation in sorted(found, key=lambda one: one[0])]
 
 
 def _joined(calls: Sequence[Call], offsets: Sequence[int], num_partitions: int) -> SegmentGraph:

@@ -30,6 +30,7 @@ class Call:
         inputs: tensors that the call was given.
         results: the operation whose outputs are the results of the call.
         operations: of each pass of this process that is in the graph.
+        transfers: operation of each transfer of this process that must be put in an order.
         gradients: the gradients that the body computed of the outputs; None until it asks.
         returned: operations that bring gradients of the call.
     """
@@ -38,6 +39,7 @@ class Call:
     inputs: list[Any]
     results: Any = None
     operations: dict[Pass, Any] = field(default_factory=dict)
+    transfers: dict[Transfer, Any] = field(default_factory=dict)
     gradients: list[Any] | None = None
     returned: set[Any] = field(default_factory=set)
 
@@ -84,7 +86,7 @@ class Replay:
                     values[name] = tf.identity(values[name])
         values |= constants(graph, list(results_of(trace)))
         keys = {
-            id(transfer): self._transport.new_key(transfer.tensor)
+            transfer: self._transport.new_key(transfer.tensor)
             for transfer in local.program.transfers
         }
         with compat.unrecorded():
@@ -132,24 +134,26 @@ class Replay:
         return results[: len(outputs)], call
 
     def _run(
-        self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[int, Key], key: Any
+        self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[Transfer, Key], key: Any
     ) -> None:
         """Adds the blocks of a phase, with its transfers."""
         local = call.local
         graph = tf.compat.v1.get_default_graph()
-        # TensorFlow's automatic control dependencies keep no transfers, and one that no operation
-        # here needs must take place all the same: the other side waits for it.
+        # A transfer that no operation here needs must take place all the same: the other side waits
+        # for it.
         kept: list[Any] = []
         for transfer in local.received:
             if transfer.phase is phase:
-                received = self._transport.receive(
-                    transfer.tensor, self._ranks[transfer.source], keys[id(transfer)]
+                received, operation = self._transport.receive(
+                    transfer.tensor, self._ranks[transfer.source], keys[transfer]
                 )
-                kept.append(received.op)
+                kept.append(operation)
+                if self._transport.needs_order(transfer.tensor):
+                    call.transfers[transfer] = operation
                 values[transfer.tensor.name] = received
         for transfer in local.sent:
             if transfer.phase is phase and transfer.made_in[0] is not phase:
-                kept += self._send(transfer, values, keys)
+                kept += self._send(call, transfer, values, keys)
         for block in local.blocks:
             if block.one[0] is not phase:
                 continue
@@ -161,10 +165,15 @@ class Replay:
                 values[tensor.name] = made
             for transfer in local.sent:
                 if transfer.phase is phase and transfer.made_in == block.one:
-                    kept += self._send(transfer, values, keys)
+                    kept += self._send(call, transfer, values, keys)
         compat.keep(graph, kept)
 
-    def _send(self, transfer: Transfer, values: dict[str, Any], keys: dict[int, Key]) -> list[Any]:
-        return self._transport.send(
-            values[transfer.tensor.name], self._ranks[transfer.target], keys[id(transfer)]
+    def _send(
+        self, call: Call, transfer: Transfer, values: dict[str, Any], keys: dict[Transfer, Key]
+    ) -> list[Any]:
+        operations = self._transport.send(
+            values[transfer.tensor.name], self._ranks[transfer.target], keys[transfer]
         )
+        if self._transport.needs_order(transfer.tensor):
+            call.transfers[transfer] = operations[-1]
+        return operations

@@ -131,7 +131,9 @@ def start(
         topology=topology,
         transport=transport,
         communicator=communicator,
-        tensors=Transport(transport.rank, transport.size, settings.communication_timeout),
+        tensors=Transport(
+            transport.rank, transport.size, settings.communication_timeout, has_gpu=bool(gpus)
+        ),
         hooks=hooks,
         guard=guard,
         step_number=tf.Variable(0, dtype=tf.int64, trainable=False),

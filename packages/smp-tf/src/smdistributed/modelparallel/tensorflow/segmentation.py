@@ -30,7 +30,7 @@ from smdistributed.modelparallel.tensorflow.tracing import Trace, tensors_in
 Pass = tuple[Kind, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transfer:
     """A tensor that one partition makes and another one needs, once a microbatch.
 

@@ -178,6 +178,7 @@ class StepFunction:
                     runtime.topology.pp_size,
                     runtime.config.pipeline,
                     runtime.config.active_microbatches,
+                    runtime.tensors,
                 )
         finally:
             runtime.current_step = None

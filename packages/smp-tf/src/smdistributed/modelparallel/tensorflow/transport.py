@@ -1,12 +1,16 @@
 """Tensors between two processes, inside graphs, by TensorFlow's own collectives.
 
-RING over gRPC on CPUs, NCCL between GPUs: a broadcast in a group of two. Each transfer of a step
-function has a key of its own, the same on both sides.
+From the memory of the host over gRPC, a broadcast in a group of two. From GPU to GPU by NCCL, which
+carries floating-point numbers: a sum with zeros, because TensorFlow lets a receiving broadcast
+write to memory that kernels started earlier may still use. Each transfer of a step function has a
+key of its own, the same on both sides. NCCL knows no keys: it pairs what the two sides start in one
+order, one at a time, so that operations on GPUs are put in an order by ``in_order``.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +20,19 @@ from smdistributed.modelparallel.common.errors import CommError, UnsupportedErro
 from smdistributed.modelparallel.tensorflow import compat
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+#: What goes from GPU to GPU; integers live in the memory of the host, mostly.
+_BY_NCCL = (tf.float32, tf.float16, tf.float64)
 #: What stands for a dtype that the collectives do not carry: of the same bits, or wide enough.
-_BITS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.int64}
-_WIDER = {tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+_CARRIERS = {
+    tf.bfloat16: tf.float16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+}
 _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
 #: A process that works answers at once, whatever it executes.
 _HEALTH_SECONDS = 2.0
@@ -52,12 +66,15 @@ class Transport:
         rank: global rank of this process.
         size: number of processes.
         timeout_seconds: how long a transfer waits.
+        has_gpu: every process has one.
     """
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, size: int, timeout_seconds: float, has_gpu: bool) -> None:
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout_seconds
+        self._has_gpu = has_gpu
+        self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._next_key = 0
         self._next_of_shapes = _FIRST_OF_SHAPES
         self._next_sum = 0
@@ -80,22 +97,42 @@ class Transport:
         self._next_of_shapes += _KEYS_OF_SHAPES
         return Key(self._next_key, self._next_of_shapes)
 
+    def needs_order(self, like: Any) -> bool:
+        """Tells whether transfers of tensors like one must be given to ``in_order``."""
+        return self._by_nccl(self._carrier(like.dtype))
+
+    def in_order(self, operations: Sequence[Any]) -> None:
+        """Lets operations of the present graph start one after the other, after all before.
+
+        All processes must do that in a consistent order.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        for operation in operations:
+            earlier = self._newest.get(graph)
+            if earlier is not None:
+                compat.add_control_input(operation, earlier)
+            self._newest[graph] = operation
+
     def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
-        """Adds a send to the present graph; returns the operations that must run.
+        """Adds a send to the present graph; returns the operations, of which the last one sends.
 
         A shape that is not known before the step goes first.
         """
         if key.of_shapes is None:
-            return [self._send(_carried(tensor), target, key.number)]
+            return [self._send(self._carried(tensor), target, key.number)]
         shape = tf.shape(tensor)
         return [
             self._send(shape, target, key.number),
-            self._send(_carried(tensor), target, _chosen(key.of_shapes, shape)),
+            self._send(self._carried(tensor), target, _chosen(key.of_shapes, shape)),
         ]
 
-    def receive(self, like: Any, source: int, key: Key) -> Any:
-        """Adds the receive of a tensor like one of another graph to the present graph."""
-        dtype = _carrier(like.dtype)
+    def receive(self, like: Any, source: int, key: Key) -> tuple[Any, Any]:
+        """Adds the receive of a tensor like one of another graph to the present graph.
+
+        Returns:
+            the tensor, and the operation that receives it.
+        """
+        dtype = self._carrier(like.dtype)
         if key.of_shapes is None:
             shape = tf.constant(like.shape.as_list(), tf.int32)
             received = self._receive(shape, dtype, source, key.number)
@@ -105,49 +142,83 @@ class Transport:
             shape.set_shape([rank])
             received = self._receive(shape, dtype, source, _chosen(key.of_shapes, shape))
         received.set_shape(like.shape)
-        return _restored(received, like.dtype)
+        return _as_dtype(received, like.dtype), received.op
 
     def all_reduce(self, tensor: Any, members: Sequence[int]) -> Any:
         """Adds the sum of a tensor over some ranks, all of which do the same, to the graph.
 
         Eagerly it is computed at once.
         """
-        key = self._size * (self._size + 1) + min(members) * self._size + len(members)
+        group = self._size * (self._size + 1) + min(members) * self._size + len(members)
         self._next_sum += 1
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor,
-            group_size=len(members),
-            group_key=key,
-            instance_key=_FIRST_SUM + self._next_sum,
-            ordering_token=[],
-            merge_op="Add",
-            final_op="Id",
-            timeout_seconds=self._timeout_seconds,
-            name="smp_sum",
-        )
+        total = self._sum(tensor, len(members), group, _FIRST_SUM + self._next_sum)
+        if not tf.executing_eagerly() and self.needs_order(tensor):
+            self.in_order([total.op])
+        return total
 
     def _send(self, tensor: Any, target: int, key: Any) -> Any:
-        return tf.raw_ops.CollectiveBcastSendV2(
-            input=tensor,
-            group_size=2,
-            group_key=self._group(target),
-            instance_key=key,
-            timeout_seconds=self._timeout_seconds,
-            name=f"smp_to_rank_{target}",
-        ).op
+        name = f"smp_to_rank_{target}"
+        if self._by_nccl(tensor.dtype):
+            return self._sum(tensor, 2, self._pair(target), key, name).op
+        with tf.device("/CPU:0"):
+            return tf.raw_ops.CollectiveBcastSendV2(
+                input=tensor,
+                group_size=2,
+                group_key=2 * self._pair(target),
+                instance_key=key,
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            ).op
 
     def _receive(self, shape: Any, dtype: Any, source: int, key: Any) -> Any:
-        return tf.raw_ops.CollectiveBcastRecvV2(
-            T=dtype,
-            group_size=2,
-            group_key=self._group(source),
-            instance_key=key,
-            shape=shape,
-            timeout_seconds=self._timeout_seconds,
-            name=f"smp_from_rank_{source}",
-        )
+        name = f"smp_from_rank_{source}"
+        if self._by_nccl(dtype):
+            return self._sum(tf.zeros(shape, dtype), 2, self._pair(source), key, name)
+        with tf.device("/CPU:0"):
+            return tf.raw_ops.CollectiveBcastRecvV2(
+                T=dtype,
+                group_size=2,
+                group_key=2 * self._pair(source),
+                instance_key=key,
+                shape=shape,
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            )
 
-    def _group(self, peer: int) -> int:
+    def _sum(self, tensor: Any, size: int, group: int, key: Any, name: str = "smp_sum") -> Any:
+        is_on_gpu = self._by_nccl(tensor.dtype)
+        with tf.device("/GPU:0" if is_on_gpu else "/CPU:0"):
+            return tf.raw_ops.CollectiveReduceV2(
+                input=tensor,
+                group_size=size,
+                group_key=2 * group + is_on_gpu,  # the members of a group are of one kind
+                instance_key=key,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            )
+
+    def _by_nccl(self, dtype: Any) -> bool:
+        return self._has_gpu and dtype in _BY_NCCL
+
+    def _carrier(self, dtype: Any) -> Any:
+        if dtype in _CARRIED:
+            return dtype
+        if self._has_gpu and dtype == tf.bfloat16:
+            return tf.float32  # a sum as float16 would change some bits
+        if dtype not in _CARRIERS:
+            raise UnsupportedError(
+                f"tensors of {dtype.name} cannot go from one partition to another: keep the "
+                "operations that make and read it on one partition (smp.partition), or cast it."
+            )
+        return _CARRIERS[dtype]
+
+    def _carried(self, tensor: Any) -> Any:
+        return _as_dtype(tensor, self._carrier(tensor.dtype))
+
+    def _pair(self, peer: int) -> int:
         return 1 + min(self._rank, peer) * self._size + max(self._rank, peer)
 
 
@@ -159,29 +230,11 @@ def _chosen(first: int, shape: Any) -> Any:
     return first + place
 
 
-def _carrier(dtype: Any) -> Any:
-    if dtype in _CARRIED:
-        return dtype
-    carrier = _BITS.get(dtype) or _WIDER.get(dtype)
-    if carrier is None:
-        raise UnsupportedError(
-            f"tensors of {dtype.name} cannot go from one partition to another: keep the operations "
-            "that make and read it on one partition (smp.partition), or cast it."
-        )
-    return carrier
-
-
-def _carried(tensor: Any) -> Any:
-    carrier = _carrier(tensor.dtype)
-    if carrier == tensor.dtype:
-        return tensor
-    return tf.bitcast(tensor, carrier) if tensor.dtype in _BITS else tf.cast(tensor, carrier)
-
-
-def _restored(tensor: Any, dtype: Any) -> Any:
+def _as_dtype(tensor: Any, dtype: Any) -> Any:
+    """Returns a tensor as one of another dtype: of the same bits, or of another size."""
     if tensor.dtype == dtype:
         return tensor
-    return tf.bitcast(tensor, dtype) if dtype in _BITS else tf.cast(tensor, dtype)
+    return tf.bitcast(tensor, dtype) if tensor.dtype.size == dtype.size else tf.cast(tensor, dtype)
 
 
 def explained(error: BaseException, rank: int, size: int) -> CommError | None:
