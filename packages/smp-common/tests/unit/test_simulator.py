@@ -299,3 +299,13 @@ def test_a_large_plan_is_whole(num_ranks: int) -> None:
     timeline = build_schedule(graph, 512, "interleaved", 66)
     assert sum(map(len, timeline.ranks)) == 2 * 64 * 512
     assert max(timeline.peak_active_microbatches) <= 66
+
+
+def test_costs_that_nobody_measured_give_transfers_some_time() -> None:
+    graph = chain([0, 1])
+    costs = CostModel.unmeasured(graph)
+    assert 0 < costs.latency < 0.1 * graph.segments[0].forward_cost
+    waits = build_schedule(graph, 8, "interleaved", 4).schedule
+    hides = build_schedule(graph, 8, "interleaved", 4, costs).schedule
+    late = CostModel(latency=0.3 * graph.segments[0].forward_cost)
+    assert simulate(graph, hides, 8, late).makespan < simulate(graph, waits, 8, late).makespan

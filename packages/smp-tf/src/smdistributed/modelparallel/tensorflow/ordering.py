@@ -22,7 +22,11 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.common.planning.simulator import Timeline, build_schedule
+from smdistributed.modelparallel.common.planning.simulator import (
+    CostModel,
+    Timeline,
+    build_schedule,
+)
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.replay import Call
 from smdistributed.modelparallel.tensorflow.transport import Transport
@@ -58,7 +62,9 @@ def impose_order(
     for call in calls:
         offsets.append(offsets[-1] + len(call.local.program.partitions))
     graph = _joined(calls, offsets, num_partitions)
-    timeline = build_schedule(graph, len(microbatches), pipeline, active_microbatches)
+    timeline = build_schedule(
+        graph, len(microbatches), pipeline, active_microbatches, CostModel.unmeasured(graph)
+    )
     order = []
     for action in timeline.schedule.ranks[partition]:
         place = max(n for n, offset in enumerate(offsets[:-1]) if offset <= action.segment)
