@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import compat, keras_compat
 
 
 def test_what_is_used_of_tensorflow_works() -> None:
@@ -45,21 +45,21 @@ def _optimizers() -> list[Any]:
     legacy = getattr(tf.keras.optimizers, "legacy", None)
     kinds = [tf.keras.optimizers.Adam]
     # With Keras 3 the legacy names are there and refuse to be used.
-    return kinds if compat.IS_KERAS_3 or legacy is None else [*kinds, legacy.Adam]
+    return kinds if keras_compat.IS_KERAS_3 or legacy is None else [*kinds, legacy.Adam]
 
 
 @pytest.mark.parametrize("kind", _optimizers())
 def test_an_optimizer_keeps_two_numbers_for_each_it_trains(kind: Any) -> None:
-    make = tf.keras.Variable if compat.IS_KERAS_3 else tf.Variable
+    make = tf.keras.Variable if keras_compat.IS_KERAS_3 else tf.Variable
     trained = [make(tf.ones([size])) for size in (2, 3)]
     optimizer = kind(0.1)
-    compat.build_optimizer(optimizer, trained)
-    slots = compat.optimizer_slots(optimizer)
+    keras_compat.build_optimizer(optimizer, trained)
+    slots = keras_compat.optimizer_slots(optimizer)
     assert len(slots) == 2
     for own in slots.values():
-        kept = [own[compat.slot_key(optimizer, each)] for each in trained]
+        kept = [own[keras_compat.slot_key(optimizer, each)] for each in trained]
         assert [tuple(each.shape) for each in kept] == [(2,), (3,)]
-        every = [id(each) for each in compat.optimizer_variables(optimizer)]
+        every = [id(each) for each in keras_compat.optimizer_variables(optimizer)]
         assert all(id(each) in every for each in kept)
 
 

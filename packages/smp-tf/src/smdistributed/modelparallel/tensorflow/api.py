@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow import compat, step_function
+from smdistributed.modelparallel.tensorflow import compat, step_function, whole_gradients
 from smdistributed.modelparallel.tensorflow.checkpoint import (
     CheckpointManager as BaseCheckpointManager,
 )
@@ -39,7 +39,11 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
     """
+    is_first = not slot.is_filled
     start(slot, config)
+    if is_first:
+        runtime = slot.get()
+        runtime.replacements.enter_context(whole_gradients.in_optimizers(runtime))
 
 
 def step(
@@ -138,6 +142,20 @@ def allreduce(value: Any) -> Any:
     ``horovod: True`` this is Horovod's, else TensorFlow's own. Collective: the data-parallel group.
     """
     return averaged(slot.get(), value)
+
+
+def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], Any]:
+    """Returns gradients of this process, scaled as one process would do it, and their norm.
+
+    As ``tf.clip_by_global_norm``, but the norm is that of the gradients of all partitions together.
+    Keras's optimizers with ``global_clipnorm`` do that by themselves. Usable eagerly and in a
+    ``tf.function``, outside step functions. Collective: every process of the pipeline.
+
+    Args:
+        gradients: of the trainable variables of this process: tensors, ``tf.IndexedSlices``, None.
+        clip_norm: greatest norm.
+    """
+    return whole_gradients.clip_by_global_norm(slot.get(), gradients, clip_norm)
 
 
 def broadcast_variables(variables: Iterable[Any]) -> None:

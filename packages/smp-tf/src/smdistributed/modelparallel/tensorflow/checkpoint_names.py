@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import keras_compat
 from smdistributed.modelparallel.tensorflow.model import DistributedModel
 
 
@@ -44,7 +44,7 @@ class CheckpointNames:
         """
         for name, child in self._children.items():
             if isinstance(child, DistributedModel):
-                for variable in map(compat.variable_of, child.variables):
+                for variable in map(keras_compat.variable_of, child.variables):
                     yield self._names[id(variable)], variable
             elif is_optimizer(child):
                 yield from self._optimizer(name, child)
@@ -54,25 +54,25 @@ class CheckpointNames:
     def local(self) -> dict[str, Any]:
         """Returns the trainable variables of the models in this process, as Keras has them."""
         return {
-            self._names[id(compat.variable_of(variable))]: variable
+            self._names[id(keras_compat.variable_of(variable))]: variable
             for model in self._models.values()
             for variable in model.trainable_variables
-            if id(compat.variable_of(variable)) in self._names
+            if id(keras_compat.variable_of(variable)) in self._names
         }
 
     def _optimizer(self, name: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
-        slots = compat.optimizer_slots(optimizer)
+        slots = keras_compat.optimizer_slots(optimizer)
         for key, variable in self.local().items():
-            place = compat.slot_key(optimizer, variable)
+            place = keras_compat.slot_key(optimizer, variable)
             for slot, own in slots.items():
                 if place in own:
-                    yield f"{name}/{slot}/{key}", compat.variable_of(own[place])
+                    yield f"{name}/{slot}/{key}", keras_compat.variable_of(own[place])
         of_slots = {id(each) for own in slots.values() for each in own.values()}
-        for variable in compat.optimizer_variables(optimizer):
+        for variable in keras_compat.optimizer_variables(optimizer):
             if id(variable) not in of_slots:
                 yield (
                     f"{name}/{_plain(variable).rsplit('/', maxsplit=1)[-1]}",
-                    compat.variable_of(variable),
+                    keras_compat.variable_of(variable),
                 )
 
     def _others(self, name: str, child: Any) -> Iterator[tuple[str, Any]]:
@@ -89,9 +89,9 @@ class CheckpointNames:
                 continue
             seen.add(id(one))
             if isinstance(one, tf.Variable) or (
-                compat.IS_KERAS_3 and isinstance(one, tf.keras.Variable)
+                keras_compat.IS_KERAS_3 and isinstance(one, tf.keras.Variable)
             ):
-                yield path, compat.variable_of(one)
+                yield path, keras_compat.variable_of(one)
                 continue
             stack += [(f"{path}/{key}", each) for key, each in sorted(_children(one).items())]
 
@@ -123,7 +123,7 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
             # This process trains nothing but has an optimizer like the others.
             models = [m for m in _children(checkpoint).values() if isinstance(m, DistributedModel)]
             variables = models[0].trainable_variables
-        compat.build_optimizer(child, variables)
+        keras_compat.build_optimizer(child, variables)
 
 
 def _names_of(name: str, model: Any) -> dict[int, str]:
@@ -140,7 +140,7 @@ def _names_of(name: str, model: Any) -> dict[int, str]:
         path = _plain(variable)
         number = counts[path]
         counts[path] += 1
-        names[id(compat.variable_of(variable))] = f"{name}/{path}" + (
+        names[id(keras_compat.variable_of(variable))] = f"{name}/{path}" + (
             f"#{number}" if number else ""
         )
     return names

@@ -1,5 +1,7 @@
 """Everything that is used of TensorFlow beyond its public API, in one place.
 
+What is used of Keras stands in ``keras_compat``.
+
 ``self_test`` says whether the installed TensorFlow still has it; the unit tests run it for each
 version that the package claims. No other module of the package imports ``tensorflow.python``.
 """
@@ -7,7 +9,6 @@ version that the package claims. No other module of the package imports ``tensor
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,9 +25,6 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from tensorflow.python.training.server_lib import ClusterSpec
-
-#: Whether Keras is version 3, whose variables wrap TensorFlow's.
-IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
 _DERIVED = b"type.googleapis.com/tensorflow.DerivedStatus"
 
@@ -274,33 +272,11 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 # Variables
 
 
-def variable_of(variable: Variable) -> Variable:
-    """Returns TensorFlow's variable, also of a Keras 3 one."""
-    return variable.value if IS_KERAS_3 and isinstance(variable, tf.keras.Variable) else variable
-
-
 def variable_bytes(handle: Any) -> int:
     """Returns the size of the variable behind a handle; unknown dimensions count as 1."""
     data = handle._handle_data.shape_and_type[0]
     count: int = math.prod(max(int(dimension.size), 1) for dimension in data.shape.dim)
     return count * int(tf.as_dtype(data.dtype).size)
-
-
-def note_loss(model: Any, loss: Any, count: Any) -> None:
-    """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
-
-    Args:
-        model: that was compiled.
-        loss: mean over the batch.
-        count: number of examples in the batch.
-    """
-    if IS_KERAS_3:
-        model._loss_tracker.update_state(loss, sample_weight=count)
-
-
-def takes_training(model: Any) -> bool:
-    """Tells whether the ``call`` of a Keras model has a parameter ``training``."""
-    return "training" in inspect.signature(model.call).parameters
 
 
 def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
@@ -353,56 +329,7 @@ def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
             setattr(kind, name, original)
 
 
-# Optimizers and checkpoints
-
-
-def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Returns all variables of an optimizer of Keras."""
-    variables = optimizer.variables
-    return list(variables() if callable(variables) else variables)
-
-
-def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
-    """Returns what an optimizer keeps of each variable that it trains.
-
-    Keras keeps lists beside the one of the variables that it was built for; its legacy optimizers
-    keep them by name.
-
-    Returns:
-        by name of the slot, and by ``slot_key`` of the trained variable.
-    """
-    found: dict[str, dict[Any, Any]] = {}
-    if hasattr(optimizer, "get_slot_names"):
-        for key, slots in optimizer._slots.items():
-            for name, variable in slots.items():
-                found.setdefault(name, {})[key] = variable
-        return found
-    positions = getattr(
-        optimizer, "_trainable_variables_indices" if IS_KERAS_3 else "_index_dict", {}
-    )
-    for name, value in sorted(vars(optimizer).items()):
-        is_list = isinstance(value, (list, tuple)) and len(value) == len(positions) > 0
-        if is_list and name not in ("_trainable_variables", "_variables"):
-            slots = {key: value[place] for key, place in positions.items()}
-            if all(hasattr(variable, "assign") for variable in slots.values()):
-                found[name] = slots
-    return found
-
-
-def slot_key(optimizer: Any, variable: Any) -> Any:
-    """Returns what an optimizer knows a trained variable by."""
-    if hasattr(optimizer, "get_slot_names"):
-        return variable_of(variable)._unique_id
-    return optimizer._var_key(variable)
-
-
-def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes the variables that an optimizer keeps for these."""
-    with tf.init_scope():
-        if hasattr(optimizer, "_create_all_weights"):
-            optimizer._create_all_weights(variables)
-        elif not getattr(optimizer, "built", False) and not getattr(optimizer, "_built", False):
-            optimizer.build(variables)
+# Checkpoints
 
 
 def write_checkpoint_state(directory: str, newest: str, every: Sequence[str]) -> None:

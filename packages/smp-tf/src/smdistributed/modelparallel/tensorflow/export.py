@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CheckpointError, NotPartitionedError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import compat, keras_compat
 from smdistributed.modelparallel.tensorflow.variables import home_of
 
 #: What the platform collects.
@@ -53,7 +53,7 @@ def _collect(engine: Any, receives: bool) -> list[Any]:
     runtime = engine.runtime
     borrowed = []
     with runtime.guard.suspended():
-        for variable in map(compat.variable_of, engine.everywhere()[1]):
+        for variable in map(keras_compat.variable_of, engine.everywhere()[1]):
             home = home_of(variable)
             if home is None or home.partition == 0:
                 continue
@@ -78,7 +78,7 @@ def _write(engine: Any, folder: Path) -> None:
         for place, each in enumerate(tf.nest.flatten(specs))
     ]
     module = tf.Module()
-    module.variables_ = [compat.variable_of(each) for each in engine.everywhere()[1]]
+    module.variables_ = [keras_compat.variable_of(each) for each in engine.everywhere()[1]]
     saved, engine.is_tracing = engine.is_tracing, True
     try:
         with engine.runtime.guard.suspended():

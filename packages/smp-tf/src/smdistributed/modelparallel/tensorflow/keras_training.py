@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import keras_compat
 from smdistributed.modelparallel.tensorflow.replicas import averaged
 from smdistributed.modelparallel.tensorflow.step_function import step
 
@@ -41,12 +41,11 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         gradients, loss, outputs = self._smp_step("train")(x, y, sample_weight)
         runtime = self._smp_engine.runtime
-        pairs = [
-            (averaged(runtime, gradient.accumulate()), variable)
-            for gradient, variable in zip(gradients, self.trainable_variables, strict=True)
-            if gradient is not None
-        ]
-        self.optimizer.apply_gradients(pairs)
+        pairs = zip(gradients, self.trainable_variables, strict=True)
+        given, trained = zip(*((g, v) for g, v in pairs if g is not None), strict=True)
+        means = [averaged(runtime, gradient.accumulate()) for gradient in given]
+        means = keras_compat.unscaled(self.optimizer, means)
+        self.optimizer.apply_gradients(zip(means, trained, strict=True))
         metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
         return metrics
 
@@ -75,9 +74,7 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         with tf.GradientTape() as tape:
             outputs = self(x, **self._smp_training(True))
             loss = self._smp_loss_of(x, y, outputs, sample_weight)
-            scaled = loss
-            if compat.IS_KERAS_3:
-                scaled = self.optimizer.scale_loss(loss)
+            scaled = keras_compat.scaled(self.optimizer, loss, self.trainable_variables)
         return tape.gradient(scaled, self.trainable_variables), loss, outputs
 
     def _smp_test_body(self, x: Any, y: Any, sample_weight: Any) -> Any:
@@ -88,13 +85,13 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         return self(x, **self._smp_training(False))
 
     def _smp_training(self, value: bool) -> dict[str, bool]:
-        return {"training": value} if compat.takes_training(self) else {}
+        return {"training": value} if keras_compat.takes_training(self) else {}
 
     def _smp_loss_of(self, x: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
         return self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
 
     def _smp_metrics(self, x: Any, y: Any, sample_weight: Any, loss: Any, outputs: Any) -> Any:
-        compat.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])
+        keras_compat.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])
         return self.compute_metrics(x, y, _merged(outputs), sample_weight)
 
 

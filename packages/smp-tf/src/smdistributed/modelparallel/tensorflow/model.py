@@ -16,7 +16,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import PartitionError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import compat, keras_compat
 from smdistributed.modelparallel.tensorflow.blocks import LocalProgram
 from smdistributed.modelparallel.tensorflow.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.keras_training import KerasTraining
@@ -25,7 +25,7 @@ from smdistributed.modelparallel.tensorflow.replay import Replay
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.segmentation import cut
 from smdistributed.modelparallel.tensorflow.tracing import LayerNames, trace
-from smdistributed.modelparallel.tensorflow.variables import ModelVariables, home_of
+from smdistributed.modelparallel.tensorflow.variables import Home, ModelVariables, home_of
 
 _Trainable = Callable[[], tuple[list[Any], list[Any]]]
 
@@ -118,9 +118,12 @@ class Engine:
         """
         if self.anchor is None:
             with tf.init_scope():
-                kind: Any = tf.keras.Variable if compat.IS_KERAS_3 else tf.Variable
+                kind: Any = tf.keras.Variable if keras_compat.IS_KERAS_3 else tf.Variable
                 self.anchor = kind(0.0, name="smp_anchor")
-        return compat.variable_of(self.anchor)
+            partition = self.runtime.coordinates.pp_rank
+            home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
+            keras_compat.variable_of(self.anchor)._smp_home = home
+        return keras_compat.variable_of(self.anchor)
 
     def local(self, variables: Sequence[Any]) -> list[Any]:
         """Returns those of the variables that have a value in this process."""
@@ -184,7 +187,9 @@ class Engine:
 
     def _collect(self) -> tuple[list[Any], list[Any]]:
         trainable, every = self.collect()
-        return [compat.variable_of(v) for v in trainable], [compat.variable_of(v) for v in every]
+        return [keras_compat.variable_of(v) for v in trainable], [
+            keras_compat.variable_of(v) for v in every
+        ]
 
     def _agree(self, digest: str) -> None:
         digests = self.runtime.communicator.allgather(digest, CommGroup.PP_GROUP)

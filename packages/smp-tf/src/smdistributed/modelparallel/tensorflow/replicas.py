@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import keras_compat
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
 
 
@@ -31,7 +31,8 @@ def averaged(runtime: TFRuntime, value: Any) -> Any:
         import horovod.tensorflow as hvd
 
         return hvd.allreduce(tensor, op=hvd.Average)
-    return runtime.tensors.all_reduce(tensor, members) / tf.cast(len(members), tensor.dtype)
+    total = runtime.tensors.all_reduce(tensor, CommGroup.DP_GROUP, members)
+    return total / tf.cast(len(members), tensor.dtype)
 
 
 def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:
@@ -42,7 +43,7 @@ def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:
     members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
     if len(members) == 1:
         return
-    own = [compat.variable_of(variable) for variable in variables]
+    own = [keras_compat.variable_of(variable) for variable in variables]
     is_first = runtime.rank == members[0]
     values = [variable.numpy() for variable in own] if is_first else None
     everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)

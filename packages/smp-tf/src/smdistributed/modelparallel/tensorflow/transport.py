@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow import compat
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
@@ -43,8 +45,9 @@ _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
 #: the step only needs a key for each shape: it has this many, in a range of their own.
 _KEYS_OF_SHAPES = 4096
 _FIRST_OF_SHAPES = 1 << 28
-#: Keys of sums are apart as well; ranks of one pipeline need not make as many.
+#: Keys of sums are apart as well, those of each kind of group in a range of their own.
 _FIRST_SUM = 1 << 30
+_KEYS_OF_SUMS = 1 << 26
 
 
 class Key(NamedTuple):
@@ -77,7 +80,7 @@ class Transport:
         self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._next_key = 0
         self._next_of_shapes = _FIRST_OF_SHAPES
-        self._next_sum = 0
+        self._num_sums: Counter[CommGroup] = Counter()
 
     def new_key(self, like: Any) -> Key:
         """Returns the key of a transfer of tensors like one. Every rank of a pipeline asks alike.
@@ -144,14 +147,24 @@ class Transport:
         received.set_shape(like.shape)
         return _as_dtype(received, like.dtype), received.op
 
-    def all_reduce(self, tensor: Any, members: Sequence[int]) -> Any:
-        """Adds the sum of a tensor over some ranks, all of which do the same, to the graph.
+    def all_reduce(self, tensor: Any, kind: CommGroup, members: Sequence[int]) -> Any:
+        """Adds the sum of a tensor over a group of ranks, all of which do the same, to the graph.
 
         Eagerly it is computed at once.
+
+        Args:
+            tensor: of one shape and dtype on all members.
+            kind: of the group. Members make as many sums of a kind; other ranks may make more.
+            members: of the group, this rank among them.
         """
-        group = self._size * (self._size + 1) + min(members) * self._size + len(members)
-        self._next_sum += 1
-        total = self._sum(tensor, len(members), group, _FIRST_SUM + self._next_sum)
+        place = list(CommGroup).index(kind)
+        self._num_sums[kind] += 1
+        total = self._sum(
+            tensor,
+            len(members),
+            self._size * (self._size + 1 + place) + min(members),
+            _FIRST_SUM + place * _KEYS_OF_SUMS + self._num_sums[kind],
+        )
         if not tf.executing_eagerly() and self.needs_order(tensor):
             self.in_order([total.op])
         return total

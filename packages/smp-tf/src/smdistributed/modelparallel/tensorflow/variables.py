@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
-from smdistributed.modelparallel.tensorflow import compat
+from smdistributed.modelparallel.tensorflow import compat, keras_compat
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Home:
 
 def home_of(variable: Any) -> Home | None:
     """Returns where a variable lives; None for one that no DistributedModel has."""
-    return getattr(compat.variable_of(variable), "_smp_home", None)
+    return getattr(keras_compat.variable_of(variable), "_smp_home", None)
 
 
 class AccessGuard:
@@ -111,7 +111,7 @@ class ModelVariables:
             variables: all of the model.
             default: partition of those that nothing reads yet.
         """
-        every = {id(v): v for v in map(compat.variable_of, variables)}
+        every = {id(v): v for v in map(keras_compat.variable_of, variables)}
         every |= {id(v): v for v, _ in self._initial_values.values()}
         for key, variable in every.items():
             known = getattr(variable, "_smp_home", None)
