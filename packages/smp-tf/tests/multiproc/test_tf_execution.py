@@ -11,6 +11,7 @@ from tf_execution import (
     NAMES,
     STEPS,
     Executed,
+    build,
     execute,
     peak_with_variable,
 )
@@ -56,3 +57,11 @@ def test_a_variable_takes_memory_on_its_own_rank_alone() -> None:
     print(f"a variable of {LARGE_BYTES} bytes on rank 1 takes {more} bytes by rank")
     assert more[1] > 0.9 * LARGE_BYTES
     assert more[0] < BOUND_BYTES
+
+
+def test_long_building_shows_on_one_rank_what_it_is_at() -> None:
+    first, second = run_ranks(2, build, timeout=90, env=QUIET).results
+    assert second == ""
+    assert "building the graph of step compute" in first
+    assert "the operations of transformer and their gradients" in first
+    assert f"microbatch {MICROBATCHES} of {MICROBATCHES}" in first

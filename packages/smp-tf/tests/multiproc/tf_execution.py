@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,3 +142,23 @@ def peak_with_variable(num_bytes: int) -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
+
+
+def build() -> str:
+    """Returns what a rank prints while it builds the graph of a step."""
+    one_thread()
+    import smdistributed.modelparallel.tensorflow as smp
+    from smdistributed.modelparallel.tensorflow import progress
+
+    progress.INTERVAL_SECONDS = 0.02
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    problem = PROBLEMS["transformer"](smp.DistributedModel, lambda index: nullcontext())
+
+    @smp.step
+    def compute(x: Any, y: Any) -> Any:
+        return problem.loss(y, problem.model(x))
+
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        compute(*tf.nest.map_structure(tf.constant, problem.batch))
+    return printed.getvalue()

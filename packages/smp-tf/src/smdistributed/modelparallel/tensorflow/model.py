@@ -21,6 +21,7 @@ from smdistributed.modelparallel.tensorflow.blocks import LocalProgram
 from smdistributed.modelparallel.tensorflow.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.keras_training import KerasTraining
 from smdistributed.modelparallel.tensorflow.placement import Placement, place
+from smdistributed.modelparallel.tensorflow.progress import Progress
 from smdistributed.modelparallel.tensorflow.replay import Replay
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.segmentation import cut
@@ -93,7 +94,7 @@ class Engine:
         key = (*signature.key, wanted)
         if key not in self.programs:
             with tf.init_scope():
-                self.programs[key] = self._make(signature, wanted)
+                self.programs[key] = self._make(signature, wanted, step.progress)
         if self.example is None:
             self.example = _example(args, kwargs)
         traced, local = self.programs[key]
@@ -131,8 +132,11 @@ class Engine:
             return list(variables)
         return [v for v in variables if (home := home_of(v)) is None or home.is_here]
 
-    def _make(self, signature: _Signature, wanted: Sequence[bool]) -> tuple[Any, LocalProgram]:
+    def _make(
+        self, signature: _Signature, wanted: Sequence[bool], progress: Progress
+    ) -> tuple[Any, LocalProgram]:
         """Traces, places and cuts a call; gives variables their places. Collective: pipeline."""
+        progress.stage = f"the operations of {self.name} and their gradients"
         runtime, config = self.runtime, self.runtime.config
         pp_size, pp_rank = runtime.topology.pp_size, runtime.coordinates.pp_rank
 
@@ -155,6 +159,8 @@ class Engine:
             _, every = self.collect()
         finally:
             self.is_tracing = False
+        count = len(traced.operations)
+        progress.stage = f"the partitions of the {count} operations of {self.name}"
         default = config.default_partition if not config.auto_partition else 0
         placed = place(
             traced,
@@ -167,6 +173,7 @@ class Engine:
         program = cut(traced, placed, self.placement.homes, pp_size)
         if pp_size > 1:
             self._agree(program.digest())
+        progress.stage = f"the passes of {self.name} in this process"
         local = LocalProgram(program, pp_rank, runtime.unseeded)
         self._variables.settle(self.placement.homes, every, default)
         if not self.is_partitioned:

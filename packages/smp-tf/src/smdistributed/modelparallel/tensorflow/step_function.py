@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.microbatch import SplitRules, signature_
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.ordering import impose_order
+from smdistributed.modelparallel.tensorflow.progress import Progress
 from smdistributed.modelparallel.tensorflow.replay import Call
 from smdistributed.modelparallel.tensorflow.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.step_inputs import split
@@ -32,12 +33,14 @@ class StepInProgress:
 
     Attributes:
         step_number: int64 tensor.
+        progress: of this graph.
         microbatch: index of the present one.
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
     """
 
     step_number: Any
+    progress: Progress
     microbatch: int = 0
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
@@ -157,32 +160,40 @@ class StepFunction:
     def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Adds the step to the present graph."""
         cut, weights = split(self._rules, runtime.config.microbatches, args, kwargs)
-        step = StepInProgress(runtime.step_number.assign_add(1))
         results = []
-        runtime.current_step = step
-        try:
-            for microbatch, (some, named) in enumerate(cut.calls):
-                step.microbatch = microbatch
-                step.calls.append([])
-                with tf.name_scope(f"microbatch_{microbatch}"):
-                    results.append(self._body(*some, **named))
-            if not any(step.calls):
-                raise SMPError(
-                    f"step function {self._name} did not call a DistributedModel; its results "
-                    "must depend on the model: call the model in it, or remove the decorator."
-                )
-            if runtime.topology.pp_size > 1:
-                runtime.timeline = impose_order(
-                    step.calls,
-                    runtime.coordinates.pp_rank,
-                    runtime.topology.pp_size,
-                    runtime.config.pipeline,
-                    runtime.config.active_microbatches,
-                    runtime.tensors,
-                )
-        finally:
-            runtime.current_step = None
+        progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
+        with progress:
+            step = StepInProgress(runtime.step_number.assign_add(1), progress)
+            runtime.current_step = step
+            try:
+                for microbatch, (some, named) in enumerate(cut.calls):
+                    step.microbatch = microbatch
+                    step.calls.append([])
+                    progress.stage = f"microbatch {microbatch + 1} of {len(cut.calls)}"
+                    with tf.name_scope(f"microbatch_{microbatch}"):
+                        results.append(self._body(*some, **named))
+                progress.stage = "the order of its passes"
+                self._finish(runtime, step)
+            finally:
+                runtime.current_step = None
         return joined(results, weights)
+
+    def _finish(self, runtime: TFRuntime, step: StepInProgress) -> None:
+        """Puts the passes of all microbatches in order."""
+        if not any(step.calls):
+            raise SMPError(
+                f"step function {self._name} did not call a DistributedModel; its results must "
+                "depend on the model: call the model in it, or remove the decorator."
+            )
+        if runtime.topology.pp_size > 1:
+            runtime.timeline = impose_order(
+                step.calls,
+                runtime.coordinates.pp_rank,
+                runtime.topology.pp_size,
+                runtime.config.pipeline,
+                runtime.config.active_microbatches,
+                runtime.tensors,
+            )
 
 
 def step(
