@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from running import SMALL_LM, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
 
-SCRIPT = Path(__file__).parents[1] / "torch" / "train_lm.py"
-SMALL = [
-    *("--width", "48", "--layers", "4", "--heads", "4", "--context", "32", "--batch", "8"),
-    *("--microbatches", "4", "--dropout", "0.1", "--validation-batches", "1"),
-    *("--save-every", "3"),
-]
-
 
 def train(folder: Path, num_processes: int, *options: str) -> str:
     """Runs the example and returns what it printed."""
-    command = [sys.executable, str(SCRIPT)]
-    if num_processes > 1:
-        launcher = "smdistributed.modelparallel.common.launcher"
-        command = [sys.executable, "-m", launcher, "-n", str(num_processes), str(SCRIPT)]
-    done = subprocess.run(
-        [*command, *SMALL, "--folder", str(folder), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run("torch/train_lm.py", num_processes, *SMALL_LM, "--folder", str(folder), *options)
 
 
 def losses(folder: Path) -> dict[int, float]:
