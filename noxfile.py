@@ -330,11 +330,13 @@ def conformance_tf(session: nox.Session) -> None:
 
 
 @nox.session
-def mutations(session: nox.Session) -> None:
-    """Break smp-torch on purpose, in many ways, and hold that conformance notices each."""
+@nox.parametrize("framework", ("torch", "tensorflow"))
+def mutations(session: nox.Session, framework: str) -> None:
+    """Break a package on purpose, in many ways, and hold that conformance notices each."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-torch")
-    session.run("python", "-m", "conformance.mutations", *session.posargs, env=ONE_THREAD)
+    install_packages(session, *PACKAGES)
+    command = ("python", "-m", "conformance.mutations", "--framework", framework)
+    session.run(*command, *session.posargs, env=ONE_THREAD)
 
 
 # TensorFlow 2.15 has no wheels for newer Pythons.
@@ -390,4 +392,14 @@ def gpu(session: nox.Session) -> None:
     install_packages(session, "smp-common", "smp-torch")
     names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts")
     files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
+    session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="gpu-tf")
+def gpu_tensorflow(session: nox.Session) -> None:
+    """Run on CUDA devices those tests of smp-tf that can use them, as far as there are enough."""
+    install_groups(session, "test")
+    session.install("tensorflow[and-cuda]", "./packages/smp-common", "./packages/smp-tf")
+    names = ("equality", "lifecycle", "optimizers", "failures")
+    files = [f"packages/smp-tf/tests/multiproc/test_tf_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=ONE_THREAD)

@@ -1,7 +1,7 @@
 """Breaks the implementation on purpose, and holds that the suite notices.
 
-    python -m conformance.mutations            # all of them
-    python -m conformance.mutations sum mean   # those with these words in their names
+    python -m conformance.mutations --framework torch            # all of them
+    python -m conformance.mutations --framework torch sum mean   # those with these words
 
 Each mutation changes one place in a copy of the sources and runs the cases that must notice. A
 mutation that survives, or whose place is gone, is a failure.
@@ -9,6 +9,7 @@ mutation that survives, or whose place is gone, is a failure.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -16,282 +17,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.faults import Mutation, tensorflow, torch
+
 _ROOT = Path(__file__).parents[1]
-_PACKAGES = ("smp-common", "smp-torch")
+_PACKAGES = {"torch": ("smp-common", "smp-torch"), "tensorflow": ("smp-common", "smp-tf")}
+_MUTATIONS = {"torch": torch.MUTATIONS, "tensorflow": tensorflow.MUTATIONS}
 _BELOW = Path("smdistributed", "modelparallel")
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A fault.
-
-    Attributes:
-        name: what is wrong.
-        file: below ``smdistributed/modelparallel``.
-        old: what stands there, once.
-        new: what stands there instead.
-        cases: that must notice; one suffices.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    cases: tuple[str, ...]
-
-
-MUTATIONS = (
-    # What comes back from a step.
-    Mutation(
-        "a sum for a mean",
-        "torch/step_output.py",
-        'self._stacked("reduce_mean").mean(0)',
-        'self._stacked("reduce_mean").sum(0)',
-        ("reduce_mean_averages_over_microbatches",),
-    ),
-    Mutation(
-        "a mean for a sum",
-        "torch/step_output.py",
-        'self._stacked("reduce_sum").sum(0)',
-        'self._stacked("reduce_sum").mean(0)',
-        ("reduce_sum_adds_over_microbatches",),
-    ),
-    Mutation(
-        "outputs joined along the wrong axis",
-        "torch/step_output.py",
-        "return torch.cat(self._outputs)",
-        "return torch.cat(self._outputs, -1)",
-        ("concat_restores_the_batch",),
-    ),
-    Mutation(
-        "outputs in reverse",
-        "torch/step_output.py",
-        "return self._outputs\n",
-        "return self._outputs[::-1]\n",
-        ("outputs_are_those_of_the_microbatches_in_order",),
-    ),
-    Mutation(
-        "shapes that differ go unnoticed",
-        "torch/step_output.py",
-        "if len(set(shapes)) > 1:",
-        "if False:",
-        ("outputs_of_several_shapes_are_not_reduced",),
-    ),
-    # How arguments are cut.
-    Mutation(
-        "the split axis is ignored",
-        "common/microbatch.py",
-        "tensors.narrow(value, _positive(axis, tensors.shape(value)), start, sizes[index])",
-        "tensors.narrow(value, 0, start, sizes[index])",
-        ("an_input_can_be_split_along_another_axis",),
-    ),
-    Mutation(
-        "the last examples are dropped",
-        "common/microbatch.py",
-        "return [size + 1] * larger + [size] * (microbatches - larger)",
-        "return [size] * microbatches",
-        ("a_batch_that_does_not_divide_is_cut_unevenly",),
-    ),
-    Mutation(
-        "smp_slice is given its numbers in the wrong order",
-        "common/microbatch.py",
-        "value.smp_slice(len(sizes), index, axis)",
-        "value.smp_slice(index, len(sizes), axis)",
-        ("objects_that_can_split_themselves_are_asked",),
-    ),
-    Mutation(
-        "slices of objects are those of the first microbatch",
-        "torch/step_inputs.py",
-        "if _Mark.SLICED not in kind.constants:",
-        "if True:",
-        ("objects_that_can_split_themselves_are_asked",),
-    ),
-    Mutation(
-        "batches of several sizes go unnoticed",
-        "common/microbatch.py",
-        "if any(size != batch for _, size in found.values()):",
-        "if False:",
-        ("batches_that_cannot_be_cut_are_refused",),
-    ),
-    # Ranks and groups.
-    Mutation(
-        "the group of the other kind",
-        "common/facade.py",
-        "return self._members(CommGroup.DP_GROUP)",
-        "return self._members(CommGroup.MP_GROUP)",
-        ("dp_group_holds_one_partition",),
-    ),
-    Mutation(
-        "a rank off by one",
-        "common/facade.py",
-        "return self._slot.get().coordinates.dp_rank",
-        "return self._slot.get().coordinates.dp_rank + 1",
-        ("dp_rank_of_every_process",),
-    ),
-    Mutation(
-        "the size of the model for that of the data",
-        "common/facade.py",
-        "return self._slot.get().topology.dp_size",
-        "return self._slot.get().topology.mp_size",
-        ("dp_size_of_every_process",),
-    ),
-    Mutation(
-        "placements are one and the same",
-        "common/topology.py",
-        "return PLACEMENT_ALIASES.get(self.placement, self.placement)",
-        'return "DPT"',
-        ("every_placement_of_eight_processes",),
-    ),
-    # Objects between processes.
-    Mutation(
-        "objects in reverse",
-        "common/comm/communicator.py",
-        "payloads = [payload, *(item for _, _, item in arrived)]",
-        "payloads = [payload, *(item for _, _, item in arrived)][::-1]",
-        ("rank_numbers_the_processes",),
-    ),
-    Mutation(
-        "a barrier that does not wait",
-        "common/comm/communicator.py",
-        'self._exchange(f"barrier({_name(group, CommGroup)})", b"", group)',
-        "_name(group, CommGroup)",
-        ("barrier_waits_for_everyone",),
-    ),
-    Mutation(
-        "a broadcast that forgets the last",
-        "common/comm/communicator.py",
-        "others = [rank for rank in self._members(group) if rank != self._transport.rank]",
-        "others = [rank for rank in self._members(group) if rank != self._transport.rank][:-1]",
-        ("broadcast_is_called_by_the_sender_and_received_by_the_others",),
-    ),
-    Mutation(
-        "a barrier of everyone for that of a group",
-        "common/facade.py",
-        "self.barrier(CommGroup.DP_GROUP)",
-        "self.barrier(CommGroup.WORLD)",
-        ("dp_barrier_waits_for_the_replicas_of_a_partition",),
-    ),
-    # Parameters.
-    Mutation(
-        "the dictionary wins over the launch",
-        "common/config/loading.py",
-        '**_recognise(read_launch(environ, problems), framework, "launch", problems),\n    }',
-        "}",
-        ("launch_values_win_over_the_dictionary",),
-    ),
-    # Gradients.
-    Mutation(
-        "gradients are summed over replicas",
-        "torch/gradient_reduction.py",
-        "return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]",
-        "bucket.flat.mul_(self._replicas.size)\n"
-        "        return allreduce_hook(self._replicas.group, bucket.handle)",
-        ("gradients_are_those_of_the_global_batch",),
-    ),
-    Mutation(
-        "gradients are never reduced",
-        "torch/gradient_reduction.py",
-        "            parameter.grad.copy_(view)",
-        "            pass",
-        ("gradients_are_those_of_the_global_batch",),
-    ),
-    Mutation(
-        "a gradient replaces the one before it",
-        "torch/pipeline/executor.py",
-        "gradients[index] = gradient if known is None else known + gradient",
-        "gradients[index] = gradient",
-        ("shared_values_gather_their_gradients",),
-    ),
-    Mutation(
-        "gradients of microbatches are not averaged",
-        "torch/data_parallel.py",
-        'return "mean" if averages and not self._reduction.has_hook else "sum"',
-        'return "sum"',
-        ("gradients_are_those_of_the_global_batch",),
-    ),
-    Mutation(
-        "the norm of one partition",
-        "torch/gradient_norm.py",
-        "together = torch.stack(parts)",
-        "together = torch.stack([part])",
-        ("the_norm_of_gradients_is_the_whole_model_s",),
-    ),
-    Mutation(
-        "an overflow is a rank's own affair",
-        "torch/loss_scaling.py",
-        "if any(optimizer in (each, each.optimizer) for each in runtime.live_optimizers()):",
-        "if False:",
-        ("all_ranks_skip_the_same_updates",),
-    ),
-    # Partitions and state.
-    Mutation(
-        "the outer context wins",
-        "torch/manual_partition.py",
-        "self._of[module] = self._open[-1]",
-        "self._of[module] = self._open[0]",
-        ("contexts_decide_the_partition",),
-    ),
-    Mutation(
-        "modules below keep their partition",
-        "torch/manual_partition.py",
-        "for inner in module.modules():\n            self._of[inner] = index",
-        "pass",
-        ("set_partition_moves_modules_of_a_finished_model",),
-    ),
-    Mutation(
-        "partial files are named by replica",
-        "torch/rank_files.py",
-        "return str(place.mp_rank)",
-        "return str(place.rdp_rank)",
-        ("partial_files_are_named_by_rank",),
-    ),
-    Mutation(
-        "the optimizer's state is left out of checkpoints",
-        "torch/checkpoint.py",
-        'files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)',
-        "pass",
-        ("training_resumes_from_a_partial_checkpoint",),
-    ),
-    Mutation(
-        "user content is lost",
-        "torch/checkpoint.py",
-        "files[_USER_CONTENT] = _writer(lambda: user_content)",
-        "pass",
-        ("training_resumes_from_a_partial_checkpoint",),
-    ),
-    Mutation(
-        "cpu() gathers nothing",
-        "torch/model.py",
-        "self._state.gather_tensors()",
-        "pass",
-        ("cpu_gathers_the_whole_model",),
-    ),
-    Mutation(
-        "the partition is not announced",
-        "torch/model.py",
-        "return self._placement is not None or self._runtime.topology.pp_size == 1",
-        "return False",
-        ("partitioned_turns_true_in_the_first_step",),
-    ),
-    Mutation(
-        "a base class's forward is the module's own",
-        "torch/original_forward.py",
-        "order if asking is None else order[order.index(asking) + 1 :]",
-        "order",
-        ("forwards_of_base_classes_can_be_called",),
-    ),
-)
-
-
 @contextmanager
-def broken(mutation: Mutation) -> Iterator[str]:
+def broken(framework: str, mutation: Mutation) -> Iterator[str]:
     """Yields a search path on which the sources have the fault."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         places = []
-        for package in _PACKAGES:
+        for package in _PACKAGES[framework]:
             source = _ROOT / "packages" / package / "src"
             target = Path(folder, package)
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
@@ -308,11 +49,11 @@ def broken(mutation: Mutation) -> Iterator[str]:
         yield os.pathsep.join(map(str, places))
 
 
-def is_noticed(mutation: Mutation) -> bool:
+def is_noticed(framework: str, mutation: Mutation) -> bool:
     """Runs the cases of a mutation; tells whether one failed."""
-    with broken(mutation) as path:
+    with broken(framework, mutation) as path:
         done = subprocess.run(
-            [*_RUN, "--only", *mutation.cases],
+            [*_RUN, "--framework", framework, "--only", *mutation.cases],
             cwd=_ROOT,
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
@@ -325,16 +66,20 @@ def is_noticed(mutation: Mutation) -> bool:
     return done.returncode == 1
 
 
-_RUN = (sys.executable, "-m", "conformance", "--framework", "torch")
+_RUN = (sys.executable, "-m", "conformance")
 
 
 def main() -> int:
     """Tries mutations; returns the exit code: 1 if one survives."""
-    words = sys.argv[1:]
-    chosen = [each for each in MUTATIONS if all(word in each.name for word in words)]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--framework", choices=_MUTATIONS, required=True)
+    parser.add_argument("words", nargs="*", help="in the names of the mutations")
+    options = parser.parse_args()
+    every = _MUTATIONS[options.framework]
+    chosen = [each for each in every if all(word in each.name for word in options.words)]
     survivors = []
     for number, mutation in enumerate(chosen, 1):
-        noticed = is_noticed(mutation)
+        noticed = is_noticed(options.framework, mutation)
         survivors += [] if noticed else [mutation.name]
         print(f"{number}/{len(chosen)} {'noticed ' if noticed else 'SURVIVES'} {mutation.name}")
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} noticed")

@@ -8,13 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from tf_models import PROBLEMS
 from tf_world import Result, Trained, train_all, train_plainly
 
 from smdistributed.modelparallel.common.testing import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
+QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "OMP_NUM_THREADS": "1",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
 
 
 class World(NamedTuple):
@@ -49,6 +55,9 @@ WORLDS = {
 @functools.cache
 def outcome(name: str) -> tuple[dict[str, Result], ...]:
     world = WORLDS[name]
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    if 0 < num_gpus < world.num_ranks:
+        pytest.skip(f"{world.num_ranks} GPUs are needed; there are {num_gpus}")
     if world.config.get("horovod") and importlib.util.find_spec("horovod") is None:
         pytest.skip("Horovod is not installed: nox -s horovod builds it")
     return run_ranks(
@@ -110,6 +119,8 @@ def test_one_partition_gives_the_numbers_of_tensorflow(name: str) -> None:
     [(w, name) for w, world in WORLDS.items() if w != "one" for name in world.names],
 )
 def test_partitions_give_the_numbers_of_one(world: str, name: str) -> None:
+    if name == "mobilenet" and tf.config.list_physical_devices("GPU"):
+        pytest.xfail("kernels of cuDNN round otherwise in each process, and the model is chaotic")
     (expected,) = trained(outcome("one"), name)
     degree: Any = WORLDS[world].config["pipeline_parallel_degree"]
     assert_same(trained(outcome(world), name), expected, degree)

@@ -1,0 +1,150 @@
+"""Faults of smp-tf."""
+
+from __future__ import annotations
+
+from conformance.faults import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a sum for a mean",
+        "tensorflow/step_output.py",
+        'self._sum("reduce_mean", self._weighted())',
+        'self._sum("reduce_mean", self._outputs)',
+        ("reduce_mean_averages_over_microbatches",),
+    ),
+    Mutation(
+        "a mean for a sum",
+        "tensorflow/step_output.py",
+        'self._sum("reduce_sum", self._outputs)',
+        'self._sum("reduce_sum", self._weighted())',
+        ("reduce_sum_adds_over_microbatches",),
+    ),
+    Mutation(
+        "outputs joined along the wrong axis",
+        "tensorflow/step_output.py",
+        "for each in self._outputs], axis=0)",
+        "for each in self._outputs], axis=-1)",
+        ("concat_restores_the_batch",),
+    ),
+    Mutation(
+        "outputs in reverse",
+        "tensorflow/step_output.py",
+        "return list(self._outputs)\n",
+        "return list(self._outputs)[::-1]\n",
+        ("outputs_are_those_of_the_microbatches_in_order",),
+    ),
+    Mutation(
+        "microbatches weigh the same whatever their size",
+        "tensorflow/step_output.py",
+        "_scaled(each, weight) for each, weight",
+        "_scaled(each, 1.0 / len(self.weights)) for each, _",
+        ("means_of_uneven_microbatches_are_those_of_the_batch",),
+    ),
+    Mutation(
+        "a sum begins with what was in the variable",
+        "tensorflow/step_output.py",
+        "[var.assign(like)]",
+        "[var.assign_add(like)]",
+        ("accumulate_takes_a_variable_of_the_caller",),
+    ),
+    Mutation(
+        "contexts of a partition place nothing",
+        "tensorflow/api.py",
+        "compat.attributes({PARTITION: index})",
+        "compat.attributes({PARTITION: 0})",
+        ("contexts_place_what_is_made_inside",),
+    ),
+    Mutation(
+        "one partition too many",
+        "tensorflow/placement.py",
+        "if not 0 <= index < num_partitions:",
+        "if not 0 <= index <= num_partitions:",
+        ("partitions_that_do_not_exist_are_refused",),
+    ),
+    Mutation(
+        "memory and speed are swapped",
+        "tensorflow/placement.py",
+        '{"memory": 0.95, "speed": 0.5}',
+        '{"memory": 0.5, "speed": 0.95}',
+        (
+            "memory_balances_the_bytes_of_variables",
+            "speed_balances_the_number_of_variables",
+        ),
+    ),
+    Mutation(
+        "hooks run again",
+        "tensorflow/model.py",
+        "runtime.post_partition_hooks.clear()",
+        "pass",
+        ("hooks_run_once_after_partitioning_and_before_the_first_forward_pass",),
+    ),
+    Mutation(
+        "hooks are forgotten",
+        "tensorflow/model.py",
+        "                hook()\n",
+        "                pass\n",
+        (
+            "hooks_run_once_after_partitioning_and_before_the_first_forward_pass",
+            "hooks_run_with_one_partition_too",
+        ),
+    ),
+    Mutation(
+        "hooks need not be functions",
+        "tensorflow/api.py",
+        "if not callable(hook):",
+        "if False:",
+        ("hooks_are_functions",),
+    ),
+    Mutation(
+        "variables of other processes are shown",
+        "tensorflow/model.py",
+        "if self.is_tracing or not self.is_partitioned:",
+        "if True:",
+        ("every_layer_lives_on_one_process_of_the_replica",),
+    ),
+    Mutation(
+        "a step without the model goes through",
+        "tensorflow/step_function.py",
+        "if not any(step.calls):",
+        "if False:",
+        ("a_step_without_the_model_is_refused",),
+    ),
+    Mutation(
+        "steps in steps",
+        "tensorflow/step_function.py",
+        "if runtime.current_step is not None:",
+        "if False:",
+        ("steps_are_not_nested",),
+    ),
+    Mutation(
+        "the platform's folder is unknown",
+        "tensorflow/export.py",
+        'os.environ.get("SM_MODEL_DIR") or DEFAULT_FOLDER',
+        "DEFAULT_FOLDER",
+        ("the_folder_is_that_of_the_platform",),
+    ),
+    Mutation(
+        "weights of other processes are not saved",
+        "tensorflow/export.py",
+        "                variable.assign(value)\n",
+        "                variable.assign(tf.zeros_like(value))\n",
+        ("a_saved_model_is_whole_and_has_the_newest_weights",),
+    ),
+    Mutation(
+        "gradients of half the size",
+        "tensorflow/replay.py",
+        "dy if dy is not None else tf.zeros_like(output)",
+        "0.5 * dy if dy is not None else tf.zeros_like(output)",
+        (
+            "gradients_come_from_a_tape",
+            "gradients_come_from_the_graph",
+        ),
+    ),
+    Mutation(
+        "Python values do not count",
+        "tensorflow/step_function.py",
+        "            *(_identity(leaf) for leaf in others),\n",
+        "",
+        ("a_step_is_traced_anew_for_new_shapes_and_python_values_only",),
+    ),
+)
