@@ -144,7 +144,8 @@ def check_units(session: nox.Session, *packages: str) -> None:
 
 def check_processes(session: nox.Session, *packages: str) -> None:
     places = suites("multiproc", packages) + suites("architectures", packages)
-    session.run("pytest", "-m", "multiproc", *places, *session.posargs, env=ONE_THREAD)
+    words = ("-m", "multiproc and not slow", *places, *session.posargs)
+    session.run("pytest", *words, env=ONE_THREAD)
 
 
 def check_examples(session: nox.Session) -> None:
@@ -357,8 +358,9 @@ def horovod(session: nox.Session, tensorflow: str) -> None:
     session.run("python", "tools/build_horovod.py", "--install")
     places = suites("horovod", ("smp-tf",))
     session.run("pytest", *places, *session.posargs, env=ONE_THREAD)
+    # Every model in every way, which takes a quarter of an hour.
     equality = "packages/smp-tf/tests/multiproc/test_tf_equality.py"
-    session.run("pytest", equality, "-k", "horovod", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", equality, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -28,9 +28,9 @@ MUTATIONS = (
     ),
     Mutation(
         "outputs in reverse",
-        "tensorflow/step_output.py",
-        "return list(self._outputs)\n",
-        "return list(self._outputs)[::-1]\n",
+        "tensorflow/step_results.py",
+        "return StepOutput(leaves, weights)",
+        "return StepOutput(leaves[::-1], weights)",
         ("outputs_are_those_of_the_microbatches_in_order",),
     ),
     Mutation(

@@ -32,15 +32,14 @@ class World(NamedTuple):
 
 ALL = tuple(PROBLEMS)
 _FEW = ("cnn", "dropout", "transformer", "zigzag")
+#: Models without places for ``smp.partition``.
+_WHOLE = ("sequential", "functional", "mobilenet")
+_BY_HAND = tuple(name for name in ALL if name not in _WHOLE)
 _MANUAL = {"auto_partition": False, "default_partition": 0}
 WORLDS = {
     "one": World(1, {"pipeline_parallel_degree": 1}, ALL),
     "pp2": World(2, {"pipeline_parallel_degree": 2}, ALL),
-    "pp2-manual": World(
-        2,
-        {"pipeline_parallel_degree": 2, **_MANUAL},
-        tuple(n for n in ALL if n not in ("sequential", "functional", "mobilenet")),
-    ),
+    "pp2-manual": World(2, {"pipeline_parallel_degree": 2, **_MANUAL}, _BY_HAND),
     "pp2-simple": World(2, {"pipeline_parallel_degree": 2, "pipeline": "simple", **_MANUAL}, _FEW),
     "pp2-as-on-gpus": World(2, {"pipeline_parallel_degree": 2}, _FEW, as_on_gpus=True),
     "pp4": World(4, {"pipeline_parallel_degree": 4}, ALL),
@@ -50,11 +49,28 @@ WORLDS = {
         ("transformer", "lstm"),
     ),
 }
+#: All ways to run all models; takes long.
+CROSSED = {
+    f"pp{degree}-replicas{replicas}-{pipeline}-{'auto' if is_auto else 'manual'}": World(
+        degree * replicas,
+        {
+            "pipeline_parallel_degree": degree,
+            "pipeline": pipeline,
+            "horovod": replicas > 1,
+            "microbatches": 4 // replicas,
+            **({} if is_auto else _MANUAL),
+        },
+        ALL if is_auto else _BY_HAND,
+    )
+    for degree, replicas in ((2, 1), (4, 1), (2, 2))
+    for pipeline in ("interleaved", "simple")
+    for is_auto in (True, False)
+}
 
 
 @functools.cache
 def outcome(name: str) -> tuple[dict[str, Result], ...]:
-    world = WORLDS[name]
+    world = {**WORLDS, **CROSSED}[name]
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     if 0 < num_gpus < world.num_ranks:
         pytest.skip(f"{world.num_ranks} GPUs are needed; there are {num_gpus}")
@@ -114,13 +130,24 @@ def test_one_partition_gives_the_numbers_of_tensorflow(name: str) -> None:
     assert_same(trained(outcome("one"), name), expected, 1)
 
 
+def check(world: str, name: str, degree: Any) -> None:
+    if name == "mobilenet" and tf.config.list_physical_devices("GPU"):
+        pytest.xfail("kernels of cuDNN round otherwise in each process, and the model is chaotic")
+    (expected,) = trained(outcome("one"), name)
+    assert_same(trained(outcome(world), name), expected, degree)
+
+
 @pytest.mark.parametrize(
     ("world", "name"),
     [(w, name) for w, world in WORLDS.items() if w != "one" for name in world.names],
 )
 def test_partitions_give_the_numbers_of_one(world: str, name: str) -> None:
-    if name == "mobilenet" and tf.config.list_physical_devices("GPU"):
-        pytest.xfail("kernels of cuDNN round otherwise in each process, and the model is chaotic")
-    (expected,) = trained(outcome("one"), name)
-    degree: Any = WORLDS[world].config["pipeline_parallel_degree"]
-    assert_same(trained(outcome(world), name), expected, degree)
+    check(world, name, WORLDS[world].config["pipeline_parallel_degree"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "name"), [(w, name) for w, world in CROSSED.items() for name in world.names]
+)
+def test_every_way_gives_the_numbers_of_one(world: str, name: str) -> None:
+    check(world, name, CROSSED[world].config["pipeline_parallel_degree"])
