@@ -72,13 +72,6 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "hooks run again",
-        "tensorflow/model.py",
-        "runtime.post_partition_hooks.clear()",
-        "pass",
-        ("hooks_run_once_after_partitioning_and_before_the_first_forward_pass",),
-    ),
-    Mutation(
         "hooks are forgotten",
         "tensorflow/model.py",
         "                hook()\n",
