@@ -248,15 +248,21 @@ def _backward_segments(
             (found[each] for each in _dependencies(op) if each in found),
             default=last,
         )
-        wanted = [forward[by_name[n]] for n in compat.colocated_with(op) if n in by_name]
+        beside = compat.colocated_with(op)
+        wanted = [forward[by_name[name]] for name in beside if name in by_name]
         wanted += [dy_segments[tensor.name] for tensor in op.inputs if tensor.name in dy_segments]
         reads = any(each in found for each in _dependencies(op))
+        handles = _handles(trace, op)
         if not wanted and not reads:
             wanted = [forward[tensor.op] for tensor in op.inputs if tensor.op in forward]
-            if not wanted and not _handles(trace, op):
-                continue  # reads constants and inputs only: goes with what reads it
+            if not wanted and not handles:
+                # It reads constants and inputs only: it goes with the variable that it is about,
+                # or with what reads it.
+                handles = [f"{n}:0" for n in beside if f"{n}:0" in trace.variable_names]
+                if not handles:
+                    continue
         segment = min([bound, *wanted[:1]])
-        for handle in _handles(trace, op):
+        for handle in handles:
             home = homes.get(trace.variable_names[handle])
             if home is not None and partitions[segment] != home:
                 segment = _latest(partitions, home, bound, op)
