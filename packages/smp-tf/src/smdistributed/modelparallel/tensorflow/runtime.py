@@ -34,6 +34,7 @@ from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow import compat
 from smdistributed.modelparallel.tensorflow.transport import Transport, explained
 from smdistributed.modelparallel.tensorflow.variables import AccessGuard
+from smdistributed.modelparallel.tensorflow.watch import Watch
 
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
 #: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
@@ -50,7 +51,7 @@ class TFRuntime(Runtime):
         guard: of variables that live elsewhere.
         step_number: a variable that counts the steps, for random numbers.
         unseeded: what random operations without seeds draw from; the same on all processes.
-        replacements: functions of TensorFlow that stand replaced while the library runs.
+        replacements: what ends with the library: functions that stand replaced, and the watch.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
         is_partitioned: whether some model is.
@@ -114,12 +115,17 @@ def start(
     gpus = _bind_device(transport)
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
+    patience = settings.communication_timeout
     if transport.size > 1:
         _have_threads()
         address = f"{own_address(transport)}:{free_port()}"
         addresses = communicator.allgather(address, CommGroup.WORLD)
         compat.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
         communicator.barrier(CommGroup.WORLD)
+        watch = Watch(transport.rank, transport.size, patience)
+        watch.start()
+        replacements.callback(watch.stop)
+        patience = watch.latest_seconds
     compat.leave_unconverted("smdistributed")
     guard = AccessGuard()
     replacements.enter_context(compat.checked_access(guard.check))
@@ -131,9 +137,7 @@ def start(
         topology=topology,
         transport=transport,
         communicator=communicator,
-        tensors=Transport(
-            transport.rank, transport.size, settings.communication_timeout, has_gpu=bool(gpus)
-        ),
+        tensors=Transport(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
         hooks=hooks,
         guard=guard,
         step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
