@@ -49,6 +49,9 @@ WORLDS = {
         ("transformer", "lstm"),
     ),
 }
+#: Replicas add gradients up in another order, and this model makes much of rounding. Layers of Keras 3
+#: draw from seeds that count their calls, in each replica from the same one on.
+_ALONE = ("mobilenet", "dropout") if hasattr(tf.keras, "Variable") else ("mobilenet",)
 #: All ways to run all models; takes long.
 CROSSED = {
     f"pp{degree}-replicas{replicas}-{pipeline}-{'auto' if is_auto else 'manual'}": World(
@@ -60,7 +63,9 @@ CROSSED = {
             "microbatches": 4 // replicas,
             **({} if is_auto else _MANUAL),
         },
-        ALL if is_auto else _BY_HAND,
+        tuple(
+            name for name in (ALL if is_auto else _BY_HAND) if replicas == 1 or name not in _ALONE
+        ),
     )
     for degree, replicas in ((2, 1), (4, 1), (2, 2))
     for pipeline in ("interleaved", "simple")
@@ -107,10 +112,17 @@ def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) ->
     pipeline = ranks[:num_partitions]
     held: list[int] = sorted(position for rank in pipeline for position in rank.weights)
     assert held == list(range(expected.num_variables)), "each variable lives on one rank"
+    has_replicas = len(ranks) > num_partitions
     for rank in ranks:
         _assert_close(rank.gradients, expected.gradients, 1e-5, 1e-3)
+        # A replica's moving averages are those of its own examples.
+        weights = {
+            position: array
+            for position, array in rank.weights.items()
+            if position in expected.gradients or not has_replicas
+        }
         # A bias of keys has gradient 0 but for rounding, of which Adam makes steps of 1e-5.
-        _assert_close(rank.weights, expected.weights, 1e-4, 1.0)
+        _assert_close(weights, expected.weights, 1e-4, 1.0)
     found = {position for rank in pipeline for position in rank.gradients}
     assert found == set(expected.gradients)
 

@@ -34,6 +34,7 @@ class StepInProgress:
     Attributes:
         step_number: int64 tensor.
         progress: of this graph.
+        first_microbatch: number of this replica's first microbatch among those of all replicas.
         microbatch: index of the present one.
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
@@ -41,13 +42,17 @@ class StepInProgress:
 
     step_number: Any
     progress: Progress
+    first_microbatch: int
     microbatch: int = 0
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
 
     def random_key(self) -> Any:
-        """Returns a key that is another one for each call of the model, int64 of shape [2]."""
-        place = self.microbatch * 1000 + len(self.calls[-1])
+        """Returns a key that is another one for each call of the model, int64 of shape [2].
+
+        Replicas draw what one process would draw for all their microbatches, one after the other.
+        """
+        place = (self.first_microbatch + self.microbatch) * 1000 + len(self.calls[-1])
         return tf.stack([self.step_number, tf.constant(place, tf.int64)])
 
 
@@ -163,7 +168,8 @@ class StepFunction:
         results = []
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
         with progress:
-            step = StepInProgress(runtime.step_number.assign_add(1), progress)
+            first = runtime.coordinates.dp_rank * len(cut.calls)
+            step = StepInProgress(runtime.step_number.assign_add(1), progress, first)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
