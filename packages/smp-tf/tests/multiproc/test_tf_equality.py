@@ -49,7 +49,7 @@ WORLDS = {
         ("transformer", "lstm"),
     ),
 }
-#: Replicas add gradients up in another order, and this model makes much of rounding. Layers of Keras 3
+#: Replicas add gradients up in another order; this model makes much of rounding. Layers of Keras 3
 #: draw from seeds that count their calls, in each replica from the same one on.
 _ALONE = ("mobilenet", "dropout") if hasattr(tf.keras, "Variable") else ("mobilenet",)
 #: All ways to run all models; takes long.
