@@ -436,7 +436,9 @@ def self_test() -> None:
         with tf.GradientTape() as tape:
             read = variable.read_value()
             with unrecorded():
-                operation = call(function, [x, capture(ops.get_default_graph(), handle)])
+                graph = ops.get_default_graph()
+                operation = call(function, [x, capture(graph, handle)])
+                keep(graph, [operation])
             result, *_ = with_gradient(
                 [operation.outputs[0], read], lambda dy, _: [None, 5.0 * dy], "SmpSelfTest"
             )
