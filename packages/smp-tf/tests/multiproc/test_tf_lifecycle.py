@@ -47,9 +47,11 @@ def test_a_checkpoint_is_restored_with_another_number_of_partitions(
         np.testing.assert_allclose(got, losses, rtol=1e-6)
 
 
-def test_replicas_save_once_and_go_on(saved: Any) -> None:
-    directory, losses = saved
-    for got in run(4, tf_lifecycle.restore_and_train, TWO, "dropout", directory, "before"):
+def test_replicas_save_once_and_go_on(tmp_path: Path) -> None:
+    # Without dropout, of which replicas draw different masks, and without slices of embeddings.
+    directory, name = str(tmp_path), "zigzag"
+    losses, _ = run(2, tf_lifecycle.train_and_save, TWO, name, directory)
+    for got in run(4, tf_lifecycle.restore_and_train, TWO, name, directory, "before"):
         np.testing.assert_allclose(got, losses, rtol=1e-6)
 
 
