@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,12 +14,21 @@ import tensorflow as tf
 #: Whether Keras is version 3, whose variables wrap TensorFlow's.
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
+
+def _private(name: str) -> Any:
+    """Returns a module of the Keras that TensorFlow uses: keras, or tf_keras if asked for."""
+    root = tf.keras.Model.__module__.split(".", maxsplit=1)[0]
+    return importlib.import_module(f"{root}.src.{name}")
+
+
 if IS_KERAS_3:
-    from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+    base_optimizer = _private("optimizers.base_optimizer")
+    loss_scale_optimizer = _private("optimizers.loss_scale_optimizer")
 else:
-    from keras.src.mixed_precision import autocast_variable, loss_scale_optimizer
-    from keras.src.optimizers import optimizer as base_optimizer
-    from keras.src.optimizers import utils as optimizer_utils
+    autocast_variable = _private("mixed_precision.autocast_variable")
+    loss_scale_optimizer = _private("mixed_precision.loss_scale_optimizer")
+    base_optimizer = _private("optimizers.optimizer")
+    optimizer_utils = _private("optimizers.utils")
 
 Gradients = Sequence[Any]
 Variable = Any
