@@ -18,7 +18,8 @@ from smdistributed.modelparallel.common.config.schema import TENSORFLOW, paramet
 from smdistributed.modelparallel.common.planning import report
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
-from smdistributed.modelparallel.torch import later, nn, optimizers
+from smdistributed.modelparallel.torch import nn, optimizers
+from smdistributed.modelparallel.torch.compat import later
 from smdistributed.modelparallel.torch.patches import checkpoint
 
 SOURCES = {

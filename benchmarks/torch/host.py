@@ -31,9 +31,9 @@ import torch
 from gpt_step import GPT, Size, loss_of
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.pipeline.executor import Executor
-from smdistributed.modelparallel.torch.pipeline.links import Links, Transfer
-from smdistributed.modelparallel.torch.pipeline.program import Program
+from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.execute.links import Links, Transfer
+from smdistributed.modelparallel.torch.execute.program import Program
 
 MICROBATCHES = 8
 

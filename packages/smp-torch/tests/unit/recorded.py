@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.pipeline.capture import Capture, capture, profile
-from smdistributed.modelparallel.torch.pipeline.decisions import OwnDecisions
-from smdistributed.modelparallel.torch.pipeline.fakes import FakeModel
-from smdistributed.modelparallel.torch.pipeline.leaf_memory import LeafMemory
-from smdistributed.modelparallel.torch.pipeline.recorder import Recorder
-from smdistributed.modelparallel.torch.pipeline.segments import Plan, cut
-from smdistributed.modelparallel.torch.placement import Placement, decide
-from smdistributed.modelparallel.torch.random_streams import StepRandom
+from smdistributed.modelparallel.torch.plan.placement import Placement, decide
+from smdistributed.modelparallel.torch.plan.segments import Plan, cut
+from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.record.capture import Capture, capture, profile
+from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
+from smdistributed.modelparallel.torch.record.fakes import FakeModel
+from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
+from smdistributed.modelparallel.torch.record.recorder import Recorder
 
 CPU = torch.device("cpu")
 

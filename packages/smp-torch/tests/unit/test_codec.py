@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.codec import TORCH_CODEC
+from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 
 
 def there_and_back(obj: Any) -> Any:

@@ -8,8 +8,8 @@ from recorded import Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.torch.pipeline.common_schedule import common_schedule
-from smdistributed.modelparallel.torch.pipeline.segments import Plan
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.torch.plan.segments import Plan
 
 WIDTH = 4
 

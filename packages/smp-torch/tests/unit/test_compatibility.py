@@ -18,8 +18,8 @@ import smdistributed.modelparallel as package
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
-from smdistributed.modelparallel.torch.api import slot
-from smdistributed.modelparallel.torch.later import refuse_configuration
+from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 
 ROOT = "smdistributed.modelparallel"
 TRANSLATED = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 
 CPU = torch.device("cpu")
 WIDTH = 64

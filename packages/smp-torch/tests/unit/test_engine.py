@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
-from smdistributed.modelparallel.torch.pipeline.carried import Carried, CarriedObjects
-from smdistributed.modelparallel.torch.pipeline.executor import prepare
-from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
-from smdistributed.modelparallel.torch.pipeline.program import Program
-from smdistributed.modelparallel.torch.pipeline.segments import Plan
-from smdistributed.modelparallel.torch.random_streams import StepRandom
+from smdistributed.modelparallel.torch.execute.executor import prepare
+from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.record.ir import NodeKind
 
 WIDTH = 4
 ALTERNATING = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}

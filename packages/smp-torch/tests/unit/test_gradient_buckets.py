@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from smdistributed.modelparallel.torch import gradient_norm
-from smdistributed.modelparallel.torch.data_parallel import DataParallelOptions
-from smdistributed.modelparallel.torch.gradient_buckets import make_buckets
+from smdistributed.modelparallel.torch.gradients import norm as gradient_norm
+from smdistributed.modelparallel.torch.gradients.buckets import make_buckets
+from smdistributed.modelparallel.torch.gradients.data_parallel import DataParallelOptions
 
 
 def test_last_parameters_come_first() -> None:

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.torch.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 
 
 def test_the_innermost_context_wins_and_outside_nothing_is_fixed() -> None:

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.optimizer.distributed import DistributedOptimizer
 
 
 def runtime(pp_size: int = 1) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.torch import optimizer_state
+from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 
 GROUPS = [["b", "c"], ["a"]]
 

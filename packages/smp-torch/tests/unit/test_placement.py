@@ -6,7 +6,7 @@ from recorded import Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.torch.pipeline.ir import NodeKind
+from smdistributed.modelparallel.torch.record.ir import NodeKind
 
 WIDTH = 4
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from smdistributed.modelparallel.torch.pipeline.python_state import StateWatch
+from smdistributed.modelparallel.torch.record.python_state import StateWatch
 
 LIMITS = {"low": 1}
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from smdistributed.modelparallel.torch import random_state
+from smdistributed.modelparallel.torch.checkpoint import generators as random_state
 
 CPU = torch.device("cpu")
 

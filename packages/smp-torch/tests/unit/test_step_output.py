@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.step_output import StepOutput
+from smdistributed.modelparallel.torch.stepping.output import StepOutput
 
 
 def test_reductions() -> None:

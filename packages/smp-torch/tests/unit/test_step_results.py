@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.step_output import StepOutput
-from smdistributed.modelparallel.torch.step_results import combine
+from smdistributed.modelparallel.torch.stepping.output import StepOutput
+from smdistributed.modelparallel.torch.stepping.results import combine
 
 
 class Point(NamedTuple):

@@ -9,7 +9,7 @@ from smdistributed.modelparallel.torch import model as model
 from smdistributed.modelparallel.torch import nn as nn
 from smdistributed.modelparallel.torch import optimizers as optimizers
 from smdistributed.modelparallel.torch import patches as patches
-from smdistributed.modelparallel.torch.api import (
+from smdistributed.modelparallel.torch.api.public import (
     DistributedModel,
     DistributedOptimizer,
     clip_grad_norm_,
@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.api import (
     set_partition,
     step,
 )
-from smdistributed.modelparallel.torch.creation import (
+from smdistributed.modelparallel.torch.api.tensor_parallel import (
     hvd_average_grads,
     set_tensor_parallelism,
     tensor_parallelism,
@@ -41,7 +41,7 @@ from smdistributed.modelparallel.torch.creation import (
     tp_register_with_module,
 )
 from smdistributed.modelparallel.torch.state_mod import state
-from smdistributed.modelparallel.torch.step_output import StepOutput
+from smdistributed.modelparallel.torch.stepping.output import StepOutput
 
 is_initialized = facade.is_initialized
 rank = facade.rank

@@ -1,6 +1,6 @@
 """Compatibility: merging checkpoints of sharded data parallelism, which is not there yet."""
 
-from smdistributed.modelparallel.torch.later import later_function
+from smdistributed.modelparallel.torch.compat.later import later_function
 
 get_full_state_dict_from_sharded_data_parallel_checkpoint = later_function(
     "get_full_state_dict_from_sharded_data_parallel_checkpoint"

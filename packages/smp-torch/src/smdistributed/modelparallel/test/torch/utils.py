@@ -1,6 +1,6 @@
 """Compatibility: helpers of the original's own tests, which a published script imports."""
 
-from smdistributed.modelparallel.torch.later import later_function
+from smdistributed.modelparallel.torch.compat.later import later_function
 
 dump_model = later_function("dump_model")
 verify = later_function("verify")

@@ -5,7 +5,7 @@ Source: smd_model_parallel_pytorch_tensor_parallel.rst; smd_model_parallel_pytor
 
 from torch import nn
 
-from smdistributed.modelparallel.torch.later import later_class
+from smdistributed.modelparallel.torch.compat.later import later_class
 
 DistributedModule = later_class("smp.nn.DistributedModule", nn.Module)
 DistributedLinear = later_class("smp.nn.DistributedLinear", DistributedModule)

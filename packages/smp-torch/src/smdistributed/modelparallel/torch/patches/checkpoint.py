@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from smdistributed.modelparallel.torch import activation_checkpointing, api
+from smdistributed.modelparallel.torch.activations import checkpointing as activation_checkpointing
+from smdistributed.modelparallel.torch.api import public as api
 
 
 def checkpoint(

@@ -1,5 +1,5 @@
 """Compatibility: translations of GPT-2; see the package."""
 
-from smdistributed.modelparallel.torch.later import translations
+from smdistributed.modelparallel.torch.compat.later import translations
 
 __getattr__ = translations(__name__)

@@ -1,0 +1,1 @@
+"""The public functions and classes, bound to the runtime of this process."""

@@ -1,0 +1,1 @@
+"""What other software leans on: names that are not built yet, private ways of PyTorch."""

@@ -1,0 +1,390 @@
+"""Running a scheduled plan: one loop for every schedule.
+
+``prepare`` derives, once, what this rank does around each of its actions: which values it must have
+received before and which it sends after. ``Executor.run`` then goes through the actions. Receives
+are posted in the sender's order, which the schedule fixes, so no message carries a tag or header.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
+from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.torch.execute.links import Links, Transfer
+from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.record.ir import Value
+
+
+class Message(NamedTuple):
+    """One tensor that travels: an activation (FORWARD) or its gradient (BACKWARD)."""
+
+    kind: Kind
+    value: int
+    microbatch: int
+    source: int
+    target: int
+
+
+@dataclass
+class Itinerary:
+    """What one rank does, in order.
+
+    Attributes:
+        actions: its actions.
+        posts: for each action, the messages whose receives must be posted before it, and were not
+            before an earlier one: those that it needs, and what their senders send before those.
+        needs: for each action, the messages that must have arrived.
+        sends: for each action, the messages that leave after it.
+        releases: for each action, the (value, microbatch) that this rank needs no longer.
+        last_forwards: for each action, the microbatches that have no forward pass here after it.
+        directions: every (source, target) pair of ranks that exchanges messages.
+    """
+
+    actions: tuple[Action, ...]
+    posts: list[list[Message]]
+    needs: list[list[Message]]
+    sends: list[list[Message]]
+    releases: list[list[tuple[int, int]]]
+    last_forwards: list[list[int]]
+    directions: set[tuple[int, int]]
+
+
+def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
+    """Derives a rank's itinerary.
+
+    Args:
+        plans: the plan of each microbatch.
+        schedule: the order of actions on every rank.
+        rank: the pp_rank.
+    """
+    arrivals: dict[int, list[Message]] = {}
+    directions: set[tuple[int, int]] = set()
+    own_sends: list[list[Message]] = []
+    for source, actions in enumerate(schedule.ranks):
+        ready: collections.Counter[tuple[Value, int]] = collections.Counter()
+        for action in actions:
+            sends = _sends(plans[action.microbatch], action, source, ready)
+            directions.update((message.source, message.target) for message in sends)
+            if source == rank:
+                own_sends.append(sends)
+            for message in sends:
+                if message.target == rank:
+                    arrivals.setdefault(source, []).append(message)
+    actions = schedule.ranks[rank]
+    needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
+    releases = _releases(plans, actions)
+    return Itinerary(
+        actions,
+        _posts(needs, arrivals),
+        needs,
+        own_sends,
+        releases,
+        _last_forwards(actions),
+        directions,
+    )
+
+
+def _posts(
+    needs: Sequence[Sequence[Message]], arrivals: Mapping[int, Sequence[Message]]
+) -> list[list[Message]]:
+    """Returns the receives to post before each action: in the order in which senders send."""
+    coming = {source: iter(messages) for source, messages in arrivals.items()}
+    posted: set[Message] = set()
+    posts: list[list[Message]] = []
+    for each in needs:
+        posts.append([])
+        for message in each:
+            while message not in posted:
+                following = next(coming[message.source])
+                posted.add(following)
+                posts[-1].append(following)
+    return posts
+
+
+def _last_forwards(actions: Sequence[Action]) -> list[list[int]]:
+    last = {
+        action.microbatch: position
+        for position, action in enumerate(actions)
+        if action.kind is Kind.FORWARD
+    }
+    return [
+        [m for m, where in last.items() if where == position] for position in range(len(actions))
+    ]
+
+
+def _releases(plans: Sequence[Plan], actions: Sequence[Action]) -> list[list[tuple[int, int]]]:
+    last_use: dict[tuple[int, int], int] = {}
+    for position, action in enumerate(actions):
+        if action.kind is Kind.FORWARD:
+            segment = plans[action.microbatch].segments[action.segment]
+            for value in (*segment.inputs, *segment.outputs):
+                last_use[value.index, action.microbatch] = position
+    releases: list[list[tuple[int, int]]] = [[] for _ in actions]
+    for key, position in last_use.items():
+        releases[position].append(key)
+    return releases
+
+
+def _sends(
+    plan: Plan, action: Action, rank: int, ready: collections.Counter[tuple[Value, int]]
+) -> list[Message]:
+    """Returns what leaves after an action; ``ready`` counts finished gradients of a value."""
+    segment = plan.segments[action.segment]
+    m = action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [
+            Message(Kind.FORWARD, value.index, m, rank, target)
+            for value in segment.outputs
+            for target in plan.ranks_reading(value)
+        ]
+    sends = []
+    for value in segment.inputs:
+        owner = plan.segments[value.node.segment].rank
+        if value not in plan.with_gradient or owner == rank:
+            continue
+        ready[value, m] += 1
+        # The rank's readers add up their gradients; the last one sends the sum.
+        if ready[value, m] == len(_backward_readers(plan, value, rank)):
+            sends.append(Message(Kind.BACKWARD, value.index, m, rank, owner))
+    return sends
+
+
+def _needs(plan: Plan, action: Action, rank: int) -> list[Message]:
+    segment = plan.segments[action.segment]
+    m = action.microbatch
+    if action.kind is Kind.FORWARD:
+        return [
+            Message(Kind.FORWARD, value.index, m, plan.segments[value.node.segment].rank, rank)
+            for value in segment.inputs
+            if plan.segments[value.node.segment].rank != rank
+        ]
+    return [
+        Message(Kind.BACKWARD, value.index, m, reader, rank)
+        for value in segment.outputs
+        if value in plan.with_gradient
+        for reader in plan.ranks_reading(value)
+        if _backward_readers(plan, value, reader)
+    ]
+
+
+def _backward_readers(plan: Plan, value: Value, rank: int) -> list[int]:
+    return [
+        index
+        for index in plan.readers.get(value, ())
+        if plan.segments[index].rank == rank and index in plan.backward
+    ]
+
+
+@dataclass
+class _Saved:
+    """What a forward pass keeps for its backward pass."""
+
+    inputs: list[tuple[int, torch.Tensor]]
+    outputs: list[tuple[int, torch.Tensor]]
+
+
+class Executor:
+    """Runs the actions of this rank.
+
+    Args:
+        plans: the plan of each microbatch; microbatches of one shape share one.
+        programs: for each microbatch, segment index -> function, for this rank's segments.
+        itinerary: what this rank does.
+        links: the way to the other ranks.
+        device: where it computes.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        programs: Sequence[dict[int, Program]],
+        itinerary: Itinerary,
+        links: Links,
+        device: torch.device,
+    ) -> None:
+        self._plans = plans
+        self._programs = programs
+        self._itinerary = itinerary
+        self._links = links
+        self._device = device
+        self._values = [
+            {value.index: value for segment in plan.segments for value in segment.outputs}
+            for plan in plans
+        ]
+        self._returned = [{value.index for value in plan.graph.returned} for plan in plans]
+        self._roots = [[value.index for value in plan.graph.roots] for plan in plans]
+
+    def run(
+        self,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        root_scales: Sequence[float],
+        enter_pass: Callable[[Kind, int], None],
+    ) -> tuple[list[dict[int, torch.Tensor]], list[tuple[float, float]]]:
+        """Runs one mini-batch.
+
+        Args:
+            inputs: for each microbatch, its tensor arguments; None where this rank needs none.
+            root_scales: for each microbatch, the gradient that its losses start with.
+            enter_pass: called before each action with its direction and microbatch.
+
+        Returns:
+            For each microbatch, the returned values that this rank made; and when each action
+            started and ended, in seconds of ``time.perf_counter``.
+
+        Raises:
+            CommError: a peer died or did not take part in time.
+        """
+        step = _StepState(len(self._plans))
+        times = []
+        needs = self._itinerary.needs
+        # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
+        # would hold multiprocessors, so it is posted at the point of need.
+        ahead = 1 if self._device.type == "cpu" else 0
+        posts = iter(self._itinerary.posts)
+        for receives in itertools.islice(posts, ahead):
+            self._post(step, receives)
+        for position, action in enumerate(self._itinerary.actions):
+            self._post(step, next(posts, ()))
+            for message in needs[position]:
+                self._take(step, message)
+            enter_pass(action.kind, action.microbatch)
+            start = time.perf_counter()
+            if action.kind is Kind.FORWARD:
+                self._forward(step, action, inputs[action.microbatch])
+            else:
+                self._backward(step, action, root_scales[action.microbatch])
+            times.append((start, time.perf_counter()))
+            self._send(step, position)
+        for transfer in step.outgoing:
+            transfer.wait()
+        return step.results, times
+
+    def timed(self, times: Sequence[tuple[float, float]]) -> list[TimedAction]:
+        """Returns the actions with the times of a run."""
+        return [
+            TimedAction(action, *each)
+            for action, each in zip(self._itinerary.actions, times, strict=True)
+        ]
+
+    def _post(self, step: _StepState, receives: Sequence[Message]) -> None:
+        for message in receives:
+            value = self._values[message.microbatch][message.value]
+            buffer = value.wire_buffer(self._device)
+            step.incoming[message] = self._links.receive(buffer, message.source)
+
+    def _take(self, step: _StepState, message: Message) -> None:
+        value = self._values[message.microbatch][message.value]
+        tensor = value.from_wire(step.incoming.pop(message).wait())
+        if message.kind is Kind.FORWARD:
+            step.activations[message.microbatch][message.value] = tensor
+        else:
+            _accumulate(step.gradients[message.microbatch], message.value, tensor)
+
+    def _forward(
+        self, step: _StepState, action: Action, inputs: Sequence[torch.Tensor | None]
+    ) -> None:
+        m = action.microbatch
+        plan = self._plans[m]
+        segment = plan.segments[action.segment]
+        activations = step.activations[m]
+        has_backward = segment.index in plan.backward
+        arguments = []
+        cut_inputs = []
+        for value in segment.inputs:
+            tensor = activations[value.index]
+            if value.requires_grad and has_backward:
+                tensor = tensor.detach().requires_grad_()
+                if value in plan.with_gradient:
+                    cut_inputs.append((value.index, tensor))
+            arguments.append(tensor)
+        with torch.set_grad_enabled(has_backward):
+            results = self._programs[m][segment.index].run(inputs, step.carried[m], *arguments)
+        cut_outputs = []
+        for value, tensor in zip(segment.outputs, results, strict=True):
+            if tuple(tensor.shape) != value.shape:
+                raise UnsupportedError(
+                    f"{value.node.name} returned a tensor of shape {tuple(tensor.shape)} where the "
+                    f"recording had {value.shape}: its shape depends on data, so it cannot cross "
+                    "to another partition. Put the modules that use it on the same partition."
+                )
+            if isinstance(tensor, FakeTensor):
+                raise UnsupportedError(
+                    f"{value.node.name} kept a stand-in tensor from the recording of the step, "
+                    "probably in a cache; clear the cache, or compute its content in __init__."
+                )
+            if value in plan.with_gradient:
+                cut_outputs.append((value.index, tensor))
+            detached = tensor.detach()
+            if value.index in self._returned[m]:
+                step.results[m][value.index] = detached
+            if value in plan.readers:
+                activations[value.index] = detached
+        if has_backward:
+            step.saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
+
+    def _backward(self, step: _StepState, action: Action, root_scale: float) -> None:
+        m = action.microbatch
+        gradients = step.gradients[m]
+        saved = step.saved.pop((action.segment, m))
+        tensors, starts = [], []
+        for index, tensor in saved.outputs:
+            gradient = gradients.pop(index, None)
+            for _ in range(self._roots[m].count(index)):
+                seed = torch.full_like(tensor, root_scale)
+                gradient = seed if gradient is None else gradient + seed
+            if gradient is not None and tensor.requires_grad:
+                tensors.append(tensor)
+                starts.append(gradient)
+        if tensors:
+            torch.autograd.backward(tensors, starts)
+        for index, tensor in saved.inputs:
+            # A reader that the gradient does not reach still owes its peer an answer.
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            _accumulate(gradients, index, gradient)
+
+    def _send(self, step: _StepState, position: int) -> None:
+        sends = self._itinerary.sends[position]
+        if sends:
+            step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
+        for message in sends:
+            m = message.microbatch
+            if message.kind is Kind.FORWARD:
+                tensor = step.activations[m][message.value]
+            else:
+                tensor = step.gradients[m].pop(message.value)
+            wire = self._values[m][message.value].wire(tensor)
+            step.outgoing.append(self._links.send(wire, message.target))
+        for value, microbatch in self._itinerary.releases[position]:
+            step.activations[microbatch].pop(value, None)
+        for microbatch in self._itinerary.last_forwards[position]:
+            step.carried[microbatch].clear()
+
+
+class _StepState:
+    """Everything that lives for one mini-batch."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
+        self.saved: dict[tuple[int, int], _Saved] = {}
+        self.incoming: dict[Message, Transfer] = {}
+        self.outgoing: list[Transfer] = []
+
+
+def _accumulate(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
+    known = gradients.get(index)
+    gradients[index] = gradient if known is None else known + gradient

@@ -1,0 +1,240 @@
+"""Compiling a segment into a Python function.
+
+Interpreting nodes costs a walk over every argument structure at each call. The generated function
+is the straight-line code that a person would write: the same calls, in the same order, under the
+same grad and autocast state, with intermediate results deleted at their last use. What the step
+checkpointed is a function of its own in it, run under torch's activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.record.carried import Carried
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import Container, Path, placeholders
+from smdistributed.modelparallel.torch.record.switches import Changes, switched
+from smdistributed.modelparallel.torch.record.taps import Tap, tapped
+
+#: (tensor arguments of the microbatch, its carried objects, the segment's inputs) -> its outputs
+SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
+#: Grad mode, dtype of autocast, switches of backends.
+_State = tuple[bool, torch.dtype | None, Changes]
+_LITERALS = (type(None), bool, int, type(Ellipsis))
+
+
+class Program:
+    """The function of one segment.
+
+    Args:
+        plan: the plan that the segment belongs to.
+        segment: the segment.
+        device: where it runs.
+        drawing: seeds the generators for one draw, given its key.
+
+    Attributes:
+        source: the generated code, for people who debug.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        segment: SegmentNodes,
+        device: torch.device,
+        drawing: Callable[..., contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._device = device
+        self._names: dict[str, Any] = {
+            "torch": torch,
+            "drawing": drawing,
+            "checkpoint": checkpoint,
+            "switched": switched,
+        }
+        self._constants: dict[int, str] = {}
+        lines = self._lines(segment)
+        parameters = ", ".join(
+            ["inputs", "carried", *(f"v{value.index}" for value in segment.inputs)]
+        )
+        results = "".join(f"v{value.index}, " for value in segment.outputs)
+        self.source = "\n".join(
+            [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
+        )
+        exec(compile(self.source, f"<segment {segment.index}>", "exec"), self._names)
+        self.run: SegmentFunction = self._names[f"segment_{segment.index}"]
+
+    def _lines(self, segment: SegmentNodes) -> list[str]:
+        # A cut value belongs to its producer: change a copy.
+        lines = [
+            f"    v{value.index} = v{value.index}.clone()"
+            for value in segment.inputs
+            if value in segment.changed
+        ]
+        kept = set(segment.outputs)
+        for region, group in itertools.groupby(segment.nodes, key=lambda node: node.region):
+            nodes = list(group)
+            later = kept | _read_after(segment, nodes[-1])
+            if region is not None and _can_repeat(nodes):
+                lines += self._checkpointed(nodes, later)
+            else:
+                lines += self._straight(nodes, later)
+        return lines
+
+    def _checkpointed(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+        """Returns a nested function and its call.
+
+        What it reads from before are its parameters: a deleted variable would be missing when the
+        backward pass calls it again. Its draws are keyed, so no random state is kept.
+        """
+        made = {value for node in nodes for value in node.outputs}
+        read = {value: None for node in nodes for value in _read(node) if value not in made}
+        returned = [value for node in nodes for value in node.outputs if value in later]
+        parameters = [f"v{value.index}" for value in read]
+        results = "".join(f"v{value.index}, " for value in returned)
+        call = ", ".join(["region", *parameters, "use_reentrant=False", "preserve_rng_state=False"])
+        dead = [f"v{value.index}" for value in read if value not in later]
+        return [
+            f"    def region({', '.join(parameters)}):",
+            *(f"    {line}" for line in self._straight(nodes, set(returned))),
+            f"        return ({results})",
+            f"    {f'({results}) = ' if results else ''}checkpoint({call})",
+            f"    del {', '.join(['region', *dead])}",
+        ]
+
+    def _straight(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+        """Returns the calls of nodes one after another; values not needed ``later`` are deleted."""
+        lines = []
+        last_use = _last_uses(nodes, later)
+        state: _State = (True, None, ())
+        indent = "    "
+        for node in nodes:
+            if node.kind in (NodeKind.LEAF, NodeKind.CALL) and self._state(node) != state:
+                state = self._state(node)
+                header, indent = self._with(state)
+                lines += header
+            for line in self._node(node):
+                lines.append(indent + line)
+            dead = [f"v{value.index}" for value in last_use.get(node, ())]
+            if dead:
+                lines.append(indent + "del " + ", ".join(dead))
+        return lines
+
+    @staticmethod
+    def _state(node: Node) -> _State:
+        return node.grad_enabled, node.autocast, node.switches
+
+    def _with(self, state: _State) -> tuple[list[str], str]:
+        managers = []
+        if not state[0]:
+            managers.append("torch.no_grad()")
+        if state[1] is not None:
+            managers.append(f"torch.autocast({self._device.type!r}, dtype={state[1]})")
+        if state[2]:
+            managers.append(f"switched({state[2]!r})")
+        if not managers:
+            return [], "    "
+        return [f"    with {', '.join(managers)}:"], "        "
+
+    def _node(self, node: Node) -> list[str]:
+        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            value = node.outputs[0]
+            given = f"inputs[{node.target}]"
+            if node.kind is NodeKind.CONSTANT:
+                given = self._constant(node.target)
+            # Several segments and replays start from it: change a copy.
+            return [f"v{value.index} = {given}{'.clone()' if value.is_changed else ''}"]
+        if node.kind is NodeKind.ATTRIBUTE:
+            module, name = node.target
+            return [f"v{node.outputs[0].index} = {self._constant(module)}.{name}"]
+        arguments = [self._expression(item) for item in node.args]
+        arguments += [f"{key}={self._expression(item)}" for key, item in node.kwargs.items()]
+        seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
+        target, results = self._constant(node.target), "result"
+        if node.taps:
+            target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
+        lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
+        for output in node.outputs:
+            if isinstance(output.source, Value):
+                expression = f"v{output.source.index}"
+            elif isinstance(output.source, Tap):
+                expression = f"taps[{node.taps.index(output.source)}]"
+            else:
+                expression = "result" + _access(output.source)
+            lines.append(f"v{output.index} = {expression}")
+        lines.append(f"del {results}")
+        return lines
+
+    def _constant(self, obj: Any) -> str:
+        name = self._constants.setdefault(id(obj), f"c{len(self._constants)}")
+        self._names[name] = obj
+        return name
+
+    def _expression(self, obj: Any) -> str:
+        if isinstance(obj, Value):
+            return f"v{obj.index}"
+        if isinstance(obj, Carried):
+            return f"carried({self._constant(obj)})"
+        if type(obj) in _LITERALS:
+            return repr(obj)
+        if type(obj) is tuple:
+            return "(" + "".join(self._expression(item) + ", " for item in obj) + ")"
+        if type(obj) is list:
+            return "[" + ", ".join(self._expression(item) for item in obj) + "]"
+        if type(obj) is dict:
+            items = (f"{self._key(key)}: {self._expression(item)}" for key, item in obj.items())
+            return "{" + ", ".join(items) + "}"
+        if type(obj) is slice:
+            parts = (self._expression(part) for part in (obj.start, obj.stop, obj.step))
+            return f"slice({', '.join(parts)})"
+        if isinstance(obj, Container):
+            return f"{self._constant(obj)}.build({self._expression(obj.items)})"
+        return self._constant(obj)
+
+    def _key(self, key: Any) -> str:
+        return repr(key) if isinstance(key, str | int) else self._constant(key)
+
+
+def _access(path: Path) -> str:
+    return "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in path)
+
+
+def _read(node: Node) -> list[Value]:
+    """Returns the values that a node's code names, other than those it makes."""
+    return [*node.inputs, *(v.source for v in node.outputs if isinstance(v.source, Value))]
+
+
+def _read_after(segment: SegmentNodes, node: Node) -> set[Value]:
+    following = segment.nodes[segment.nodes.index(node) + 1 :]
+    return {value for each in following for value in _read(each)}
+
+
+def _can_repeat(nodes: Sequence[Node]) -> bool:
+    """Whether nodes can run again in the backward pass, and find everything as it was.
+
+    Not if they change a tensor from outside in place, or an object that travels through the
+    microbatch, such as a cache; and not worth it where no gradient passes.
+    """
+    made = {value for node in nodes for value in node.outputs}
+    return not all(node.replicated for node in nodes) and not any(
+        any(value not in made for value in node.changes)
+        or any(True for _ in placeholders((node.args, node.kwargs), Carried))
+        for node in nodes
+    )
+
+
+def _last_uses(nodes: Sequence[Node], later: set[Value]) -> dict[Node, list[Value]]:
+    """Returns, for each node, the values that nothing after it needs."""
+    last: dict[Value, Node] = {}
+    for node in nodes:
+        last |= dict.fromkeys([*node.outputs, *_read(node)], node)
+    dead: dict[Node, list[Value]] = {}
+    for value, node in last.items():
+        if value not in later:
+            dead.setdefault(node, []).append(value)
+    return dead

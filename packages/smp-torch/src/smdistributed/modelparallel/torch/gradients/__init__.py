@@ -1,0 +1,1 @@
+"""Gradients beyond one rank: averaged over replicas, normed and checked over partitions."""

@@ -1,0 +1,225 @@
+"""Data parallelism of one model: its replicas start alike, stay alike and share their gradients.
+
+Source: smd_model_parallel_pytorch.rst, DistributedModel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.gradients.reduction import GradientReduction
+from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+_BYTES_PER_MB = 1024 * 1024
+_NUMBERS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "backward_passes_per_step": ("an integer of at least 1", (int,)),
+    "bucket_cap_mb": ("a number above 0", (int, float)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions:
+    """The arguments of ``DistributedModel`` that are about data parallelism.
+
+    Attributes:
+        overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
+        backward_passes_per_step: step calls whose gradients are summed before they are reduced.
+        average_grads_across_microbatches: divide summed gradients by the number of microbatches.
+        bucket_cap_mb: size of a bucket, in MiB.
+        broadcast_buffers: buffers follow the first rank of the DP_GROUP at each step.
+        gradient_as_bucket_view: leave gradients in the buckets.
+        find_unused_parameters: without effect: unused parameters are always found.
+
+    Raises:
+        TypeError: a value has another type.
+        ValueError: a number is too small.
+    """
+
+    overlapping_allreduce: bool = True
+    backward_passes_per_step: int = 1
+    average_grads_across_microbatches: bool = True
+    bucket_cap_mb: float = 25
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            rule, kinds = _NUMBERS.get(name, ("True or False", (bool,)))
+            # A bool is an int in Python, but no number.
+            if not isinstance(value, kinds) or (name in _NUMBERS and isinstance(value, bool)):
+                raise TypeError(f"{name} must be {rule}; received {value!r}.")
+            if isinstance(value, int | float) and name in _NUMBERS and value <= 0:
+                raise ValueError(f"{name} must be {rule}; received {value!r}.")
+
+
+class DataParallel:
+    """What a model does together with its replicas.
+
+    Args:
+        runtime: the state of the library in this process.
+        options: how.
+    """
+
+    def __init__(self, runtime: TorchRuntime, options: DataParallelOptions) -> None:
+        self._runtime = runtime
+        self._options = options
+        self._replicas = Replicas(runtime)
+        self._parameters: list[tuple[str, nn.Parameter]] | None = None
+        self._find_buffers: Callable[[], Callable[[], Iterable[torch.Tensor]] | None] | None = None
+        self._reduction = GradientReduction(
+            self._replicas,
+            overlapping=options.overlapping_allreduce,
+            passes=options.backward_passes_per_step,
+            bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
+            as_bucket_view=options.gradient_as_bucket_view,
+            is_outside_step=functools.partial(_is_outside_step, runtime),
+        )
+
+    def attach(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        buffers: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        """Takes the tensors of this rank, once they are here, and those of the first replica.
+
+        Collective: DP_GROUP.
+
+        Args:
+            parameters: with their names.
+            buffers: method that gives the buffers, of which code may replace one. Kept as a weak
+                reference: which models live must not depend on when a rank collects cycles.
+        """
+        self._parameters = list(parameters)
+        self._find_buffers = weakref.WeakMethod(buffers)
+        self._broadcast_all(source=0)
+        self.watch(self._parameters)
+
+    def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Takes the parameters of this rank, which the user has changed for others."""
+        self._parameters = list(parameters)
+        self._reduction.watch(self._parameters)
+
+    def _buffers(self) -> Iterable[torch.Tensor]:
+        buffers = None if self._find_buffers is None else self._find_buffers()
+        return () if buffers is None else buffers()
+
+    def _broadcast_all(self, source: int) -> None:
+        tensors = [parameter for _, parameter in self._parameters or ()]
+        self._replicas.broadcast([*tensors, *self._buffers()], source)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def gradient_scale(self) -> Literal["mean", "sum"]:
+        """How the gradients of microbatches combine; with a communication hook, that averages."""
+        averages = self._options.average_grads_across_microbatches
+        return "mean" if averages and not self._reduction.has_hook else "sum"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward passes matter to it: there are replicas, or a communication hook."""
+        return self._reduction.is_needed
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step in progress has given this rank a gradient."""
+        return self._reduction.has_gradients
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether replicas may have run out of batches."""
+        return self._replicas.is_joining
+
+    def begin_step(self) -> None:
+        """Starts a step: replicas get the buffers of the first. Collective: DP_GROUP."""
+        has_buffers = self._options.broadcast_buffers and self._runtime.config.ddp
+        exchange = Exchange.BUFFERS if has_buffers else Exchange.NOTHING
+        active = self._replicas.announce(exchange)
+        if has_buffers:
+            self._replicas.broadcast(self._buffers(), active[0])
+        self._reduction.begin()
+
+    def enter_pass(self, completes: Set[nn.Parameter]) -> None:
+        """Starts a backward pass; no later one of this step adds to gradients in ``completes``."""
+        self._reduction.enter_pass(completes)
+
+    def enter_last_pass(self) -> None:
+        """Starts the last backward pass of this step."""
+        self._reduction.enter_pass(self._reduction.everything)
+
+    def end_step(self) -> None:
+        """Ends a step with a backward pass: gradients are reduced. Collective: DP_GROUP."""
+        self._reduction.end()
+
+    # ------------------------------------------------------------------ the user's calls
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """See ``DistributedModel.register_comm_hook``."""
+        if not callable(hook):
+            raise TypeError(
+                f"a communication hook must be callable; received {type(hook).__name__}."
+            )
+        self._need_ddp("register_comm_hook")
+        if not self._options.overlapping_allreduce:
+            raise RuntimeError(
+                "register_comm_hook needs overlapping_allreduce=True; it is False: leave it at "
+                "its default."
+            )
+        self._reduction.set_hook(lambda bucket: hook(state, bucket))
+
+    @contextlib.contextmanager
+    def join(
+        self, divide_by_initial_world_size: bool, enable: bool, throw_on_early_termination: bool
+    ) -> Iterator[None]:
+        """See ``DistributedModel.join``."""
+        self._need_ddp("join")
+        if not enable or self._replicas.size == 1:
+            yield
+            return
+        with self._replicas.join(
+            self._shadow,
+            self._adopt,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        ):
+            yield
+
+    def _need_ddp(self, what: str) -> None:
+        if not self._runtime.config.ddp:
+            raise RuntimeError(
+                f"{what} needs the parameter ddp to be True; it is False: set ddp: True in the "
+                "configuration."
+            )
+
+    # ------------------------------------------------------------------ after the last batch
+
+    def _shadow(self, exchange: Exchange, active: Sequence[int]) -> None:
+        if self._parameters is None:
+            raise SMPError(
+                f"rank {self._runtime.rank}: model.join needs one batch at least on every "
+                "data-parallel rank before the model is partitioned: that happens in the first "
+                "call of a step function, which this rank did not make."
+            )
+        if exchange is Exchange.BUFFERS:
+            self._replicas.broadcast(self._buffers(), active[0])
+        elif exchange is Exchange.GRADIENTS:
+            self._reduction.shadow(active)
+
+    def _adopt(self, source: int) -> None:
+        self._broadcast_all(source)
+        self._reduction.restart_accumulation()
+
+
+def _is_outside_step(runtime: TorchRuntime) -> bool:
+    return runtime.topology.pp_size == 1 and runtime.current_step is None

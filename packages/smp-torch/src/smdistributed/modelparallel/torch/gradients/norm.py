@@ -1,0 +1,157 @@
+"""Norms of gradients over all partitions, through torch's own functions.
+
+A rank has the gradients of its own partition only, so what ``torch.nn.utils.clip_grad_norm_`` finds
+is the norm of a part. Here the ranks of a pipeline combine their parts.
+
+Source: model-parallel-customize-training-script-pt.md, Important Considerations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+@contextlib.contextmanager
+def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
+    """Makes torch's functions see all partitions of distributed models, as long as it is entered.
+
+    It concerns ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``, also where a script has
+    imported them by name before; with one partition nothing changes. A call with tensors of a
+    distributed model, or with none, is collective then: every rank of the PP_GROUP. All other
+    calls go to torch.
+    """
+    if runtime.topology.pp_size == 1:
+        yield
+        return
+    functions = _WholeModelFunctions(runtime)
+    with (
+        _replaced(torch.nn.utils.clip_grad_norm_, functions.clip_grad_norm_),
+        _replaced(torch.nn.utils.get_total_norm, functions.get_total_norm),
+    ):
+        yield
+
+
+class _WholeModelFunctions:
+    """Stand-ins for torch's functions, which call them with gradients switched off."""
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._runtime = runtime
+        self._torch_clip_grad_norm_ = _cell(torch.nn.utils.clip_grad_norm_).cell_contents
+        self._torch_get_total_norm = _cell(torch.nn.utils.get_total_norm).cell_contents
+        self._is_torchs_own_call = False
+
+    def clip_grad_norm_(
+        self,
+        parameters: Tensors,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Stands for ``torch.nn.utils.clip_grad_norm_``."""
+        chosen = _listed(parameters)
+        own = {id(each) for model in self._runtime.live_models() for each in model.parameters()}
+        if chosen and own.isdisjoint(map(id, chosen)):
+            self._is_torchs_own_call = True
+            try:
+                clip = self._torch_clip_grad_norm_
+                norm: torch.Tensor = clip(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+            finally:
+                self._is_torchs_own_call = False
+            return norm
+        gradients = [each.grad for each in chosen if each.grad is not None]
+        norm = self._norm_over_partitions(gradients, norm_type, error_if_nonfinite, foreach)
+        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
+        return norm
+
+    def get_total_norm(
+        self,
+        tensors: Tensors,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Stands for ``torch.nn.utils.get_total_norm``."""
+        given = _listed(tensors)
+        if self._is_torchs_own_call or (given and not self._has_gradient(given)):
+            norm: torch.Tensor = self._torch_get_total_norm(
+                given, norm_type, error_if_nonfinite, foreach
+            )
+            return norm
+        return self._norm_over_partitions(given, norm_type, error_if_nonfinite, foreach)
+
+    def _has_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
+        models = self._runtime.live_models()
+        gradients = {id(each.grad) for model in models for each in model.parameters()}
+        return not gradients.isdisjoint(map(id, tensors))
+
+    def _norm_over_partitions(
+        self,
+        tensors: Sequence[torch.Tensor],
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+    ) -> torch.Tensor:
+        """Combines the norms of the partitions. Collective: PP_GROUP."""
+        runtime, order = self._runtime, float(norm_type)
+        own: torch.Tensor = self._torch_get_total_norm(tensors, order, False, foreach)
+        if not tensors and order < 0:
+            own = torch.tensor(float("inf"))  # what is not here must not be the smallest
+        part = own.to(runtime.device, torch.float64)
+        parts = [torch.empty_like(part) for _ in range(runtime.topology.pp_size)]
+        dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.PP_GROUP])
+        together = torch.stack(parts)
+        # Of order 0 is the number of tensors that are not all zero.
+        whole = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+        if error_if_nonfinite and not whole.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {order} of the gradients of all partitions is "
+                f"{whole.item()}, so they cannot be clipped. To scale them all the same, pass "
+                "error_if_nonfinite=False."
+            )
+        return whole.to(own.dtype)
+
+
+def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+@contextlib.contextmanager
+def _replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    cell = _cell(function)
+    original = cell.cell_contents
+    cell.cell_contents = replacement
+    try:
+        yield
+    finally:
+        cell.cell_contents = original
+
+
+def _cell(function: Callable[..., Any]) -> CellType:
+    """Returns where a function of ``torch.nn.utils`` keeps the function that does its work.
+
+    Each is a wrapper that switches gradients off; what it wraps is in its closure. Replaced there,
+    it is replaced under every name that a script has given the function.
+
+    Raises:
+        UnsupportedError: this version of torch wraps it differently.
+    """
+    if isinstance(function, FunctionType) and function.__code__.co_freevars == ("func",):
+        assert function.__closure__ is not None
+        return function.__closure__[0]
+    raise UnsupportedError(
+        f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
+        "does not know, so it cannot take norms over partitions: use a torch that it was made for."
+    )

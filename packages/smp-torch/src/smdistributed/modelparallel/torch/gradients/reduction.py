@@ -1,0 +1,338 @@
+"""Averaging gradients over data-parallel ranks, bucket by bucket.
+
+A step has several backward passes on a rank: one a microbatch, and one more for each time that a
+microbatch comes back to it. The caller says of each pass which gradients it completes. A parameter
+is *final* when its gradient has been accumulated in that pass, or else when the pass is over, or
+else at the end of the step; what nobody announced is final at the end. A bucket leaves when all of
+its parameters are final and the buckets before it have left, so that all ranks agree on the order.
+
+Within a pass, autograd accumulates a gradient once, except where checkpoints differentiate on
+their own. So only parameters that an earlier pass has seen accumulate once, and none more often,
+leave within a pass.
+
+A parameter that has no gradient on any replica keeps none; one that has a gradient on some counts
+as zero on the others and gets the average on all. That is what DistributedDataParallel does with
+``find_unused_parameters``.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
+from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
+
+#: (bucket) -> a future of the reduced tensor
+Hook = Callable[[GradBucket], torch.futures.Future[Any]]
+
+
+class GradientReduction:
+    """Reduces the gradients of this rank's parameters with those of its replicas.
+
+    Args:
+        replicas: those that hold the same parameters.
+        overlapping: reduce while the last backward pass runs.
+        passes: steps with a backward pass whose gradients are summed before a reduction.
+        bucket_bytes: size of a bucket.
+        as_bucket_view: gradients are left in the buckets instead of copied out of them.
+        is_outside_step: tells whether a backward pass runs that belongs to no step function; it
+            is reduced when it ends.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        *,
+        overlapping: bool,
+        passes: int,
+        bucket_bytes: int,
+        as_bucket_view: bool,
+        is_outside_step: Callable[[], bool],
+    ) -> None:
+        self._replicas = replicas
+        self._overlapping = overlapping
+        self._passes = passes
+        self._bucket_bytes = bucket_bytes
+        self._as_bucket_view = as_bucket_view
+        self._is_outside_step = is_outside_step
+        self._hook: Hook | None = None
+        self._names: dict[nn.Parameter, str] = {}
+        self._watched: set[nn.Parameter] = set()
+        self._reduced: list[nn.Parameter] = []
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[torch.Tensor, int] = {}
+        self._passes_done = 0
+        self._once: set[nn.Parameter] = set()
+        self._repeatedly: set[nn.Parameter] = set()
+        self._is_armed = False
+        self.has_begun = False
+        self._reset()
+
+    # ------------------------------------------------------------------ set-up
+
+    def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Takes the parameters of this rank, once they are here."""
+        self._names = {parameter: name for name, parameter in parameters}
+        self._follow_requires_grad()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do after a backward pass."""
+        return self._replicas.size > 1 or self._hook is not None
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether the user's hook reduces."""
+        return self._hook is not None
+
+    def set_hook(self, hook: Hook) -> None:
+        """Lets the user's function reduce.
+
+        Raises:
+            RuntimeError: there is one already, or gradients have been computed.
+        """
+        if self._hook is not None:
+            raise RuntimeError("a communication hook is registered already; one can be.")
+        if self.has_begun:
+            raise RuntimeError(
+                "a communication hook must be registered before the first backward pass."
+            )
+        self._hook = hook
+        self._follow_requires_grad()
+
+    def _follow_requires_grad(self) -> None:
+        """Makes new buckets when parameters were frozen or set free since the last step."""
+        if not self.is_needed:
+            return
+        reduced = [parameter for parameter in self._names if parameter.requires_grad]
+        if len(reduced) == len(self._reduced) and all(
+            new is old for new, old in zip(reduced, self._reduced, strict=True)
+        ):
+            return
+        this = weakref.ref(self)
+
+        def note(parameter: torch.Tensor) -> None:
+            reduction = this()
+            if reduction is not None:
+                reduction._accumulated(parameter)
+
+        for parameter in reduced:
+            if parameter not in self._watched:
+                self._watched.add(parameter)
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        self._reduced = reduced
+        self._buckets = make_buckets(reduced, self._bucket_bytes)
+        self._bucket_of = {
+            parameter: index
+            for index, bucket in enumerate(self._buckets)
+            for parameter, _ in bucket.slots
+        }
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self._follow_requires_grad()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.has_gradients = False
+        self._completes: Set[nn.Parameter] = frozenset()
+        self._counts: collections.Counter[nn.Parameter] = collections.Counter()
+        self._final: set[torch.Tensor] = set()
+        self._waiting = [len(bucket.slots) for bucket in self._buckets]
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._without: set[torch.Tensor] = set()
+        self._active: Sequence[int] | None = None
+
+    @property
+    def everything(self) -> frozenset[nn.Parameter]:
+        """All parameters that get gradients."""
+        return frozenset(self._reduced)
+
+    def enter_pass(self, completes: Set[nn.Parameter]) -> None:
+        """Starts a backward pass.
+
+        Args:
+            completes: parameters to whose gradients no later pass of this step adds.
+        """
+        self._leave_pass()
+        self._completes = completes
+
+    def _leave_pass(self) -> None:
+        for parameter, count in self._counts.items():
+            (self._once if count == 1 else self._repeatedly).add(parameter)
+        self._counts.clear()
+        if self._overlaps:
+            for parameter in self._completes:
+                self._finish(parameter)
+        self._completes = frozenset()
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._overlapping and self.is_needed and self._is_last_pass_of_accumulation
+
+    @property
+    def _is_last_pass_of_accumulation(self) -> bool:
+        return self._passes_done + 1 == self._passes
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Called by autograd after it has added to a gradient."""
+        assert isinstance(parameter, nn.Parameter)
+        if not self._is_armed and self._is_outside_step():
+            self._arm()
+        self.has_gradients = self.has_begun = True
+        if parameter in self._final:
+            raise SMPError(
+                f"the gradient of {self._names[parameter]} changed after its reduction over the "
+                "data-parallel ranks had begun: this step's backward passes differ from those "
+                "before. Give DistributedModel overlapping_allreduce=False."
+            )
+        self._counts[parameter] += 1
+        if (
+            self._overlaps
+            and parameter in self._completes
+            and parameter in self._once
+            and parameter not in self._repeatedly
+        ):
+            self._finish(parameter)
+
+    def _arm(self) -> None:
+        """Reduces at the end of a backward pass that no step function runs."""
+        self.begin()
+        self.enter_pass(self.everything)
+        self._is_armed = True
+
+        def end() -> None:
+            self._is_armed = False
+            self.end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _finish(self, parameter: torch.Tensor) -> None:
+        if parameter in self._final or parameter not in self._bucket_of:
+            return
+        self._final.add(parameter)
+        self._waiting[self._bucket_of[parameter]] -= 1
+        while len(self._futures) < len(self._buckets) and self._waiting[len(self._futures)] == 0:
+            self._launch(self._buckets[len(self._futures)])
+
+    def end(self) -> None:
+        """Ends a step with a backward pass; then gradients are final.
+
+        Collective: DP_GROUP, at every ``passes``-th call.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        self.has_begun = True
+        self._leave_pass()
+        is_last = self._is_last_pass_of_accumulation
+        self._passes_done = 0 if is_last else self._passes_done + 1
+        if not is_last or not self._buckets:
+            return
+        for bucket in self._buckets[len(self._futures) :]:
+            self._launch(bucket)
+        is_used = self._used_anywhere()
+        for bucket, future in zip(self._buckets, self._futures, strict=True):
+            bucket.take_result(future)
+        for bucket in self._buckets:
+            for parameter, view in bucket.slots:
+                if parameter not in self._without or is_used(parameter):
+                    self._store(parameter, view)
+        self._reset()
+
+    # ------------------------------------------------------------------ one bucket
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        self._announce()
+        for parameter, view in bucket.slots:
+            gradient = parameter.grad
+            if gradient is None:
+                self._without.add(parameter)
+                view.zero_()
+            elif gradient.is_sparse:
+                raise UnsupportedError(
+                    f"{self._names[parameter]} has a sparse gradient, which cannot be reduced "  # type: ignore[index]
+                    "over data-parallel ranks; use sparse=False."
+                )
+            elif gradient is not view:
+                view.copy_(gradient)
+                if self._as_bucket_view:
+                    parameter.grad = view
+        self._futures.append(self._start(bucket))
+
+    def _announce(self) -> None:
+        if self._active is None:
+            self._active = self._replicas.announce(Exchange.GRADIENTS)
+
+    def _start(self, bucket: Bucket) -> torch.futures.Future[Any]:
+        if self._hook is not None:
+            future = self._hook(bucket.handle)
+            if not isinstance(future, torch._C.Future):
+                raise TypeError(
+                    "a communication hook must return a torch.futures.Future of the reduced "
+                    f"tensor; received {type(future).__name__}."
+                )
+            if self._replicas.device.type == "cpu":
+                # A hook may go on communicating in callbacks. NCCL runs these at once, gloo when
+                # it has finished, in a thread of its own: then ranks would differ in the order.
+                future.wait()
+            return future
+        assert self._active is not None
+        if self._replicas.divides_by_active:
+            bucket.flat.mul_(self._replicas.size / len(self._active))
+        return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
+
+    def _used_anywhere(self) -> Callable[[torch.Tensor], bool]:
+        """Returns a function that tells whether some replica has a gradient of a parameter."""
+        if self._replicas.size == 1:
+            return lambda parameter: parameter not in self._without
+        flags = [parameter not in self._without for parameter in self._reduced]
+        used = torch.tensor(flags, dtype=torch.uint8, device=self._replicas.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
+        if not self._without:
+            return lambda parameter: True
+        anywhere = {
+            parameter for parameter, flag in zip(self._reduced, used.tolist(), strict=True) if flag
+        }
+        return anywhere.__contains__
+
+    @torch.no_grad()
+    def _store(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        if self._as_bucket_view:
+            parameter.grad = view
+        elif parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter).copy_(view)
+        else:
+            parameter.grad.copy_(view)
+
+    # ------------------------------------------------------------------ without a batch
+
+    def restart_accumulation(self) -> None:
+        """Counts the steps up to a reduction from zero again, on all replicas alike."""
+        self._passes_done = 0
+
+    def shadow(self, active: Sequence[int]) -> None:
+        """Takes part in the others' reduction, with zeros, and discards the result."""
+        self.begin()
+        self._active = active
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            self._futures.append(self._start(bucket))
+        self._without.update(self._reduced)
+        self._used_anywhere()
+        for bucket, future in zip(self._buckets, self._futures, strict=True):
+            bucket.take_result(future)
+        self._reset()

@@ -1,0 +1,152 @@
+"""The replicas of a partition, also while some of them have run out of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+class Exchange(enum.IntEnum):
+    """What the replicas are about to do together."""
+
+    NOTHING = 0
+    BUFFERS = 1
+    GRADIENTS = 2
+
+
+#: Does a replica's part of an exchange after its last batch; gets the dp_ranks that have batches.
+Shadow = Callable[[Exchange, Sequence[int]], None]
+
+
+class Replicas:
+    """The data-parallel ranks that hold the same partition of one model.
+
+    Args:
+        runtime: the state of the library in this process.
+
+    Attributes:
+        size: how many there are.
+        group: torch's group of them; None in a world of one.
+        device: where they communicate.
+        divides_by_active: gradients are averaged over the replicas that still have batches, not
+            over all.
+    """
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+        self._own = self._members.index(runtime.rank)
+        self._joinable: _JoinableReplicas | None = None
+        self.size = len(self._members)
+        self.group = runtime.process_groups.get(CommGroup.DP_GROUP)
+        self.device = runtime.device
+        self.divides_by_active = False
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
+        """Gives all replicas the tensors of one. Collective: DP_GROUP.
+
+        Args:
+            tensors: the same shapes on every replica.
+            source: its dp_rank.
+        """
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, self._members[source], group=self.group)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether replicas may have run out of batches."""
+        return self._joinable is not None
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        shadow: Shadow,
+        adopt: Callable[[int], None],
+        *,
+        divide_by_initial_world_size: bool,
+        throw_on_early_termination: bool,
+    ) -> Iterator[None]:
+        """Lets replicas make different numbers of steps inside. Collective: DP_GROUP.
+
+        Args:
+            shadow: called for each exchange of the others once the own batches are used up.
+            adopt: called at the end with the dp_rank whose state everybody takes.
+            divide_by_initial_world_size: see ``divides_by_active``.
+            throw_on_early_termination: raise everywhere as soon as one has no more batches.
+        """
+        self._joinable = _JoinableReplicas(self, shadow, adopt)
+        self.divides_by_active = not divide_by_initial_world_size
+        try:
+            with Join([self._joinable], True, throw_on_early_termination):
+                yield
+        finally:
+            self._joinable = None
+            self.divides_by_active = False
+
+    def announce(self, exchange: Exchange) -> Sequence[int]:
+        """Tells replicas without batches what comes; returns the dp_ranks that have some.
+
+        Collective: DP_GROUP, in a join; else local.
+        """
+        if self._joinable is None:
+            return range(self.size)
+        Join.notify_join_context(self._joinable)
+        return self.agree(exchange)[1]
+
+    def agree(self, exchange: Exchange | None) -> tuple[Exchange, Sequence[int]]:
+        """Returns the exchange that comes and the dp_ranks that named it. Collective: DP_GROUP.
+
+        Args:
+            exchange: the own word; None without batches.
+        """
+        votes = torch.full((self.size,), -1, dtype=torch.int32, device=self.device)
+        if exchange is not None:
+            votes[self._own] = exchange
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+        words = votes.tolist()
+        return Exchange(max(words)), [rank for rank, word in enumerate(words) if word >= 0]
+
+
+class _JoinableReplicas(Joinable):
+    """What torch's Join sees."""
+
+    def __init__(self, replicas: Replicas, shadow: Shadow, adopt: Callable[[int], None]) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._shadow = shadow
+        self._adopt = adopt
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        return _WithoutBatches(self._replicas, self._shadow, self._adopt)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._replicas.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        return self._replicas.group
+
+
+class _WithoutBatches(JoinHook):
+    """What torch's Join calls while others have batches, and at the end."""
+
+    def __init__(self, replicas: Replicas, shadow: Shadow, adopt: Callable[[int], None]) -> None:
+        self._replicas = replicas
+        self._shadow = shadow
+        self._adopt = adopt
+
+    def main_hook(self) -> None:
+        self._shadow(*self._replicas.agree(None))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        _, last = self._replicas.agree(Exchange.NOTHING if is_last_joiner else None)
+        self._adopt(last[0])

@@ -1,0 +1,163 @@
+"""The state of a model by name, of which each rank of the pipeline may hold a part.
+
+A state is torch's own: a dict from the names of the unpartitioned model to tensors. A partial one
+has the names of one rank only, and says so under ``PARTIAL_KEY``.
+
+Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.plan.placement import Placement
+from smdistributed.modelparallel.torch.record.fakes import FakeModel
+from smdistributed.modelparallel.torch.record.nested import map_tensors
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+PARTIAL_KEY = "_smp_is_partial"
+
+
+class ModelState:
+    """Reads and writes the tensors of one model by name.
+
+    Args:
+        runtime: the state of the library in this process.
+        fakes: the model and its names.
+        placement: where every module is; None while this process holds the whole model.
+    """
+
+    def __init__(
+        self, runtime: TorchRuntime, fakes: FakeModel, placement: Placement | None = None
+    ) -> None:
+        self._runtime = runtime
+        self._placement = placement
+        self._module = fakes.model
+        self._slots = {fakes.slot_name(slot): slot for slot in fakes.slots}
+        self._modules = {name: module for module, name in fakes.names.items()}
+
+    def local(self) -> dict[str, Any]:
+        """Returns what this rank holds, and whether that is only a part."""
+        state = {
+            name: value for name, value in self._module.state_dict().items() if self._is_here(name)
+        }
+        return {**state, PARTIAL_KEY: self._placement is not None}
+
+    def whole(self, *, to_rank0: bool) -> dict[str, Any]:
+        """Returns what all ranks hold together, or with ``to_rank0`` nothing but on rank 0.
+
+        Collective: every rank of the PP_GROUP.
+        """
+        runtime = self._runtime
+        # Torch's own dict with its metadata; what is elsewhere is empty in it.
+        state = self._module.state_dict()
+        if self._placement is not None:
+            part = map_tensors(self.local(), torch.Tensor.cpu)
+            del part[PARTIAL_KEY]
+            for each in collect(runtime, part, to_rank0=to_rank0):
+                state.update(each)
+        return {} if to_rank0 and runtime.rank != 0 else state
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Loads from a whole state what belongs on this rank.
+
+        Returns:
+            As ``torch.nn.Module.load_state_dict``; the same on every rank.
+
+        Raises:
+            RuntimeError: torch's own, about missing or unexpected keys and sizes.
+        """
+        return self._load(state, {name for name in self._elsewhere() if name not in state}, strict)
+
+    def load_own(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads what this rank itself saved under the same partition.
+
+        Raises:
+            CheckpointError: it was another partition; names the first parameter that differs.
+        """
+        elsewhere = self._elsewhere()
+        for name in self._module.state_dict():
+            if name in elsewhere and name in state:
+                problem = "is in the state and belongs on another rank"
+            elif name not in elsewhere and name not in state and strict:
+                problem = "belongs on this rank and is not in the state"
+            else:
+                continue
+            raise CheckpointError(
+                f"rank {self._runtime.rank}: {name} {problem}, which was saved under another "
+                "partition: load it with same_partition_load=False."
+            )
+        self._load(state, set(), strict)
+
+    def _load(self, state: Mapping[str, Any], absent: set[str], strict: bool) -> Any:
+        """Loads what belongs here; ``absent`` are the names that other ranks miss."""
+        elsewhere = self._elsewhere()
+        if not elsewhere:
+            return self._module.load_state_dict(state, strict=strict)
+        here = collections.OrderedDict(
+            (name, value) for name, value in state.items() if name not in elsewhere
+        )
+        # Versions of modules, by which they read older states.
+        here._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
+        # Not strict, as torch would miss what is elsewhere.
+        keys = self._module.load_state_dict(here, strict=False)
+        missing = [name for name in keys.missing_keys if name not in elsewhere or name in absent]
+        problems = [
+            f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."
+            for kind, names in (("Unexpected", keys.unexpected_keys), ("Missing", missing))
+            if names
+        ]
+        if strict and problems:
+            lines = "\n\t".join(problems)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._module).__name__}:\n\t{lines}"
+            )
+        return type(keys)(missing, keys.unexpected_keys)
+
+    def gather_tensors(self) -> None:
+        """Gives this rank the tensors of all, on the host. Collective: every rank of PP_GROUP."""
+        assert self._placement is not None
+        own = self._runtime.coordinates.pp_rank
+        here = {
+            name: getattr(*slot).detach().cpu()
+            for name, slot in self._slots.items()
+            if self._placement.is_on(own, slot)
+        }
+        parts = self._runtime.communicator.allgather(here, CommGroup.PP_GROUP)
+        everything = {name: tensor for part in parts for name, tensor in part.items()}
+        for name, (module, attribute) in self._slots.items():
+            if name not in here:
+                getattr(module, attribute).data = everything[name]
+
+    def _elsewhere(self) -> set[str]:
+        return {name for name in self._module.state_dict() if not self._is_here(name)}
+
+    def _is_here(self, name: str) -> bool:
+        if self._placement is None:
+            return True
+        own = self._runtime.coordinates.pp_rank
+        if name in self._slots:
+            return self._placement.is_on(own, self._slots[name])
+        # What a module adds by itself, such as its extra state, is where the module is.
+        owner = name
+        while owner not in self._modules:
+            owner = owner.rpartition(".")[0]
+        return self._placement.partition_of[self._modules[owner]] == own
+
+
+def collect(runtime: TorchRuntime, part: Any, *, to_rank0: bool = False) -> list[Any]:
+    """Returns the parts that the ranks of the pipeline give, or none of them but on rank 0.
+
+    Collective: every rank of the PP_GROUP.
+    """
+    if not to_rank0:
+        return runtime.communicator.allgather(part, CommGroup.PP_GROUP)
+    if 0 not in runtime.topology.members(CommGroup.PP_GROUP, runtime.rank):
+        return []
+    return runtime.communicator.gather(part, CommGroup.PP_GROUP) or []

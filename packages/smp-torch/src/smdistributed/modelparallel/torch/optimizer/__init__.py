@@ -1,0 +1,1 @@
+"""The optimizer that replaces the user's, and its state."""

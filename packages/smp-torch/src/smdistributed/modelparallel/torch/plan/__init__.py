@@ -1,0 +1,1 @@
+"""From a recording to what each rank does, and when."""

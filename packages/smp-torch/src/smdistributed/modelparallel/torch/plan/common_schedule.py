@@ -1,0 +1,126 @@
+"""One schedule for microbatches that take different ways through the model.
+
+Microbatches differ when the last is smaller, when code decided by their data, or when a layer was
+dropped at random. Their plans are laid over each other: a sequence of segments that holds that of
+every plan is scheduled, and each microbatch then skips what its own plan does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from smdistributed.modelparallel.common.planning.schedule import (
+    Action,
+    Edge,
+    Kind,
+    Schedule,
+    Segment,
+    SegmentGraph,
+)
+from smdistributed.modelparallel.common.planning.simulator import build_schedule
+from smdistributed.modelparallel.torch.plan.segments import Plan
+
+
+def common_schedule(
+    plans: Sequence[Plan],
+    num_ranks: int,
+    pipeline: Literal["simple", "interleaved"],
+    active_microbatches: int,
+) -> Schedule:
+    """Orders the actions of a mini-batch.
+
+    Args:
+        plans: the plan of each microbatch.
+        num_ranks: size of the pipeline.
+        pipeline: which of the documented schedules.
+        active_microbatches: how many may be in flight.
+
+    Returns:
+        Actions whose segments are those of the microbatch's own plan.
+    """
+    graphs = {plan: plan.segment_graph(num_ranks) for plan in dict.fromkeys(plans)}
+    merged, places = _lay_over(list(graphs.values()))
+    schedule = build_schedule(merged, len(plans), pipeline, active_microbatches).schedule
+    segment_at = {
+        plan: {position: segment for segment, position in enumerate(place)}
+        for plan, place in zip(graphs, places, strict=True)
+    }
+
+    def own(action: Action) -> Action | None:
+        plan = plans[action.microbatch]
+        segment = segment_at[plan].get(action.segment)
+        if segment is None or (action.kind is Kind.BACKWARD and segment not in plan.backward):
+            return None
+        return Action(action.kind, segment, action.microbatch)
+
+    return Schedule(
+        tuple(
+            tuple(found for found in map(own, actions) if found is not None)
+            for actions in schedule.ranks
+        )
+    )
+
+
+def _lay_over(graphs: Sequence[SegmentGraph]) -> tuple[SegmentGraph, list[list[int]]]:
+    """Returns a graph that holds all graphs, and for each the positions of its segments in it."""
+    if len(graphs) == 1:
+        return graphs[0], [list(range(len(graphs[0].segments)))]
+    ranks: list[int] = []
+    for graph in graphs:
+        ranks = _supersequence(ranks, [segment.rank for segment in graph.segments])
+    places = [_positions([segment.rank for segment in graph.segments], ranks) for graph in graphs]
+    segments = [Segment(index, rank, 0.0, 0.0, False) for index, rank in enumerate(ranks)]
+    edges: dict[tuple[int, int], Edge] = {}
+    for graph, place in zip(graphs, places, strict=True):
+        for segment in graph.segments:
+            known = segments[place[segment.index]]
+            segments[known.index] = Segment(
+                known.index,
+                known.rank,
+                max(known.forward_cost, segment.forward_cost),
+                max(known.backward_cost, segment.backward_cost),
+                known.has_backward or segment.has_backward,
+                max(known.activation_bytes, segment.activation_bytes),
+            )
+        for edge in graph.edges:
+            ends = place[edge.source], place[edge.target]
+            former = edges.get(ends)
+            edges[ends] = Edge(
+                *ends,
+                max(edge.num_bytes, former.num_bytes if former else 0),
+                edge.has_grad or (former is not None and former.has_grad),
+            )
+    merged = SegmentGraph(tuple(segments), tuple(edges.values()), graphs[0].num_ranks)
+    return merged, places
+
+
+def _supersequence(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Returns a shortest sequence that holds both, in their orders."""
+    lengths = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i in range(len(one) - 1, -1, -1):
+        for j in range(len(other) - 1, -1, -1):
+            lengths[i][j] = (
+                lengths[i + 1][j + 1] + 1
+                if one[i] == other[j]
+                else max(lengths[i + 1][j], lengths[i][j + 1])
+            )
+    i = j = 0
+    found = []
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            found.append(one[i])
+            i, j = i + 1, j + 1
+        elif lengths[i + 1][j] >= lengths[i][j + 1]:
+            found.append(one[i])
+            i += 1
+        else:
+            found.append(other[j])
+            j += 1
+    return [*found, *one[i:], *other[j:]]
+
+
+def _positions(own: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Returns where a sequence lies in one that holds it; the first places that fit."""
+    positions = iter(range(len(ranks)))
+    return [next(position for position in positions if ranks[position] == rank) for rank in own]

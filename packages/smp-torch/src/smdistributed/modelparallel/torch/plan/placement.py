@@ -1,0 +1,212 @@
+"""Which partition of a model a module belongs to.
+
+The decision is made once, from the costs that a profile measured and the partitions that the user
+fixed, by the shared partitioner; the same on every rank, since all compute it from the same data.
+
+Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
+from smdistributed.modelparallel.torch.record.costs import ModuleProfile, Profile
+from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.record.ir import Leaf
+
+#: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
+_STATE_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every module of one model is.
+
+    Attributes:
+        fakes: the model, with its module names.
+        assignment: the partitioner's decision.
+    """
+
+    fakes: FakeModel
+    assignment: Assignment
+
+    @cached_property
+    def leaves(self) -> dict[nn.Module, Leaf]:
+        """The modules that sit whole on one partition.
+
+        Those inside others too: a ``ModuleList`` is never called itself, only what it holds.
+        """
+        split = self.assignment.containers
+        return {
+            module: Leaf(name, self.partition_of[module])
+            for module, name in self.fakes.names.items()
+            if name not in split
+        }
+
+    @cached_property
+    def partition_of(self) -> dict[nn.Module, int]:
+        """Partition of every module; of a split one, that of what it holds itself.
+
+        A module that the partitioner did not see by itself goes with the nearest one above it.
+        """
+        known = {**self.assignment.units, **self.assignment.containers}
+        found: dict[nn.Module, int] = {}
+        for module, name in self.fakes.names.items():
+            while name not in known:
+                name = name.rpartition(".")[0]
+            found[module] = known[name]
+        return found
+
+    def check_ties(self) -> None:
+        """Makes sure that no parameter is shared by modules of several partitions.
+
+        Raises:
+            PartitionError: one is; the partitioner never decides so, a later change of the model
+                can.
+        """
+        holders: dict[int, Slot] = {}
+        for slot, fake in self.fakes.slots.items():
+            first = holders.setdefault(id(fake), slot)
+            if isinstance(fake, nn.Parameter) and (
+                self.partition_of[slot[0]] != self.partition_of[first[0]]
+            ):
+                raise PartitionError(
+                    f"the parameters {self.fakes.slot_name(first)} and "
+                    f"{self.fakes.slot_name(slot)} were made one after the model was partitioned, "
+                    f"but live on partitions {self.partition_of[first[0]]} and "
+                    f"{self.partition_of[slot[0]]}. Tie them before the first call of a step "
+                    "function."
+                )
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        # Tied slots share one fake; the partitioner keeps their modules together.
+        owners: dict[int, int] = {}
+        for (module, _), fake in self.fakes.slots.items():
+            owners.setdefault(id(fake), self.partition_of[module])
+        return owners
+
+    def owner_of(self, slot: Slot) -> int:
+        """Returns the partition that holds a parameter or buffer."""
+        return self._owners[id(self.fakes.slots[slot])]
+
+    def is_on(self, partition: int, slot: Slot) -> bool:
+        """Tells whether the ranks of a partition keep a parameter or buffer."""
+        return self.owner_of(slot) == partition or self.is_everywhere(slot)
+
+    def is_everywhere(self, slot: Slot) -> bool:
+        """Tells whether every rank keeps a copy: buffers of split modules, which glue may read."""
+        module, name = slot
+        return name in module._buffers and self.fakes.names[module] in self.assignment.containers
+
+
+def decide(
+    fakes: FakeModel,
+    profile: Profile | None,
+    pinned: Mapping[nn.Module, int],
+    num_partitions: int,
+    memory_weight: float,
+) -> Placement:
+    """Assigns the modules of a model to partitions.
+
+    Args:
+        fakes: the model.
+        profile: measured costs; None takes parameter sizes only.
+        pinned: modules whose partition the user fixed.
+        num_partitions: how many there are.
+        memory_weight: share of memory balance in the objective, 0 to 1.
+
+    Raises:
+        PartitionError: the fixed partitions contradict shared parameters.
+    """
+    root = _unit(_Tree(fakes, profile, pinned), fakes.model, 0)
+    return Placement(fakes, partition(root, num_partitions, memory_weight))
+
+
+class _Tree:
+    """What building the cost tree needs to know."""
+
+    def __init__(
+        self, fakes: FakeModel, profile: Profile | None, pinned: Mapping[nn.Module, int]
+    ) -> None:
+        self.fakes = fakes
+        self.profile = profile
+        self.pinned = pinned
+        self.placed: set[nn.Module] = set()
+        self.counted: set[int] = set()
+        holders: dict[int, list[Slot]] = {}
+        for slot, fake in fakes.slots.items():
+            if isinstance(fake, nn.Parameter):
+                holders.setdefault(id(fake), []).append(slot)
+        # A tied parameter goes by the name of its first slot.
+        self.shared = {
+            slot: fakes.slot_name(slots[0])
+            for slots in holders.values()
+            if len({module for module, _ in slots}) > 1
+            for slot in slots
+        }
+
+    def costs(self, module: nn.Module) -> ModuleProfile | None:
+        return self.profile.modules.get(module) if self.profile else None
+
+    def own_parameter_bytes(self, module: nn.Module) -> int:
+        total = 0
+        for name in module._parameters:
+            fake = self.fakes.slots.get((module, name))
+            if fake is not None and id(fake) not in self.counted:
+                self.counted.add(id(fake))
+                total += fake.numel() * fake.element_size()
+        return total
+
+
+def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
+    tree.placed.add(module)
+    costs = tree.costs(module)
+    if costs is not None:
+        order = costs.order
+    parameter_bytes = tree.own_parameter_bytes(module)
+    children: list[Unit] = []
+    below_flops = below_bytes = 0
+    for child in module.children():
+        if child in tree.placed:
+            continue
+        # A module that is never called stays behind its elder sibling.
+        children.append(_unit(tree, child, children[-1].order if children else order))
+        inner = _called_below(tree, child)
+        below_flops += sum(each.flops for each in inner)
+        below_bytes += sum(each.activation_bytes for each in inner)
+    if costs is None:
+        order = min((child.order for child in children), default=order)
+    compute: float = max(0, costs.flops - below_flops) if costs else 0
+    activations = max(0, costs.activation_bytes - below_bytes) if costs else 0
+    if tree.profile is None:
+        compute = parameter_bytes
+    return Unit(
+        name=tree.fakes.names[module],
+        compute=compute,
+        memory=_STATE_FACTOR * parameter_bytes + activations,
+        order=order,
+        shared=frozenset(
+            tree.shared[module, name]
+            for name in module._parameters
+            if (module, name) in tree.shared
+        ),
+        pinned=tree.pinned.get(module),
+        children=tuple(sorted(children, key=lambda child: child.order)),
+        output_bytes=costs.output_bytes if costs else 0,
+        splittable=bool(children) and not (costs and costs.opaque),
+    )
+
+
+def _called_below(tree: _Tree, module: nn.Module) -> list[ModuleProfile]:
+    """Returns the outermost called modules at and below ``module``: a ModuleList is not called."""
+    costs = tree.costs(module)
+    if costs is not None:
+        return [costs]
+    return [each for child in module.children() for each in _called_below(tree, child)]

@@ -1,0 +1,287 @@
+"""Cutting a captured graph along the partition.
+
+A segment is a maximal run of nodes of one rank between two transfers. Values that leave a segment
+are cut from autograd there, also towards a later segment of the same rank, so that the backward
+pass of a segment is one call of autograd.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.torch.record.fakes import Slot
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.replicated import sources
+
+#: Cost of a backward pass in forward passes.
+_BACKWARD_FACTOR = 2.0
+
+
+@dataclass(eq=False)
+class SegmentNodes:
+    """What one segment computes.
+
+    Attributes:
+        index: position in the forward pass.
+        rank: pp_rank that runs it.
+        nodes: its own nodes and the replicated ones that they need, in order.
+        inputs: values that it takes from other segments.
+        outputs: values that other segments, the result or the backward pass take from it.
+        changed: values whose tensors it changes in place.
+        flops: of its own nodes, forward.
+    """
+
+    index: int
+    rank: int
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    changed: set[Value] = field(default_factory=set)
+    flops: int = 0
+
+
+@dataclass(eq=False)
+class Plan:
+    """A graph cut into segments.
+
+    Attributes:
+        readers: value -> segments other than its own that read it.
+        with_gradient: the values at cuts that receive a gradient.
+        backward: segments that have a backward pass.
+    """
+
+    graph: Graph
+    segments: list[SegmentNodes]
+    readers: dict[Value, list[int]]
+    with_gradient: set[Value]
+    backward: set[int]
+
+    def ranks_reading(self, value: Value) -> list[int]:
+        """Returns the ranks other than the producer's that read a value, ascending."""
+        own = self.segments[value.node.segment].rank
+        return sorted({self.segments[index].rank for index in self.readers.get(value, ())} - {own})
+
+    def modules(self, segments: Iterable[int]) -> set[nn.Module]:
+        """Returns the modules that segments call, or whose parameters they read."""
+        chosen = set(segments)
+        nodes = [node for each in self.segments if each.index in chosen for node in each.nodes]
+        return {node.target for node in nodes if node.kind is NodeKind.LEAF} | {
+            node.target[0] for node in nodes if node.kind is NodeKind.ATTRIBUTE
+        }
+
+    def inputs_of_rank(self, rank: int) -> set[int]:
+        """Returns the positions of the step's tensor arguments that a rank computes with."""
+        nodes = [
+            node for segment in self.segments if segment.rank == rank for node in segment.nodes
+        ]
+        nodes += sources([value for value in self.graph.returned if value.replicated])
+        return {node.target for node in nodes if node.kind is NodeKind.INPUT}
+
+    def segment_graph(self, num_ranks: int) -> SegmentGraph:
+        """Returns the shape of the plan, as the simulator takes it."""
+        total = sum(segment.flops for segment in self.segments) or 1
+        # Every pass costs something, also one without counted operations.
+        floor = total * 1e-3 / len(self.segments)
+        segments = []
+        for segment in self.segments:
+            cost = segment.flops + floor
+            backward = segment.index in self.backward
+            segments.append(
+                Segment(
+                    index=segment.index,
+                    rank=segment.rank,
+                    forward_cost=cost,
+                    backward_cost=_BACKWARD_FACTOR * cost if backward else 0.0,
+                    has_backward=backward,
+                )
+            )
+        edges = [
+            Edge(
+                source=value.node.segment,
+                target=reader,
+                num_bytes=value.num_bytes,
+                has_grad=value in self.with_gradient and reader in self.backward,
+            )
+            for value, readers in self.readers.items()
+            for reader in readers
+        ]
+        return SegmentGraph(tuple(segments), tuple(edges), num_ranks)
+
+    def digest(self) -> str:
+        """Returns a hash of everything that ranks must agree on."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """Returns the plan as text, a line a node; compared between ranks when they differ."""
+        return self.graph.lines(lambda node: f" rank {node.rank} segment {node.segment}")
+
+
+def cut(
+    graph: Graph,
+    partition_of: Mapping[nn.Module, int],
+    owner_of: Callable[[Slot], int],
+) -> Plan:
+    """Cuts a graph into segments.
+
+    Args:
+        graph: the captured microbatch; its nodes get their ranks and segments here.
+        partition_of: the partition of every leaf module.
+        owner_of: the partition that holds a parameter.
+
+    Raises:
+        UnsupportedError: glue code combines parameters of two partitions, or changes a tensor in
+            place that another partition also sees.
+    """
+    segments = _assign(graph, partition_of, owner_of)
+    readers: dict[Value, list[int]] = {}
+    for segment in segments:
+        own, segment.nodes = segment.nodes, []
+        gathered: set[Node] = set(own)
+        for node in own:
+            for value in node.inputs:
+                _gather(value, segment, gathered, readers)
+        segment.nodes = sorted(gathered, key=lambda node: node.index)
+        segment.changed = {value for node in segment.nodes for value in node.changes}
+    returned = set(graph.returned)
+    for segment in segments:
+        segment.outputs = [
+            value
+            for node in segment.nodes
+            if node.segment == segment.index
+            for value in node.outputs
+            if value in readers or value in returned or value in graph.roots
+        ]
+    _check_in_place(graph, readers, returned)
+    with_gradient, backward = _backward_reach(graph, segments)
+    return Plan(graph, segments, readers, with_gradient, backward)
+
+
+def _assign(
+    graph: Graph,
+    partition_of: Mapping[nn.Module, int],
+    owner_of: Callable[[Slot], int],
+) -> list[SegmentNodes]:
+    """Gives every node a rank and groups consecutive nodes of one rank."""
+    segments: list[SegmentNodes] = []
+    current = 0
+    travelling = _travelling(graph, partition_of, owner_of)
+    for node in graph.nodes:
+        if node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            continue
+        if node.kind is NodeKind.ATTRIBUTE:
+            node.rank = owner_of(node.target)
+            if node not in travelling:
+                continue
+        elif node.kind is NodeKind.LEAF:
+            node.rank = partition_of[node.target]
+        else:
+            node.rank = _rank_of_glue(node, current)
+        current = node.rank
+        if not segments or segments[-1].rank != node.rank:
+            segments.append(SegmentNodes(len(segments), node.rank))
+        segments[-1].nodes.append(node)
+        segments[-1].flops += node.flops
+        node.segment = segments[-1].index
+    return segments
+
+
+def _travelling(
+    graph: Graph,
+    partition_of: Mapping[nn.Module, int],
+    owner_of: Callable[[Slot], int],
+) -> set[Node]:
+    """Returns the parameters that glue hands to a module of another partition than theirs."""
+    return {
+        value.node
+        for node in graph.nodes
+        if node.kind is NodeKind.LEAF
+        for value in node.inputs
+        if value.node.kind is NodeKind.ATTRIBUTE
+        and not value.node.replicated
+        and owner_of(value.node.target) != partition_of[node.target]
+    }
+
+
+def _rank_of_glue(node: Node, current: int) -> int:
+    """Glue runs where its parameter is, else where its latest operand was made."""
+    made_by = [value.node for value in node.inputs if not value.replicated]
+    owners = {maker.rank for maker in made_by if maker.kind is NodeKind.ATTRIBUTE}
+    if len(owners) > 1:
+        names = sorted(maker.name for maker in made_by if maker.kind is NodeKind.ATTRIBUTE)
+        raise UnsupportedError(
+            f"{node.name} combines the parameters {', '.join(names)}, which live on partitions "
+            f"{sorted(owners)}. Put the modules that hold them on one partition."
+        )
+    if owners:
+        return owners.pop()
+    makers = [maker for maker in made_by if maker.kind is not NodeKind.ATTRIBUTE]
+    return max(makers, key=lambda maker: maker.index).rank if makers else current
+
+
+def _gather(
+    value: Value, segment: SegmentNodes, gathered: set[Node], readers: dict[Value, list[int]]
+) -> None:
+    """Notes where a segment gets a value: from another segment, or by computing it again."""
+    node = value.node
+    if node.segment >= 0:
+        if node.segment != segment.index and value not in segment.inputs:
+            segment.inputs.append(value)
+            readers.setdefault(value, []).append(segment.index)
+        return
+    for needed in sources([value]):
+        if needed not in gathered:
+            gathered.add(needed)
+
+
+def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: set[Value]) -> None:
+    """Refuses in-place changes that another segment would have to see, or must not see."""
+    last_read = {value: node.index for node in graph.nodes for value in node.inputs}
+    last_read |= dict.fromkeys(returned, len(graph.nodes))
+    for node in graph.nodes:
+        if node.segment < 0:
+            continue
+        for value in node.aliases:
+            crosses = value.node.segment >= 0 and value.node.segment != node.segment
+            if crosses and last_read.get(value, -1) > node.index:
+                raise UnsupportedError(
+                    f"{node.name} changes a tensor in place that shares memory with a result of "
+                    f"{value.node.name} on another partition, which is used afterwards. Use the "
+                    "out-of-place operation."
+                )
+        for value in node.changes:
+            if value.node.segment == node.segment and any(
+                index != node.segment for index in readers.get(value, ())
+            ):
+                raise UnsupportedError(
+                    f"{node.name} changes a result of {value.node.name} in place that another "
+                    "partition reads in its former state. Use the out-of-place operation."
+                )
+
+
+def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Value], set[int]]:
+    """Finds the segments and cut values that the gradient of the roots flows through."""
+    with_gradient: set[Value] = set()
+    backward: set[int] = set()
+    pending = list(graph.roots)
+    for root in graph.roots:
+        if root.node.segment < 0 or not root.requires_grad:
+            raise UnsupportedError(
+                "model.backward was called on a tensor that does not depend on any parameter of "
+                "the model."
+            )
+    while pending:
+        value = pending.pop()
+        with_gradient.add(value)
+        if value.node.segment in backward:
+            continue
+        backward.add(value.node.segment)
+        for needed in segments[value.node.segment].inputs:
+            if needed.requires_grad and needed not in with_gradient:
+                pending.append(needed)
+    return with_gradient, backward

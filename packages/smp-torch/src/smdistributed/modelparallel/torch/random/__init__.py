@@ -1,0 +1,1 @@
+"""Random numbers that do not depend on how the model is partitioned."""

@@ -1,0 +1,452 @@
+"""Random numbers that do not depend on how the model is partitioned.
+
+Every draw of a step has a key: the module in whose own forward it happens, the number of that
+module's call, and the number of the draw in the call. The generators are seeded from the step, the
+microbatch and the key, and put back afterwards, so a mask is the same whichever rank computes it
+and in whichever order. One seed a step comes from the user's own generator, which advances by that
+one draw and is left alone otherwise.
+
+A module that draws once in a call, or that is never split, is seeded when it is entered; one that
+draws several times and has children is watched draw by draw, since another partition may execute
+its draws on several ranks. What a module draws is known from a recording, or learned in its first
+call: that call is keyed in every way, and what it did draw is noted.
+
+A recomputation in the backward pass (activation checkpointing) enters the same modules again and
+must see the same numbers, so it repeats the keys of the forward pass: a function that torch's
+checkpointing calls again counts calls and draws from where it counted from at first.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.activations import torch_checkpoint as checkpoint_calls
+from smdistributed.modelparallel.torch.record.costs import Draws
+from smdistributed.modelparallel.torch.record.python_state import python_draws
+
+
+def draw_step_seed() -> int:
+    """Draws the seed of a step from the user's generator."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Lets a recording not see what is done with the states of generators."""
+    if not torch._C._len_torch_function_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+class _Seeded:
+    """A context in which generators are seeded; a plain class, since each draw enters one."""
+
+    __slots__ = ("_generators", "_seed", "_states")
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self._generators = generators
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        with _unseen():
+            self._states = [generator.get_state() for generator in self._generators]
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        with _unseen():
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+
+
+class StepRandom:
+    """The random numbers of the step in progress, for all models of a process.
+
+    Args:
+        device: where the models run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._seed: int | None = None
+        self._is_rehearsal = False
+        self._state_at_begin: list[bytes] = []
+        self._microbatch = 0
+        self._recomputing = False
+        self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._repeated_calls: collections.Counter[tuple[str, int]] | None = None
+        self._in_python: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: The calls of drawing modules in progress, the innermost last.
+        self.entered: list[object] = []
+
+    def note_draws_in_python(self, module: nn.Module) -> None:
+        """Takes note that the own forward of a module draws from Python's or NumPy's generator."""
+        self._in_python.add(module)
+
+    def draws_in_python(self, module: nn.Module) -> bool:
+        """Whether the own forward of a module is known to draw from Python's generators."""
+        return module in self._in_python
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a step is in progress."""
+        return self._seed is not None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether a step is in progress that computes, not one that is recorded."""
+        return self._seed is not None and not self._is_rehearsal
+
+    def begin(self, seed: int, *, rehearsal: bool = False) -> None:
+        """Starts a step, or goes through it again; active until ``end``.
+
+        Args:
+            seed: of the step.
+            rehearsal: it is recorded on fakes.
+        """
+        self._seed = seed
+        self._is_rehearsal = rehearsal
+        self._calls.clear()
+        self.entered.clear()
+        self._state_at_begin = [] if rehearsal else self.state()
+
+    def end(self) -> bool:
+        """Ends a step: modules draw from the user's generators again.
+
+        Returns:
+            whether everything that was drawn had a key.
+        """
+        self._seed = None
+        return not self._state_at_begin or self._state_at_begin == self.state()
+
+    def enter_pass(self, microbatch: int, *, backward: bool) -> None:
+        """Says which microbatch is computed next, and in which direction."""
+        self._microbatch = microbatch
+        self._recomputing = backward
+
+    def number_of_call(self, name: str) -> int:
+        """Counts a call of a module; returns its number in this microbatch.
+
+        Raises:
+            UnsupportedError: it is a recomputation of one of several calls, and not by torch's
+                checkpointing.
+        """
+        key = (name, self._microbatch)
+        if self._repeated_calls is not None:
+            self._repeated_calls[key] += 1
+            return self._repeated_calls[key] - 1
+        if not self._recomputing:
+            self._calls[key] += 1
+            return self._calls[key] - 1
+        if self._calls[key] > 1:
+            raise UnsupportedError(
+                f"{name} draws random numbers, is called {self._calls[key]} times in a "
+                "forward pass, and is recomputed in the backward pass; which call is repeated "
+                "cannot be told. Use torch.utils.checkpoint.checkpoint, or call it once."
+            )
+        return 0
+
+    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what a recomputation calls to draw what ``function`` would draw now."""
+        if not self.is_active:
+            return function
+        before = self._calls if self._repeated_calls is None else self._repeated_calls
+        calls = before.copy()
+        entered = self.entered[-1] if self.entered else None
+        draws = entered.copy() if isinstance(entered, DrawByDraw) else None
+
+        def repeat(*args: Any, **kwargs: Any) -> Any:
+            former, self._repeated_calls = self._repeated_calls, calls.copy()
+            mode = None if draws is None else draws.copy()
+            self.entered.append(mode)
+            try:
+                with mode or contextlib.nullcontext():
+                    return function(*args, **kwargs)
+            finally:
+                self.entered.pop()
+                self._repeated_calls = former
+
+        return repeat
+
+    def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds the generators for one draw, and puts them back."""
+        return _Seeded(self._generators, self._seed_of(name, call, draw))
+
+    @contextlib.contextmanager
+    def drawing_in_python(self, name: str, call: int) -> Iterator[None]:
+        """The same for the generators of Python and NumPy."""
+        seed = self._seed_of(name, call, 0)
+        former = random.getstate()
+        numpy = sys.modules.get("numpy")
+        former_numpy = numpy.random.get_state() if numpy is not None else None
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(former)
+            if numpy is not None:
+                numpy.random.set_state(former_numpy)
+
+    def state(self) -> list[bytes]:
+        """Returns the state of the generators that a draw can change."""
+        with _unseen():
+            return [each.get_state().numpy().tobytes() for each in self._generators]
+
+    def _seed_of(self, name: str, call: int, draw: int) -> int:
+        text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextManager[None]:
+    """Lets torch's activation checkpointing repeat the random numbers of the forward pass."""
+
+    def replace(
+        around: checkpoint_calls.Around, reentrant: checkpoint_calls.Reentrant
+    ) -> tuple[checkpoint_calls.Around, checkpoint_calls.Reentrant]:
+        return (
+            lambda function, *args, **kwargs: around(random.repeatable(function), *args, **kwargs),
+            lambda function, *args: reentrant(once_plain(function), *args),
+        )
+
+    def once_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+        # This kind calls what it is given also in the forward pass.
+        calls = itertools.chain([function], itertools.repeat(random.repeatable(function)))
+        return lambda *args: next(calls)(*args)
+
+    return checkpoint_calls.replaced(replace)
+
+
+class DrawByDraw(TorchFunctionMode):
+    """Seeds each draw of one call of a module, those of its children left out.
+
+    Args:
+        random: of the step.
+        name: of the module.
+        call: the number of its call.
+        functions: the torch functions that draw; None if that is not known.
+
+    Attributes:
+        draws: how often was drawn.
+        drew: the functions that did.
+    """
+
+    def __init__(
+        self, random: StepRandom, name: str, call: int, functions: frozenset[Any] | None
+    ) -> None:
+        super().__init__()
+        self._random = random
+        self._name = name
+        self._call = call
+        self._functions = functions
+        self.draws = 0
+        self.drew: set[Any] = set()
+
+    def copy(self) -> DrawByDraw:
+        """Returns one that goes on counting from where this one is."""
+        other = DrawByDraw(self._random, self._name, self._call, self._functions)
+        other.draws = self.draws
+        return other
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self._functions
+        if (known is not None and func not in known) or self._random.entered[-1] is not self:
+            return func(*args, **kwargs)
+        with self._random.drawing(self._name, self._call, self.draws):
+            before = self._random.state()
+            result = func(*args, **kwargs)
+            if before != self._random.state():
+                self.draws += 1
+                self.drew.add(func)
+        return result
+
+
+class _FirstCall:
+    """Seeds all that one call of a module may draw, and finds out what it does draw.
+
+    Args:
+        random: of the step.
+        name: of the module.
+        call: the number of its call.
+        by_draw: whether several draws have keys of their own.
+    """
+
+    def __init__(self, random: StepRandom, name: str, call: int, *, by_draw: bool) -> None:
+        self._random = random
+        self._name = name
+        self._call = call
+        self.mode = DrawByDraw(random, name, call, None) if by_draw else None
+        self._stack = contextlib.ExitStack()
+        self._draws = Draws()
+
+    def __enter__(self) -> _FirstCall:
+        self._stack.enter_context(self._random.drawing(self._name, self._call, 0))
+        self._stack.enter_context(self._random.drawing_in_python(self._name, self._call))
+        drawn_in_python = python_draws()
+        state = self._random.state()
+        if self.mode is not None:
+            self._stack.enter_context(self.mode)
+
+        def note() -> None:
+            # What no function mode sees, a scripted function say, counts as one draw.
+            unseen = int(state != self._random.state())
+            self._draws = Draws(
+                max(unseen, self.mode.draws if self.mode else 0),
+                frozenset(self.mode.drew if self.mode else ()),
+                drawn_in_python(),
+            )
+
+        self._stack.callback(note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def found(self) -> Draws:
+        """Returns what the call drew; after its end."""
+        return self._draws
+
+
+class RandomStreams:
+    """Keys the draws of one model's modules while they run as they are.
+
+    Args:
+        random: of the step in progress.
+    """
+
+    def __init__(self, random: StepRandom) -> None:
+        self._random = random
+        self._known: dict[nn.Module, Draws] = {}
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+
+    def learn(self, modules: Mapping[str, nn.Module]) -> None:
+        """Finds out what modules draw, each in its next call in a step.
+
+        Args:
+            modules: by the name of their keys.
+        """
+        for name, module in modules.items():
+            self._hook(module, *self._learning(name, module))
+
+    def add(self, modules: Mapping[str, tuple[nn.Module, Draws]]) -> None:
+        """Takes modules whose draws were seen, by the name of their keys."""
+        for name, (module, draws) in modules.items():
+            known = self._known.get(module)
+            both = draws if known is None else known.union(draws)
+            if both == known:
+                continue
+            self._known[module] = both
+            if both.in_python:
+                self._random.note_draws_in_python(module)
+            if both:
+                self._hook(module, *self._keying(name, module, both))
+            else:
+                self._hook(module)
+
+    def keep(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes what belongs to the model now; others draw from the user's generators for good.
+
+        Args:
+            modules: by the name of their keys.
+        """
+        for module in list(self._handles):
+            self._hook(module)
+        present = set(modules.values())
+        self._known = {each: draws for each, draws in self._known.items() if each in present}
+        self.learn(modules)
+
+    def _hook(self, module: nn.Module, *hooks: Callable[..., None]) -> None:
+        """Hooks the start and the end of a module's calls, in place of what was there before."""
+        for handle in self._handles.pop(module, ()):
+            handle.remove()
+        if hooks:
+            enter, leave = hooks
+            self._handles[module] = [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def _learning(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
+        random = self._random
+        by_draw = next(module.children(), None) is not None
+        enter_rehearsal, leave_rehearsal = self._keying(
+            name, module, self._known.get(module, Draws())
+        )
+        entered: list[_FirstCall | None] = []
+        found = Draws()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if not random.is_real:
+                enter_rehearsal(module, args)
+                return
+            # First of all: ``leave`` is called also when the rest raises.
+            entered.append(None)
+            call = _FirstCall(random, name, random.number_of_call(name), by_draw=by_draw)
+            random.entered.append(call.mode)
+            entered[-1] = call.__enter__()
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            nonlocal found
+            if not entered:
+                leave_rehearsal(module, args, result)
+                return
+            call = entered.pop()
+            if call is None:
+                return
+            call.__exit__()
+            random.entered.pop()
+            found = found.union(call.found())
+            if not entered:  # else the module called itself, and is still under way
+                self.add({name: (module, found.union(self._known.pop(module, found)))})
+
+        return enter, leave
+
+    def _keying(
+        self, name: str, module: nn.Module, draws: Draws
+    ) -> tuple[Callable[..., None], ...]:
+        random = self._random
+        by_draw = draws.most > 1 and next(module.children(), None) is not None
+        saved: list[contextlib.ExitStack] = []
+
+        def enter(module: nn.Module, args: Any) -> None:
+            stack = contextlib.ExitStack()
+            # First of all: ``leave`` is called also when the rest raises.
+            saved.append(stack)
+            if not random.is_active:
+                return
+            call = random.number_of_call(name)
+            entered: object = stack
+            if by_draw:
+                entered = stack.enter_context(DrawByDraw(random, name, call, draws.functions))
+            elif draws.most:
+                stack.enter_context(random.drawing(name, call, 0))
+            if draws.in_python:
+                stack.enter_context(random.drawing_in_python(name, call))
+            random.entered.append(entered)
+            stack.callback(random.entered.pop)
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            saved.pop().close()
+
+        return enter, leave

@@ -1,0 +1,165 @@
+"""Seeing what a function mode does not see, while a step is recorded.
+
+Calls of modules are plain Python, and ``autograd.Function.apply`` does not dispatch to overrides;
+both are replaced for the time of a recording. Torch's activation checkpointing is too: its function
+runs as it is, and the listener learns what belongs together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.activations import torch_checkpoint as checkpoint_calls
+from smdistributed.modelparallel.torch.record.ir import NodeKind
+
+
+class Listener(Protocol):
+    """Who is told of intercepted calls, and makes them."""
+
+    def call_module(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
+
+    def record(
+        self,
+        kind: NodeKind,
+        target: Any,
+        name: str,
+        call: Callable[[], Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Stands in for ``call``."""
+
+    def checkpointed(self) -> contextlib.AbstractContextManager[None]:
+        """Stands around the call of a function whose activations are not to be kept."""
+
+
+@contextlib.contextmanager
+def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Routes module calls and autograd functions through a listener.
+
+    Args:
+        listener: makes the calls.
+        modules: those that are recorded; compiled ones run eagerly meanwhile.
+    """
+    call = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return listener.call_module(call, module, args, kwargs)
+
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        real = apply.__get__(None, cls)
+        return listener.record(
+            NodeKind.CALL, real, cls.__qualname__, lambda: real(*args, **kwargs), args, kwargs
+        )
+
+    # Compiled modules run eagerly here: the compiler does not nest in fake tensors.
+    compiled = {
+        module: module._compiled_call_impl
+        for module in modules
+        if module._compiled_call_impl is not None
+    }
+    convert = nn.Module._apply
+
+    def apply_conversion(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+        if all(function(tensor) is tensor for tensor in tensors):
+            return module  # of the wanted type, and on the wanted device, already
+        raise UnsupportedError(
+            f"a {type(module).__name__} was moved or converted while a step was recorded; do that "
+            "before the first call of a step function."
+        )
+
+    nn.Module._apply = apply_conversion  # type: ignore[method-assign]
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,method-assign]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        with _transformers_as_in_a_real_run(), _checkpoints_seen(listener):
+            yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+
+
+@contextlib.contextmanager
+def _checkpoints_seen(listener: Listener) -> Iterator[None]:
+    """Runs checkpointed functions once and keeps nothing for a recomputation."""
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with listener.checkpointed():
+            yield
+
+    def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        # As this kind does it: no gradient reaches the function but through these tensors.
+        differentiable = torch.is_grad_enabled() and any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in args
+        )
+        with listener.checkpointed(), torch.set_grad_enabled(differentiable):
+            return function(*args)
+
+    with checkpoint_calls.replaced(lambda *_: (around, reentrant)):
+        yield
+
+
+@contextlib.contextmanager
+def _transformers_as_in_a_real_run() -> Iterator[None]:
+    """Makes Transformers do on fakes what it does for real, and nothing that outlives a recording.
+
+    It takes fake tensors for an export and chooses other attention masks then; it keeps tensors in
+    caches of functions; its version 4 makes masks by ``torch.vmap``, whose tensors have no storage.
+    """
+    replaced = []
+    for module_name, name, replacement in (
+        ("transformers.utils.import_utils", "is_fake_tensor", lambda tensor: False),
+        ("transformers.pytorch_utils", "is_torchdynamo_compiling", lambda: True),
+        ("transformers.masking_utils", "_vmap_for_bhqkv", _broadcast_mask_function),
+    ):
+        module = sys.modules.get(module_name)
+        former = getattr(module, name, None)
+        if former is not None:
+            replaced.append((module, name, former))
+            setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for module, name, former in replaced:
+            setattr(module, name, former)
+
+
+def _broadcast_mask_function(
+    mask_function: Callable[..., torch.Tensor], bh_indices: bool = True
+) -> Callable[..., torch.Tensor]:
+    """Returns a function of index vectors that evaluates a mask function at all combinations.
+
+    Args:
+        mask_function: of indices of batch, head, query and key.
+        bh_indices: whether batch and head are vectors too; else they are passed on as they are.
+    """
+
+    def evaluate(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        shape = [len(query), len(key)]
+        if bh_indices:
+            shape = [len(batch), len(head), *shape]
+            batch, head = batch[:, None, None, None], head[:, None, None]
+        return mask_function(batch, head, query[:, None], key).expand(shape)
+
+    return evaluate

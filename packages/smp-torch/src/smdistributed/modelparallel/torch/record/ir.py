@@ -1,0 +1,324 @@
+"""The intermediate representation of one captured microbatch of a step.
+
+A ``Graph`` is a list of nodes in execution order. Tensor states, defined once:
+
+- *input*: a tensor among the step function's arguments; every rank can have it.
+- *attribute*: a parameter or buffer that glue code reads; a parameter lives on its owner's rank.
+- *leaf*: one call of a module that sits whole on one partition; opaque.
+- *call*: glue, one call of a torch function outside all leaves.
+- *replicated*: a value that depends on inputs, buffers and constants only and carries no gradient;
+  ranks that need it compute it again instead of receiving it.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
+from smdistributed.modelparallel.torch.record.switches import Changes
+from smdistributed.modelparallel.torch.record.taps import Tap
+
+#: Constants up to this many elements are compared by value.
+_SMALL = 1 << 16
+
+
+class NodeKind(enum.Enum):
+    """What a node does."""
+
+    INPUT = "input"
+    CONSTANT = "constant"
+    ATTRIBUTE = "attribute"
+    LEAF = "leaf"
+    CALL = "call"
+
+
+class Leaf(NamedTuple):
+    """A module that sits whole on one partition."""
+
+    name: str
+    partition: int
+
+
+class Value:
+    """A tensor that a node produces.
+
+    Attributes:
+        index: position among the values of the graph.
+        node: the producer.
+        source: where it stands in the producer's result; or the value whose tensor the producer
+            changed in place; or where else a leaf leaves it.
+        is_changed: it, or memory that it shares, is changed in place later.
+        order: its dims by stride, the largest first: how it lies in memory.
+    """
+
+    __slots__ = (
+        "device",
+        "dtype",
+        "index",
+        "is_changed",
+        "node",
+        "num_bytes",
+        "order",
+        "replicated",
+        "requires_grad",
+        "shape",
+        "source",
+    )
+
+    def __init__(
+        self, index: int, node: Node, source: Path | Value | Tap, tensor: torch.Tensor
+    ) -> None:
+        self.index = index
+        self.node = node
+        self.source = source
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.requires_grad = tensor.requires_grad
+        self.num_bytes = tensor.numel() * tensor.element_size()
+        self.replicated = node.replicated
+        self.is_changed = False
+        strides = tensor.stride()
+        self.order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+    def wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of this value as it travels: contiguous, dims in the order of memory."""
+        if self._is_in_order:
+            return tensor.contiguous()
+        return tensor.permute(self.order).contiguous()
+
+    def wire_buffer(self, device: torch.device) -> torch.Tensor:
+        """Returns a buffer for what ``wire`` sends."""
+        shape = [self.shape[dim] for dim in self.order]
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def from_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that ``wire`` made ``tensor`` of, in the same memory format."""
+        if self._is_in_order:
+            return tensor
+        return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    @property
+    def _is_in_order(self) -> bool:
+        return self.order == tuple(range(len(self.order)))
+
+    def __repr__(self) -> str:
+        return f"v{self.index}"
+
+
+@dataclass(eq=False)
+class Node:
+    """One step of the graph.
+
+    Attributes:
+        target: INPUT: position among the step's tensor arguments; CONSTANT: the tensor; ATTRIBUTE:
+            (module, attribute name); LEAF: the module; CALL: the torch function.
+        name: what it is called in plans, messages and digests; the same on every rank.
+        args, kwargs: templates with ``Value`` placeholders.
+        grad_enabled, autocast: the state it ran under; autocast is the dtype, or None when off.
+        switches: of PyTorch's backends, that were set since the start of the step.
+        draw: the key of the random numbers that it draws: name of the module, number of its call,
+            number of the draw in the call; None if it draws none.
+        changes: values whose tensors it changes in place.
+        taps: LEAF: where tensors leave it besides its result.
+        region: number of the checkpointed call that it belongs to, which keeps no activations but
+            computes them again; None outside. Each rank sees to its own part.
+        rank: pp_rank that runs it; -1 while undecided or replicated.
+        segment: index of its segment; -1 likewise.
+    """
+
+    index: int
+    kind: NodeKind
+    target: Any
+    name: str
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    grad_enabled: bool = True
+    autocast: torch.dtype | None = None
+    switches: Changes = ()
+    draw: tuple[str, int, int] | None = None
+    replicated: bool = False
+    flops: int = 0
+    outputs: list[Value] = field(default_factory=list)
+    changes: list[Value] = field(default_factory=list)
+    aliases: list[Value] = field(default_factory=list)
+    taps: list[Tap] = field(default_factory=list)
+    region: int | None = None
+    rank: int = -1
+    segment: int = -1
+
+    @property
+    def inputs(self) -> Iterator[Value]:
+        """The values it reads."""
+        return placeholders((self.args, self.kwargs), Value)
+
+    def __repr__(self) -> str:
+        return f"{self.outputs} = {self.name}"
+
+    def line(self, value: Callable[[Value], str]) -> str:
+        """Returns what it does as text; ``value`` gives the text of a value."""
+        draw = "" if self.draw is None else f" draw {self.draw}"
+
+        def name(obj: Any) -> str:
+            return value(obj) if isinstance(obj, Value) else repr(obj)
+
+        draw += "".join(f" tap {tap.name} {tap.call} {tap.path}" for tap in self.taps)
+        return (
+            f"{self.kind.value} {self.name} {text(self.args, name)} {text(self.kwargs, name)}{draw}"
+        )
+
+    def does_as(self, other: Node) -> bool:
+        """Whether the two do the same in their graphs, to the last constant."""
+        return (
+            (self.kind, self.name) == (other.kind, other.name)
+            and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
+            and self.switches == other.switches
+            and (self.draw, self.replicated) == (other.draw, other.replicated)
+            and _same_target(self.target, other.target)
+            and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]
+            and [v.index for v in self.changes] == [v.index for v in other.changes]
+            and self.taps == other.taps
+            and self.region == other.region
+            and equal(self.args, other.args, _same_value)
+            and equal(self.kwargs, other.kwargs, _same_value)
+        )
+
+
+def _facts(value: Value) -> tuple[object, ...]:
+    source = value.source.index if isinstance(value.source, Value) else value.source
+    return (value.index, source, value.shape, value.dtype, value.device, value.requires_grad)
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, Value) and isinstance(other, Value):
+        return one.index == other.index
+    return one is other
+
+
+def _same_target(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        # A constant that the step makes anew in each recording.
+        return one is other or (
+            (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+            and one.numel() <= _SMALL
+            and torch.equal(one, other)
+        )
+    return bool(one == other)
+
+
+@dataclass(eq=False)
+class Guard:
+    """A plain value that glue code took from step inputs; a replay is right only while it holds."""
+
+    name: str
+    function: Any
+    args: Any
+    kwargs: Any
+    expected: Any
+
+    @property
+    def inputs(self) -> Iterator[Value]:
+        """The values it reads."""
+        return placeholders((self.args, self.kwargs), Value)
+
+
+class Graph:
+    """One captured microbatch.
+
+    Attributes:
+        nodes: in execution order.
+        guards: what must hold of the step's inputs.
+        roots: the values that ``backward`` was called on.
+        result: template of what the step function returned.
+        numbers: the values that the step function took numbers from.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.num_values = 0
+        self.guards: list[Guard] = []
+        self.roots: list[Value] = []
+        self.result: Any = None
+        self.numbers: list[Value] = []
+
+    def names(self) -> list[str]:
+        """Returns a name for each node that says what it computes from what, wherever it stands.
+
+        Code that goes through a set makes the same nodes in another order in each process.
+        """
+        of_value: dict[Value, str] = {}
+        seen: collections.Counter[str] = collections.Counter()
+        names = []
+        for node in self.nodes:
+            line = node.line(of_value.__getitem__)
+            digest = hashlib.sha256(line.encode()).hexdigest()[:12]
+            names.append(f"{digest}.{seen[digest]}")
+            seen[digest] += 1
+            for position, value in enumerate(node.outputs):
+                of_value[value] = f"{names[-1]}.{position}"
+        return names
+
+    def put_in_order(self, names: Sequence[str]) -> None:
+        """Takes the order of another process's graph, if the graphs are alike."""
+        own = self.names()
+        if own == names or sorted(own) != sorted(names):
+            return
+        place = {name: position for position, name in enumerate(names)}
+        self.nodes = [
+            node
+            for _, node in sorted(
+                zip(map(place.__getitem__, own), self.nodes, strict=True), key=lambda pair: pair[0]
+            )
+        ]
+        index = 0
+        for position, node in enumerate(self.nodes):
+            node.index = position
+            for value in node.outputs:
+                value.index = index
+                index += 1
+
+    def lines(self, where: Callable[[Node], str] = lambda node: "") -> list[str]:
+        """Returns the graph as text, a line a node; ``where`` adds to it."""
+        lines = []
+        for node in self.nodes:
+            facts = [(repr(v), v.shape, str(v.dtype), v.requires_grad) for v in node.outputs]
+            lines.append(f"{node.line(repr)} -> {facts}{where(node)}")
+        return lines
+
+    def digest(self) -> str:
+        """Returns a hash of what the nodes do; graphs with one hash are nearly always alike."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def does_as(self, other: Graph) -> bool:
+        """Whether a replay of the one is a replay of the other."""
+        return (
+            len(self.nodes) == len(other.nodes)
+            and all(map(Node.does_as, self.nodes, other.nodes))
+            and [value.index for value in self.roots] == [value.index for value in other.roots]
+            and [value.index for value in self.numbers] == [value.index for value in other.numbers]
+            and equal(self.result, other.result, _same_value)
+        )
+
+    def add(self, node: Node) -> Node:
+        """Appends a node."""
+        self.nodes.append(node)
+        return node
+
+    def bind(self, tensor: torch.Tensor, node: Node, source: Path | Value | Tap) -> Value:
+        """Makes the value for one tensor of a node's result."""
+        value = Value(self.num_values, node, source, tensor)
+        self.num_values += 1
+        node.outputs.append(value)
+        return value
+
+    @property
+    def returned(self) -> list[Value]:
+        """The distinct values that every rank gets after the step, in order."""
+        return list(dict.fromkeys([*placeholders(self.result, Value), *self.numbers]))

@@ -1,0 +1,196 @@
+"""Numbers that the user's code takes from activations while it is recorded.
+
+``loss.item()`` has no value yet when a step is recorded. It gives a *pending number*: one that can
+be returned, stored, and computed with, and that has its value when the step has run. A branch on
+it cannot wait, so that raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.record.nested import Container
+
+
+class PendingNumber:
+    """A number that is known when the step has run; behaves like it from then on.
+
+    Args:
+        operands: what it is computed from: pending and plain numbers; none for a number that is
+            taken from a tensor.
+        function: of the operands.
+        tensor: the fake that it is taken from.
+        where: names the place in messages.
+    """
+
+    def __init__(
+        self,
+        operands: tuple[Any, ...] = (),
+        function: Callable[..., Any] | None = None,
+        tensor: torch.Tensor | None = None,
+        where: str = "the step function",
+    ) -> None:
+        self._operands = operands
+        self._function = function
+        self._known: Any = None
+        self._where = where
+        self.tensor = tensor
+
+    def settle(self, value: Any) -> None:
+        """Gives a number that was taken from a tensor its value."""
+        self._known = value
+        self.tensor = None
+
+    @property
+    def sources(self) -> list[PendingNumber]:
+        """The numbers taken from tensors that it is computed from, without their order."""
+        if self._function is None:
+            return [self]
+        found = [
+            source
+            for each in self._operands
+            if isinstance(each, PendingNumber)
+            for source in each.sources
+        ]
+        return list(dict.fromkeys(found))
+
+    def value(self, values: Mapping[PendingNumber, Any] | None = None) -> Any:
+        """Returns the number; ``values`` gives those that are not settled.
+
+        Raises:
+            UnsupportedError: it is not known yet.
+        """
+        if self._function is None:
+            if values is not None and self in values:
+                return values[self]
+            if self._known is None:
+                self._refuse()
+            return self._known
+        return self._function(
+            *(
+                each.value(values) if isinstance(each, PendingNumber) else each
+                for each in self._operands
+            )
+        )
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._where} makes Python depend on the value of an activation (a branch, float() "
+            "or a format of what .item() gave). A pipelined step is recorded before values exist: "
+            "keep the decision inside one module, return the number from the step function and "
+            "look at it outside, or put that module on one partition."
+        )
+
+    # ------------------------------------------------------------------ as a number
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value() == _plain(other))
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.value() < _plain(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self.value() <= _plain(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self.value() > _plain(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self.value() >= _plain(other))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value(), spec)
+
+    def __repr__(self) -> str:
+        return repr(self.value()) if self._is_known else "<known after the step>"
+
+    @property
+    def _is_known(self) -> bool:
+        return all(source._known is not None for source in self.sources)
+
+    def _binary(self, function: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
+        if isinstance(other, torch.Tensor):
+            if self._function is not None or self.tensor is None:
+                number = self.value() if self._is_known else self._on_tensors()
+            else:
+                number = self.tensor
+            return function(other, number) if swapped else function(number, other)
+        operands = (other, self) if swapped else (self, other)
+        return PendingNumber(operands, function, where=self._where)
+
+    def _on_tensors(self) -> Any:
+        """Returns the computation on the tensors that the numbers are taken from."""
+        if self._function is None:
+            return self.tensor
+        return self._function(
+            *(
+                each._on_tensors() if isinstance(each, PendingNumber) else each
+                for each in self._operands
+            )
+        )
+
+    def __neg__(self) -> Any:
+        return PendingNumber((self,), operator.neg, where=self._where)
+
+    def __abs__(self) -> Any:
+        return PendingNumber((self,), abs, where=self._where)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return PendingNumber((self, digits), round, where=self._where)
+
+
+def _plain(other: Any) -> Any:
+    return other.value() if isinstance(other, PendingNumber) else other
+
+
+def _add_operators() -> None:
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        function = getattr(operator, name)
+
+        def forward(self: PendingNumber, other: Any, function: Any = function) -> Any:
+            return self._binary(function, other, swapped=False)
+
+        def backward(self: PendingNumber, other: Any, function: Any = function) -> Any:
+            return self._binary(function, other, swapped=True)
+
+        setattr(PendingNumber, f"__{name}__", forward)
+        setattr(PendingNumber, f"__r{name}__", backward)
+
+
+_add_operators()
+
+
+class NumberParts(Container):
+    """A pending number in a template: the tensors that it is computed from."""
+
+    def __init__(self, number: PendingNumber, value: Callable[[torch.Tensor], Any]) -> None:
+        self._number = number
+        self._sources = [source for source in number.sources if source.tensor is not None]
+        items = {
+            position: value(source.tensor)
+            for position, source in enumerate(self._sources)
+            if source.tensor is not None
+        }
+        super().__init__(number, "number", items)
+
+    def build(self, values: Mapping[Any, Any]) -> Any:
+        """Returns the number, from the tensors' values."""
+        known = {source: values[position].item() for position, source in enumerate(self._sources)}
+        return self._number.value(known)

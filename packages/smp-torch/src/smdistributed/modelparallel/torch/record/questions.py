@@ -1,0 +1,111 @@
+"""Questions that the user's Python asks about data while it is recorded on fakes.
+
+A branch on a mask, the length of a selection, a comparison of a random number: the answer decides
+what is recorded. It can be found where the question concerns the step's inputs and random numbers
+alone; an activation does not exist yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from smdistributed.modelparallel.torch.record.ir import Guard, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import fill, placeholders, template
+from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
+
+#: Functions whose result is a part of their first argument; which part, the others say.
+_SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
+
+
+class _Shape(NamedTuple):
+    """Stands in an answer for a tensor: its shape depends on data."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Shape:
+        return _Shape(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A call of a torch function whose result depends on data.
+
+    Attributes:
+        function: the function.
+        args, kwargs: templates of its arguments.
+        where: who asks, for messages.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    where: str
+
+    @cached_property
+    def _asked_of(self) -> Any:
+        if self.function in _SELECTIONS and not self.args[0].replicated:
+            # What is selected is an activation, but how much, the mask says.
+            return (_zeros_like(self.args[0]), *self.args[1:])
+        return self.args
+
+    @cached_property
+    def _sources(self) -> list[Node]:
+        return sources(placeholders((self._asked_of, self.kwargs), Value))
+
+    @property
+    def can_be_answered(self) -> bool:
+        """Whether it concerns the step's inputs and random numbers alone."""
+        return all(
+            node.replicated or (node.kind is NodeKind.CALL and node.target is not None)
+            for node in self._sources
+        )
+
+    @property
+    def concerns_random_numbers(self) -> bool:
+        """Whether the answer may be another one in each microbatch."""
+        return any(node.draw is not None for node in self._sources)
+
+    def answer(self, inputs: Sequence[torch.Tensor], drawing: Callable[..., Any]) -> Any:
+        """Finds the answer.
+
+        Args:
+            inputs: the real tensor arguments of this microbatch.
+            drawing: seeds the generators for a draw.
+        """
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            return evaluate_replicated(self._ask, self._asked_of, self.kwargs, inputs, drawing)
+
+    def _ask(self, *args: Any, **kwargs: Any) -> Any:
+        return template(self.function(*args, **kwargs), _Shape.of, lambda obj: obj)
+
+    def guard(self, answer: Any) -> Guard:
+        """Returns what holds for the microbatches that the recording is good for."""
+        return Guard(self.where, self._ask, self._asked_of, self.kwargs, answer)
+
+    def result(self, answer: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+        """Returns what the function gives on fakes, tensors in the shapes of the answer."""
+        needs_grad = torch.is_grad_enabled() and any(
+            value.requires_grad for value in placeholders((self.args, self.kwargs), Value)
+        )
+
+        def make(shape: _Shape) -> torch.Tensor:
+            made = torch.empty(shape.sizes, dtype=shape.dtype, device=device)
+            if needs_grad and made.is_floating_point():
+                return made.requires_grad_().clone()
+            return made
+
+        with mode:
+            return fill(answer, _Shape, make)
+
+
+def _zeros_like(value: Value) -> torch.Tensor:
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)

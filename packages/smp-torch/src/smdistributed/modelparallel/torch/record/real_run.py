@@ -1,0 +1,97 @@
+"""Running one module for real where fakes do not suffice.
+
+What a module does may depend on values (which expert gets a token), or use an operation that has no
+fake. Its outputs still have shapes of their own, and a run on random numbers shows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from smdistributed.modelparallel.torch.record.nested import map_tensors
+
+
+def run_on_random_numbers(
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: FakeTensorMode,
+) -> Any:
+    """Calls a module on random numbers and returns its result as fakes.
+
+    Args:
+        call: the real call of a module.
+        module: its parameters and buffers are fakes at present.
+        args, kwargs: on fakes.
+        mode: of the fakes.
+    """
+    given: dict[int, torch.Tensor] = {}
+
+    def real(fake: torch.Tensor) -> torch.Tensor:
+        tensor = _random_like(fake)
+        given[id(tensor)] = fake
+        kept.append(tensor)
+        return tensor
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in given:
+            return given[id(tensor)]
+        with mode:
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            return made.requires_grad_().clone() if tensor.requires_grad else made
+
+    kept: list[torch.Tensor] = []
+    devices = [each.device for each in module.parameters() if each.is_cuda][:1]
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=devices), _real_tensors(module):
+        args, kwargs = map_tensors((args, kwargs), real)
+        result = call(module, *args, **kwargs)
+    return map_tensors(result, fake)
+
+
+@contextlib.contextmanager
+def _real_tensors(module: nn.Module) -> Iterator[None]:
+    """Gives a module and those in it parameters and buffers with random numbers."""
+    made: dict[int, torch.Tensor] = {}
+    replaced = []
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            for name, fake in tensors.items():
+                if fake is None:
+                    continue
+                if id(fake) not in made:
+                    tensor = _random_like(fake)
+                    made[id(fake)] = (
+                        nn.Parameter(tensor.detach(), fake.requires_grad)
+                        if isinstance(fake, nn.Parameter)
+                        else tensor
+                    )
+                replaced.append((tensors, name, fake))
+                tensors[name] = made[id(fake)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for tensors, name, fake in replaced:
+            tensors[name] = fake  # type: ignore[assignment]
+
+
+def _random_like(fake: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    with torch.no_grad():
+        if fake.is_floating_point() or fake.is_complex():
+            tensor.normal_(std=0.1)
+        else:
+            # Zero is a valid index everywhere; True keeps masks from being empty.
+            tensor.fill_(fake.dtype is torch.bool)
+    if not fake.requires_grad:
+        return tensor
+    # The result of a computation, as what it stands for: it may be changed in place.
+    return tensor.requires_grad_().clone()

@@ -1,0 +1,72 @@
+"""Computing replicated values from the real inputs of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import fill, follow
+
+
+def sources(values: Iterable[Value]) -> list[Node]:
+    """Returns the nodes that values are computed from, in no order."""
+    found: dict[Node, None] = {}
+    pending = list(values)
+    while pending:
+        node = pending.pop().node
+        if node in found:
+            continue
+        found[node] = None
+        pending += node.inputs
+        pending += [output.source for output in node.outputs if isinstance(output.source, Value)]
+    return list(found)
+
+
+def evaluate_replicated(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: Sequence[torch.Tensor],
+    drawing: Callable[[str, int, int], contextlib.AbstractContextManager[None]] | None = None,
+) -> Any:
+    """Computes a call on replicated values from the step's real inputs.
+
+    Args:
+        function: the torch function.
+        args, kwargs: templates of its arguments.
+        inputs: the tensor arguments of this microbatch, in order.
+        drawing: seeds the generators for a draw; only where values may be random.
+    """
+    known: dict[Value, torch.Tensor] = {}
+
+    def evaluate(value: Value) -> torch.Tensor:
+        if value not in known:
+            run(value.node)
+        return known[value]
+
+    def run(node: Node) -> None:
+        if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            given = inputs[node.target] if node.kind is NodeKind.INPUT else node.target
+            known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
+        elif node.kind is NodeKind.ATTRIBUTE:
+            module, name = node.target
+            known[node.outputs[0]] = getattr(module, name)
+        else:
+            arguments = fill(node.args, Value, evaluate)
+            named = fill(node.kwargs, Value, evaluate)
+            seeded: Any = contextlib.nullcontext()
+            if node.draw is not None and drawing is not None:
+                seeded = drawing(*node.draw)
+            with seeded:
+                result = node.target(*arguments, **named)
+            for output in node.outputs:
+                source: Any = output.source
+                known[output] = (
+                    evaluate(source) if isinstance(source, Value) else follow(result, source)
+                )
+
+    return function(*fill(args, Value, evaluate), **fill(kwargs, Value, evaluate))

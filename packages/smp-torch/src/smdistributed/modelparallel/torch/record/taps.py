@@ -1,0 +1,66 @@
+"""Tensors that leave a leaf by another way than its result.
+
+A forward hook that collects what an inner module returned, or an attribute that an inner module
+sets, carries a tensor out of a module that is executed as a whole. Where recorded code then uses
+it, the leaf is *tapped*: replays fetch the tensor at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smdistributed.modelparallel.torch.record.nested import Path, follow
+
+
+class Tap(NamedTuple):
+    """Where a tensor is found besides the result of a leaf.
+
+    Attributes:
+        module: the inner module.
+        call: which of its calls within the leaf's call returns it; None for an attribute, which is
+            read when the leaf has returned.
+        path: where in the result, or the name of the attribute.
+        name: of the inner module, the same on every rank.
+    """
+
+    module: nn.Module
+    call: int | None
+    path: Path
+    name: str
+
+
+def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tuple[Tap, Any]]:
+    """Yields the fakes that the modules of a leaf hold as plain attributes."""
+    for module in leaf.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, FakeTensor):
+                yield Tap(module, None, (("attribute", key),), names.get(module, "")), value
+
+
+def tapped(leaf: nn.Module, taps: Sequence[Tap]) -> Callable[..., tuple[Any, list[torch.Tensor]]]:
+    """Returns a call of a leaf that gives its result and the tensors at ``taps``."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+        calls: dict[nn.Module, list[Any]] = {tap.module: [] for tap in taps if tap.call is not None}
+        handles = [
+            module.register_forward_hook(
+                lambda module, args, result, kept=kept: kept.append(result)
+            )
+            for module, kept in calls.items()
+        ]
+        try:
+            result = leaf(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return result, [
+            follow(tap.module if tap.call is None else calls[tap.module][tap.call], tap.path)
+            for tap in taps
+        ]
+
+    return call

@@ -1,0 +1,264 @@
+"""Starting and ending the library in one process.
+
+``start`` joins the job through whatever started the process: an MPI launcher (control plane over
+MPI), torchrun (control plane over torch.distributed), or nothing (a world of one).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
+from smdistributed.modelparallel.common.comm.communicator import Communicator
+from smdistributed.modelparallel.common.comm.mpi import MPITransport
+from smdistributed.modelparallel.common.comm.transport import (
+    SingleProcessTransport,
+    Transport,
+    started_by_mpi,
+    started_by_torchrun,
+)
+from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.failure import FailureHooks
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.compat.later import refuse_configuration
+from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
+from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
+
+#: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
+#: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
+#: later. That is 1% of a step. With two queues in all, streams share them.
+_HARDWARE_QUEUES = "2"
+
+
+class Step(Protocol):
+    """A step in progress, as far as a model needs to know it.
+
+    Attributes:
+        is_tracing: its body runs on fakes.
+    """
+
+    is_tracing: bool
+
+    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
+        """Takes a call of ``model.backward``."""
+
+
+@dataclass(kw_only=True)
+class TorchRuntime(Runtime):
+    """The state of the PyTorch package in this process.
+
+    Attributes:
+        device: where this process computes.
+        process_groups: torch's process group of each kind that contains this process; empty in a
+            world of one.
+        hooks: what this process does when it fails; None in a world of one.
+        manual_partitions: what the user fixed.
+        fake_mode: of all fake tensors.
+        random: the random numbers of the step in progress.
+        delayed: the parameters that have no values yet.
+        current_step: the step in progress.
+        links: the transfers between the ranks of the pipeline, from the first step on; all step
+            functions share them.
+        replacements: functions of torch that stand replaced while the library runs.
+        models, optimizers: references to those of this process, in order of creation.
+        num_models: how many were made.
+    """
+
+    device: torch.device
+    process_groups: dict[CommGroup, dist.ProcessGroup]
+    hooks: FailureHooks | None
+    manual_partitions: ManualPartitions
+    fake_mode: FakeTensorMode
+    random: StepRandom
+    delayed: DelayedParameters = field(default_factory=DelayedParameters)
+    current_step: Step | None = None
+    links: Any = None
+    replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+    num_models: int = 0
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def add_model(self, model: Any) -> tuple[int, int]:
+        """Takes note of a new DistributedModel.
+
+        Returns:
+            a number of its own, and the lowest one that no other model alive has; both the same on
+            every process.
+        """
+        if self.live_models():
+            gc.collect()  # what is alive must not depend on when a process last looked
+        taken = {each.place_in_keys for each in self.live_models()}
+        self.models.append(weakref.ref(model))
+        self.num_models += 1
+        return self.num_models, min(set(range(1, len(taken) + 2)) - taken)
+
+    def live_models(self) -> list[Any]:
+        """Returns the DistributedModels that exist, in order of creation."""
+        return _alive(self.models)
+
+    def live_optimizers(self) -> list[Any]:
+        """Returns the DistributedOptimizers that exist, in order of creation."""
+        return _alive(self.optimizers)
+
+    def close(self) -> None:
+        """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        self.replacements.close()
+        self.transport.close(self._release_data_plane)
+        if self.hooks is not None:
+            self.hooks.uninstall()
+
+    def _release_data_plane(self) -> None:
+        """Closes torch's connections; peers that still wait for this process learn it so."""
+        # Only the end of the last reference to a group closes its connections.
+        self.process_groups.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start(
+    slot: RuntimeSlot[TorchRuntime], config: Mapping[str, object] | str | os.PathLike[str] | None
+) -> None:
+    """Fills ``slot``: reads the configuration, joins the job, builds all groups.
+
+    Collective: every process.
+
+    Raises:
+        UnsupportedError: the configuration asks for what is not there yet.
+    """
+    if slot.is_filled:
+        warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
+        return
+    settings = configuration.load("pytorch", config)
+    refuse_configuration(settings)
+    # Before anything touches the GPU: CUDA reads it once.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
+    timeout_seconds = settings.communication_timeout
+    # Before any process group exists: the first fake mode imports functions of torch that keep the
+    # world's group as a default argument, and with it the connections that `close` must close.
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    transport = _join(timeout_seconds)
+    hooks = None
+    if transport.size > 1:
+        hooks = FailureHooks(transport.rank)
+        hooks.install()
+    settings.check_world(transport.size, "pytorch")
+    topology = settings.topology(transport.size)
+    communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
+    device = _bind_device(transport)
+    if transport.size > 1 and not dist.is_initialized():
+        _join_data_plane(communicator, transport, device, timeout_seconds)
+    runtime = TorchRuntime(
+        config=settings,
+        topology=topology,
+        transport=transport,
+        communicator=communicator,
+        device=device,
+        process_groups=_process_groups(topology, transport),
+        hooks=hooks,
+        fake_mode=fake_mode,
+        random=StepRandom(device),
+        manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
+    )
+    slot.fill(runtime)
+    atexit.register(runtime.close)
+    if hooks is not None:
+        hooks.renew()  # init_process_group has put an exception hook in front of ours
+
+
+def _join(timeout_seconds: float) -> Transport:
+    if started_by_mpi():
+        return MPITransport()
+    if started_by_torchrun():
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(), timeout=data_plane_timeout(timeout_seconds))
+        return TorchTransport(timeout_seconds)
+    return SingleProcessTransport()
+
+
+def data_plane_timeout(timeout_seconds: float) -> timedelta:
+    """Returns how long torch's own transfers wait.
+
+    On GPUs a hang shows on the host first, in the next call of the control plane, which can name
+    the missing rank; NCCL's watchdog cannot, so it comes after.
+    """
+    grace_seconds = 5.0 if torch.cuda.is_available() else 0.0
+    return timedelta(seconds=timeout_seconds + grace_seconds)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _bind_device(transport: Transport) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if transport.local_size > count:
+        raise CommError(
+            f"every process needs a GPU of its own: {transport.local_size} processes on host "
+            f"{transport.hostname}, {count} GPUs. Start at most {count} processes a host, or hide "
+            "the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU.",
+            rank=transport.rank,
+        )
+    device = torch.device("cuda", transport.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_data_plane(
+    communicator: Communicator, transport: Transport, device: torch.device, timeout_seconds: float
+) -> None:
+    """Initialises torch.distributed at an address that rank 0 finds and hands out."""
+    address = None
+    if transport.rank == 0:
+        port = int(os.environ.get("MASTER_PORT", 0)) or free_port()
+        address = (os.environ.get("MASTER_ADDR") or own_address(transport), port)
+    host, port = communicator.allgather(address, CommGroup.WORLD)[0]
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    dist.init_process_group(
+        _backend(),
+        rank=transport.rank,
+        world_size=transport.size,
+        timeout=data_plane_timeout(timeout_seconds),
+    )
+
+
+def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup, dist.ProcessGroup]:
+    """Builds torch's groups of every kind, in one order on all ranks, and keeps the own ones."""
+    if transport.size == 1:
+        return {}
+    own: dict[CommGroup, dist.ProcessGroup] = {}
+    world = dist.group.WORLD
+    assert world is not None
+    built = {tuple(range(transport.size)): world}
+    for kind in CommGroup:
+        for members in topology.groups(kind):
+            if members not in built:
+                built[members] = dist.new_group(list(members))
+            if transport.rank in members:
+                own[kind] = built[members]
+    return own
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+    references[:] = [reference for reference in references if reference() is not None]
+    return [reference() for reference in references]

@@ -1,0 +1,150 @@
+"""A step with one partition: the body runs as it is, once for each microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.random.streams import DrawByDraw, draw_step_seed
+from smdistributed.modelparallel.torch.record.recorder import STEP_FUNCTION
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.stepping.results import combine
+
+
+class EagerStep:
+    """Runs a step function with one partition.
+
+    Args:
+        runtime: the state of the library in this process.
+        function: the user's function.
+        rules: which arguments are split.
+        detach_outputs: detach returned tensors.
+    """
+
+    is_tracing = False
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        function: Callable[..., Any],
+        rules: SplitRules,
+        detach_outputs: bool,
+    ) -> None:
+        self.runtime = runtime
+        self._function = function
+        self._rules = rules
+        self._detach_outputs = detach_outputs
+        self._weight = 1.0
+        self._microbatch = 0
+        self._is_last = False
+        self._calls = 0
+        self._usual_calls = 0
+        self._reached: dict[DistributedModel, None] = {}
+        self._flags: tuple[object, ...] | None = None
+        #: Functions that draw random numbers outside all modules; None if that is not known.
+        self._drawing: frozenset[Any] | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one mini-batch; see ``StepFunction``."""
+        runtime = self.runtime
+        calls, weights = split_arguments(
+            TENSORS, self._rules, runtime.config.microbatches, args, kwargs
+        )
+        models = runtime.live_models()
+        for model in models:
+            model.refresh()
+        self._learn_draws(models)
+        random = runtime.random
+        random.begin(draw_step_seed())
+        results = []
+        self._reached = {}
+        for model in models:
+            model.data_parallel.begin_step()
+        runtime.current_step = self
+        try:
+            for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
+                if microbatch:
+                    self._usual_calls = self._calls
+                self._calls = 0
+                self._microbatch, self._weight = microbatch, weight
+                self._is_last = microbatch == len(calls) - 1
+                random.enter_pass(microbatch, backward=False)
+                with self._own_draws():
+                    results.append(self._function(*call[0], **call[1]))
+        finally:
+            runtime.current_step = None
+            if not random.end():
+                self._flags = None
+        for model in models:
+            # A backward pass through one model can reach another.
+            if model in self._reached or model.data_parallel.has_gradients:
+                model.data_parallel.end_step()
+                model.run_post_step_hooks()
+        self._usual_calls = self._calls
+        return combine(results, self._detach_outputs)
+
+    def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
+        """Differentiates one microbatch; its gradients count by its share of the batch."""
+        self._reached[model] = None
+        self._calls += 1
+        scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+            grad_tensors = None if grad_tensors is None else [grad_tensors]
+        starts = [
+            None
+            if tensor.numel() != 1 and start is None
+            else torch.full_like(tensor, scale)
+            if start is None
+            else start * scale
+            for tensor, start in zip(tensors, grad_tensors or [None] * len(tensors), strict=True)
+        ]
+        self.runtime.random.enter_pass(self._microbatch, backward=True)
+        # As many calls as for the microbatch before: then nothing follows that adds to gradients.
+        is_last = self._is_last and self._calls == self._usual_calls
+        for each in self.runtime.live_models():
+            if is_last:
+                each.data_parallel.enter_last_pass()
+            else:
+                each.data_parallel.enter_pass(frozenset())
+        torch.autograd.backward(tensors, starts)
+        self.runtime.random.enter_pass(self._microbatch, backward=False)
+
+    @contextlib.contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Keys the draws of the step function itself, outside all modules."""
+        if self._drawing == frozenset():
+            yield
+            return
+        random = self.runtime.random
+        mode = DrawByDraw(random, STEP_FUNCTION, 0, self._drawing)
+        random.entered.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            random.entered.pop()
+        self._drawing = frozenset(mode.drew) | (self._drawing or frozenset())
+
+    def _learn_draws(self, models: list[DistributedModel]) -> None:
+        """Has it found out who draws random numbers, if that may have changed.
+
+        Whoever drew without a key, since a branch had not been taken before, is found in the next
+        step.
+        """
+        flags = tuple(
+            (model.number, model.version, tuple(module.training for module in model.fakes.names))
+            for model in models
+        )
+        if flags == self._flags:
+            return
+        self._flags = flags
+        self._drawing = None
+        for model in models:
+            model.learn_draws()

@@ -1,0 +1,103 @@
+"""The step decorator: one call of the user's function becomes a pipelined mini-batch.
+
+Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
+from smdistributed.modelparallel.common.planning.simulator import Timeline
+from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.eager import EagerStep
+from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
+
+
+class StepFunction:
+    """A decorated step function; call it like the function it wraps.
+
+    Each call splits the tensor arguments into microbatches, runs the body once for each, and
+    returns the body's result with a ``StepOutput`` in place of each tensor. With more than one
+    partition the body itself runs only when the step is recorded: in the first call, and again
+    when shapes, arguments, flags or the Python state that it read are new.
+
+    Collective: every process, in the same order.
+
+    Args:
+        slot: holds the runtime from ``smp.init`` on.
+        function: the user's function.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 for all others.
+        detach_outputs: detach returned tensors.
+
+    Raises:
+        ConfigError: an option names no argument of the function.
+    """
+
+    def __init__(
+        self,
+        slot: RuntimeSlot[TorchRuntime],
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        detach_outputs: bool,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._slot = slot
+        self._function = function
+        self._rules = SplitRules(
+            signature_of(function), non_split_inputs or (), input_split_axes or {}
+        )
+        self._detach_outputs = detach_outputs
+        self._engine: EagerStep | PipelinedStep | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one mini-batch."""
+        runtime = self._slot.get()
+        if runtime.current_step is not None:
+            raise SMPError(
+                f"step function {self._function.__name__} was called from inside another step "
+                "function; call one after the other, or undecorate the inner one."
+            )
+        if self._engine is None or self._engine.runtime is not runtime:
+            kind = EagerStep if runtime.topology.pp_size == 1 else PipelinedStep
+            self._engine = kind(runtime, self._function, self._rules, self._detach_outputs)
+        return self._engine.run(args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds like a function, so that methods can be step functions."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def timeline(self) -> Timeline:
+        """Returns when every action of the last call ran, in seconds from its start.
+
+        Collective: every rank of the PP_GROUP. On a GPU these are the times of submission.
+
+        Raises:
+            SMPError: the function has not run yet, or there is only one partition.
+        """
+        if not isinstance(self._engine, PipelinedStep):
+            raise SMPError("there is a timeline after a call with more than one partition only.")
+        return self._engine.timeline()
+
+
+def step(
+    slot: RuntimeSlot[TorchRuntime],
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
+
+    def decorate(function: Callable[..., Any]) -> StepFunction:
+        return StepFunction(slot, function, non_split_inputs, input_split_axes, detach_outputs)
+
+    return decorate if function is None else decorate(function)
