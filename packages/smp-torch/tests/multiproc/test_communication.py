@@ -15,7 +15,7 @@ from world import NamedDict, Result, run_cases, values
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError, run_ranks
-from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.api.slot import slot
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
-from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.capture import Capture, capture, profile
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel

@@ -18,7 +18,7 @@ import smdistributed.modelparallel as package
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
-from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 
 ROOT = "smdistributed.modelparallel"

@@ -18,7 +18,7 @@ from smdistributed.modelparallel.common.planning.simulator import build_schedule
 from smdistributed.modelparallel.torch.execute.executor import prepare
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.segments import Plan
-from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 

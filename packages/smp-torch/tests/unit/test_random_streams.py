@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.random.streams import RandomStreams, StepRandom
+from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.random.modules import RandomStreams
 from smdistributed.modelparallel.torch.record.costs import Draws
 
 ONE_DRAW = Draws(1, frozenset({F.dropout}))

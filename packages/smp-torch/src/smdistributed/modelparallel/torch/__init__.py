@@ -9,36 +9,42 @@ from smdistributed.modelparallel.torch import model as model
 from smdistributed.modelparallel.torch import nn as nn
 from smdistributed.modelparallel.torch import optimizers as optimizers
 from smdistributed.modelparallel.torch import patches as patches
-from smdistributed.modelparallel.torch.api.public import (
-    DistributedModel,
-    DistributedOptimizer,
-    clip_grad_norm_,
+from smdistributed.modelparallel.torch.api.building import (
     delay_param_initialization,
-    facade,
+    model_creation,
+    partition,
+    set_activation_checkpointing,
+    set_partition,
+)
+from smdistributed.modelparallel.torch.api.checkpoints import (
+    load,
+    resume_from_checkpoint,
+    save,
+    save_checkpoint,
+)
+from smdistributed.modelparallel.torch.api.groups import (
     get_dp_process_group,
     get_mp_process_group,
     get_pp_process_group,
     get_rdp_process_group,
     get_tp_process_group,
     get_world_process_group,
-    init,
-    is_tracing,
-    load,
-    model_creation,
-    partition,
-    resume_from_checkpoint,
-    save,
-    save_checkpoint,
-    set_activation_checkpointing,
-    set_partition,
-    step,
 )
+from smdistributed.modelparallel.torch.api.slot import facade
+from smdistributed.modelparallel.torch.api.start import init
 from smdistributed.modelparallel.torch.api.tensor_parallel import (
     hvd_average_grads,
     set_tensor_parallelism,
     tensor_parallelism,
     tp_register,
     tp_register_with_module,
+)
+from smdistributed.modelparallel.torch.api.training import (
+    DistributedModel,
+    DistributedOptimizer,
+    clip_grad_norm_,
+    is_tracing,
+    step,
 )
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.stepping.output import StepOutput

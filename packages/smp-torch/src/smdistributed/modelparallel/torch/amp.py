@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.api.slot import slot
 
 __all__ = ["GradScaler"]
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.api.slot import slot
 
 
 @dataclass(frozen=True)

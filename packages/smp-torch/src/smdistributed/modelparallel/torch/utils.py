@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from smdistributed.modelparallel.torch.api.public import facade
+from smdistributed.modelparallel.torch.api.slot import facade
 
 
 def rmsg(message: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.api.public import slot
+from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.later import later_function
 
 

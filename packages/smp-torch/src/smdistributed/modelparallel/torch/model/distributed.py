@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.gradients.data_parallel import (
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState, collect
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.plan.placement import Placement
-from smdistributed.modelparallel.torch.random.streams import RandomStreams
+from smdistributed.modelparallel.torch.random.modules import RandomStreams
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.nested import map_tensors

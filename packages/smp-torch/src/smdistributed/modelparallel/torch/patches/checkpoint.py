@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from smdistributed.modelparallel.torch.activations import checkpointing as activation_checkpointing
-from smdistributed.modelparallel.torch.api import public as api
+from smdistributed.modelparallel.torch.activations import checkpointing
+from smdistributed.modelparallel.torch.api.building import partition_of
 
 
 def checkpoint(
@@ -38,9 +38,7 @@ def checkpoint(
 
     Source: smd_model_parallel_pytorch_tensor_parallel.rst, Activation Checkpointing APIs.
     """
-    return activation_checkpointing.checkpoint(
-        module, *args, preserve_rng_state=preserve_rng_state, **kwargs
-    )
+    return checkpointing.checkpoint(module, *args, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
 def checkpoint_sequential(
@@ -69,11 +67,11 @@ def checkpoint_sequential(
 
     Source: smd_model_parallel_pytorch_tensor_parallel.rst, Activation Checkpointing APIs.
     """
-    return activation_checkpointing.checkpoint_sequential(
+    return checkpointing.checkpoint_sequential(
         sequential_module,
         input,
         strategy,
         preserve_rng_state,
         pack_args_as_tuple,
-        api.partition_of,
+        partition_of,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.activations import torch_checkpoint as checkpoint_calls
+from smdistributed.modelparallel.torch.activations import torch_checkpoint
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 
 
@@ -116,7 +116,7 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
         with listener.checkpointed(), torch.set_grad_enabled(differentiable):
             return function(*args)
 
-    with checkpoint_calls.replaced(lambda *_: (around, reentrant)):
+    with torch_checkpoint.replaced(lambda *_: (around, reentrant)):
         yield
 
 

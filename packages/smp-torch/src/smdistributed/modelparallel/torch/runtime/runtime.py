@@ -39,7 +39,7 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
-from smdistributed.modelparallel.torch.random.streams import StepRandom
+from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 

@@ -10,7 +10,7 @@ import torch
 
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
-from smdistributed.modelparallel.torch.random.streams import DrawByDraw, draw_step_seed
+from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.recorder import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS

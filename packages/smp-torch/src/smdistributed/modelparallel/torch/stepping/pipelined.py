@@ -38,7 +38,7 @@ from smdistributed.modelparallel.torch.plan.final_gradients import (
 )
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.segments import Plan
-from smdistributed.modelparallel.torch.random.streams import draw_step_seed
+from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.capture import profile
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions

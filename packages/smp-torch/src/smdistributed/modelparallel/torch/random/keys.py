@@ -6,11 +6,6 @@ microbatch and the key, and put back afterwards, so a mask is the same whichever
 and in whichever order. One seed a step comes from the user's own generator, which advances by that
 one draw and is left alone otherwise.
 
-A module that draws once in a call, or that is never split, is seeded when it is entered; one that
-draws several times and has children is watched draw by draw, since another partition may execute
-its draws on several ranks. What a module draws is known from a recording, or learned in its first
-call: that call is keyed in every way, and what it did draw is noted.
-
 A recomputation in the backward pass (activation checkpointing) enters the same modules again and
 must see the same numbers, so it repeats the keys of the forward pass: a function that torch's
 checkpointing calls again counts calls and draws from where it counted from at first.
@@ -25,19 +20,16 @@ import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.activations import torch_checkpoint as checkpoint_calls
-from smdistributed.modelparallel.torch.record.costs import Draws
-from smdistributed.modelparallel.torch.record.python_state import python_draws
+from smdistributed.modelparallel.torch.activations import torch_checkpoint
 
 
 def draw_step_seed() -> int:
@@ -222,8 +214,8 @@ def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextMana
     """Lets torch's activation checkpointing repeat the random numbers of the forward pass."""
 
     def replace(
-        around: checkpoint_calls.Around, reentrant: checkpoint_calls.Reentrant
-    ) -> tuple[checkpoint_calls.Around, checkpoint_calls.Reentrant]:
+        around: torch_checkpoint.Around, reentrant: torch_checkpoint.Reentrant
+    ) -> tuple[torch_checkpoint.Around, torch_checkpoint.Reentrant]:
         return (
             lambda function, *args, **kwargs: around(random.repeatable(function), *args, **kwargs),
             lambda function, *args: reentrant(once_plain(function), *args),
@@ -234,7 +226,7 @@ def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextMana
         calls = itertools.chain([function], itertools.repeat(random.repeatable(function)))
         return lambda *args: next(calls)(*args)
 
-    return checkpoint_calls.replaced(replace)
+    return torch_checkpoint.replaced(replace)
 
 
 class DrawByDraw(TorchFunctionMode):
@@ -280,173 +272,3 @@ class DrawByDraw(TorchFunctionMode):
                 self.draws += 1
                 self.drew.add(func)
         return result
-
-
-class _FirstCall:
-    """Seeds all that one call of a module may draw, and finds out what it does draw.
-
-    Args:
-        random: of the step.
-        name: of the module.
-        call: the number of its call.
-        by_draw: whether several draws have keys of their own.
-    """
-
-    def __init__(self, random: StepRandom, name: str, call: int, *, by_draw: bool) -> None:
-        self._random = random
-        self._name = name
-        self._call = call
-        self.mode = DrawByDraw(random, name, call, None) if by_draw else None
-        self._stack = contextlib.ExitStack()
-        self._draws = Draws()
-
-    def __enter__(self) -> _FirstCall:
-        self._stack.enter_context(self._random.drawing(self._name, self._call, 0))
-        self._stack.enter_context(self._random.drawing_in_python(self._name, self._call))
-        drawn_in_python = python_draws()
-        state = self._random.state()
-        if self.mode is not None:
-            self._stack.enter_context(self.mode)
-
-        def note() -> None:
-            # What no function mode sees, a scripted function say, counts as one draw.
-            unseen = int(state != self._random.state())
-            self._draws = Draws(
-                max(unseen, self.mode.draws if self.mode else 0),
-                frozenset(self.mode.drew if self.mode else ()),
-                drawn_in_python(),
-            )
-
-        self._stack.callback(note)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def found(self) -> Draws:
-        """Returns what the call drew; after its end."""
-        return self._draws
-
-
-class RandomStreams:
-    """Keys the draws of one model's modules while they run as they are.
-
-    Args:
-        random: of the step in progress.
-    """
-
-    def __init__(self, random: StepRandom) -> None:
-        self._random = random
-        self._known: dict[nn.Module, Draws] = {}
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-
-    def learn(self, modules: Mapping[str, nn.Module]) -> None:
-        """Finds out what modules draw, each in its next call in a step.
-
-        Args:
-            modules: by the name of their keys.
-        """
-        for name, module in modules.items():
-            self._hook(module, *self._learning(name, module))
-
-    def add(self, modules: Mapping[str, tuple[nn.Module, Draws]]) -> None:
-        """Takes modules whose draws were seen, by the name of their keys."""
-        for name, (module, draws) in modules.items():
-            known = self._known.get(module)
-            both = draws if known is None else known.union(draws)
-            if both == known:
-                continue
-            self._known[module] = both
-            if both.in_python:
-                self._random.note_draws_in_python(module)
-            if both:
-                self._hook(module, *self._keying(name, module, both))
-            else:
-                self._hook(module)
-
-    def keep(self, modules: Mapping[str, nn.Module]) -> None:
-        """Takes what belongs to the model now; others draw from the user's generators for good.
-
-        Args:
-            modules: by the name of their keys.
-        """
-        for module in list(self._handles):
-            self._hook(module)
-        present = set(modules.values())
-        self._known = {each: draws for each, draws in self._known.items() if each in present}
-        self.learn(modules)
-
-    def _hook(self, module: nn.Module, *hooks: Callable[..., None]) -> None:
-        """Hooks the start and the end of a module's calls, in place of what was there before."""
-        for handle in self._handles.pop(module, ()):
-            handle.remove()
-        if hooks:
-            enter, leave = hooks
-            self._handles[module] = [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-
-    def _learning(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
-        random = self._random
-        by_draw = next(module.children(), None) is not None
-        enter_rehearsal, leave_rehearsal = self._keying(
-            name, module, self._known.get(module, Draws())
-        )
-        entered: list[_FirstCall | None] = []
-        found = Draws()
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if not random.is_real:
-                enter_rehearsal(module, args)
-                return
-            # First of all: ``leave`` is called also when the rest raises.
-            entered.append(None)
-            call = _FirstCall(random, name, random.number_of_call(name), by_draw=by_draw)
-            random.entered.append(call.mode)
-            entered[-1] = call.__enter__()
-
-        def leave(module: nn.Module, args: Any, result: Any) -> None:
-            nonlocal found
-            if not entered:
-                leave_rehearsal(module, args, result)
-                return
-            call = entered.pop()
-            if call is None:
-                return
-            call.__exit__()
-            random.entered.pop()
-            found = found.union(call.found())
-            if not entered:  # else the module called itself, and is still under way
-                self.add({name: (module, found.union(self._known.pop(module, found)))})
-
-        return enter, leave
-
-    def _keying(
-        self, name: str, module: nn.Module, draws: Draws
-    ) -> tuple[Callable[..., None], ...]:
-        random = self._random
-        by_draw = draws.most > 1 and next(module.children(), None) is not None
-        saved: list[contextlib.ExitStack] = []
-
-        def enter(module: nn.Module, args: Any) -> None:
-            stack = contextlib.ExitStack()
-            # First of all: ``leave`` is called also when the rest raises.
-            saved.append(stack)
-            if not random.is_active:
-                return
-            call = random.number_of_call(name)
-            entered: object = stack
-            if by_draw:
-                entered = stack.enter_context(DrawByDraw(random, name, call, draws.functions))
-            elif draws.most:
-                stack.enter_context(random.drawing(name, call, 0))
-            if draws.in_python:
-                stack.enter_context(random.drawing_in_python(name, call))
-            random.entered.append(entered)
-            stack.callback(random.entered.pop)
-
-        def leave(module: nn.Module, args: Any, result: Any) -> None:
-            saved.pop().close()
-
-        return enter, leave

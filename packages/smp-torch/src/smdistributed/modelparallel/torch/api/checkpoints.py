@@ -1,0 +1,206 @@
+"""Saving and resuming."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smdistributed.modelparallel.common.errors import (
+    UnsupportedError,
+)
+from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.checkpoint import rank_files
+from smdistributed.modelparallel.torch.checkpoint import save_and_resume as checkpoint
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
+from smdistributed.modelparallel.torch.optimizer.distributed import (
+    DistributedOptimizer as BaseOptimizer,
+)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int,
+    partial: bool = True,
+    model: BaseModel | None = None,
+    optimizer: BaseOptimizer | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Saves a checkpoint that a later job can resume from; never leaves half of one.
+
+    Collective: every process; the library picks the writers. On return everything is on disk.
+
+    Args:
+        path: the folder; made if missing.
+        tag: the same on all ranks, normally the step.
+        partial: one file a rank, to continue from to the last bit: it also holds the partition
+            and the state of the random generators of each rank. False: the whole model in the file
+            ``tag``, and the whole optimizer state in ``optimizer_<tag>``, for torch alone to load.
+        model: the DistributedModel.
+        optimizer: the DistributedOptimizer.
+        user_content: anything that ``torch.save`` takes; returned on resume.
+        translate_if_full: accepted; no translation exists yet.
+        num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
+
+    Raises:
+        TypeError: ``model`` or ``optimizer`` is not wrapped.
+        CheckpointError: some rank failed to write; nothing was committed.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    checkpoint.save_checkpoint(
+        slot.get(),
+        path,
+        tag,
+        partial=partial,
+        model=model,
+        optimizer=optimizer,
+        user_content=user_content,
+        num_kept_partial_checkpoints=num_kept_partial_checkpoints,
+    )
+
+
+def resume_from_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str | int | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[Any], Any] | None = None,
+    *,
+    load_optimizer_states: bool | None = None,
+    model: BaseModel | None = None,
+    optimizer: BaseOptimizer | None = None,
+    trust_pickle: bool = False,
+) -> Any:
+    """Restores the model and the optimizer of this script from a checkpoint.
+
+    A partial checkpoint also restores the state of the random generators (torch's of the host and
+    of the device, Python's, NumPy's if it is imported), so that training goes on as if it had not
+    stopped. With the degrees that it was saved with, its partition is taken over, and a model that
+    is not partitioned yet gets the weights in the first call of a step function. With another
+    ``pipeline_parallel_degree``, or another partition already in place, every rank takes its share
+    of all parts, and the random state of the first rank of its pipeline. A replica that the saving
+    job did not have keeps the random state that the script gave it. Collective: every process.
+
+    Args:
+        path: the folder.
+        tag: which checkpoint; None takes the newest of its kind. With ``partial=False`` it can be
+            the name of a file that ``torch.save`` wrote from the state of the plain model.
+        partial: the kind of the checkpoint.
+        strict: missing or unexpected names are errors.
+        load_optimizer: restore the optimizer too, if the checkpoint holds its state.
+        load_sharded_optimizer_state: without effect: optimizer state is not sharded yet.
+        translate_function: must be None: no translation exists yet.
+        load_optimizer_states: the former name of ``load_optimizer``.
+        model: which DistributedModel to restore; by default the one made last.
+        optimizer: which DistributedOptimizer to restore; by default the one made last.
+        trust_pickle: load user content of any class, which can run code from the file.
+
+    Returns:
+        The user content of the checkpoint, or None.
+
+    Raises:
+        CheckpointError: missing, damaged, saved with another ``tensor_parallel_degree``, or with
+            optimizer state for which there is no optimizer; on all ranks.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    if translate_function is not None:
+        raise UnsupportedError(
+            "translate_function is not supported yet; translate the state first."
+        )
+    return checkpoint.resume_from_checkpoint(
+        slot.get(),
+        path,
+        tag,
+        partial=partial,
+        model=model,
+        optimizer=optimizer,
+        strict=strict,
+        load_optimizer=load_optimizer if load_optimizer_states is None else load_optimizer_states,
+        trust_pickle=trust_pickle,
+    )
+
+
+def save(
+    obj: Any,
+    f: str,
+    partial: bool = True,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    *,
+    v3: bool = False,
+) -> None:
+    """Saves an object as ``torch.save`` does, through a temporary file; one file a rank if partial.
+
+    Local; call it with dp_rank 0 (partial) or rank 0 (not partial).
+
+    Args:
+        obj: what to save.
+        f: file name; a partial file's gets ``_<mp_rank>``, or with ``v3``
+            ``_<pp_rank>_<tp_rank>_<rdp_rank>``.
+        partial: whether each caller writes a file of its own.
+        pickle_module: as in ``torch.save``.
+        pickle_protocol: as in ``torch.save``.
+        v3: the longer name.
+
+    Raises:
+        TypeError: ``f`` is no str.
+        FileNotFoundError: its folder does not exist.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    rank_files.save(
+        slot.get(),
+        obj,
+        f,
+        partial=partial,
+        v3=v3,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+    )
+
+
+def load(
+    f: str,
+    map_location: Any = None,
+    pickle_module: Any = pickle,
+    *,
+    partial: bool = True,
+    back_compat: bool = False,
+    pickle_load_args: Mapping[str, Any] | None = None,
+    **more_pickle_load_args: Any,
+) -> Any:
+    """Loads what ``smp.save`` or ``torch.save`` wrote; by default tensors and plain values only.
+
+    Local. A file of objects of other classes needs ``weights_only=False``, which can run code from
+    the file.
+
+    Args:
+        f: file name, as it was given to ``smp.save``.
+        map_location: as in ``torch.load``.
+        pickle_module: as in ``torch.load``; another than ``pickle`` needs ``weights_only=False``.
+        partial: read this rank's own file.
+        back_compat: accepted, without effect.
+        pickle_load_args: passed on to ``torch.load``, as the further arguments by keyword are.
+        more_pickle_load_args: passed on to ``torch.load``.
+
+    Raises:
+        TypeError: ``f`` is no str.
+        CheckpointError: there is no file of this rank; lists those found and their degrees.
+
+    Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+    """
+    return rank_files.load(
+        slot.get(),
+        f,
+        partial=partial,
+        map_location=map_location,
+        pickle_module=pickle_module,
+        arguments={**(pickle_load_args or {}), **more_pickle_load_args},
+    )

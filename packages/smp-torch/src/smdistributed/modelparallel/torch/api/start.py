@@ -1,0 +1,39 @@
+"""Starting the library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.compat.original_forward import original_forward
+from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
+from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
+from smdistributed.modelparallel.torch.model.distributed import modules_adopted
+from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
+from smdistributed.modelparallel.torch.runtime.runtime import start
+
+
+def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> None:
+    """Starts the library in this process: reads the configuration, joins the job, builds groups.
+
+    Call it first. Collective: every process. A second call has no effect but a warning.
+
+    Args:
+        config: parameters by name, or the path of a YAML or JSON file with them. What the launcher
+            set in ``SM_HP_MP_PARAMETERS`` wins over it, key by key.
+
+    Raises:
+        ConfigError: the configuration breaks a rule; the message lists all problems.
+
+    Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
+    """
+    is_first = not slot.is_filled
+    start(slot, config)
+    if is_first:
+        runtime = slot.get()
+        runtime.replacements.enter_context(norms_of_whole_models(runtime))
+        runtime.replacements.enter_context(shared_overflows(runtime))
+        runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
+        runtime.replacements.enter_context(modules_adopted(runtime))
+        runtime.replacements.enter_context(original_forward())

@@ -1,0 +1,191 @@
+"""What a training loop is made of: step function, model, optimizer, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.gradients.data_parallel import DataParallelOptions
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
+from smdistributed.modelparallel.torch.optimizer.distributed import (
+    DistributedOptimizer as BaseOptimizer,
+)
+from smdistributed.modelparallel.torch.stepping import function as step_function
+
+
+def step(
+    non_split_inputs: Iterable[str] | Callable[..., Any] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
+
+    Usable as ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)``. See ``StepFunction`` for what a
+    call does. Collective: every process.
+
+    Args:
+        non_split_inputs: names of arguments given whole to every microbatch; or the function,
+            when used without parentheses.
+        input_split_axes: batch axis by argument name; 0 for all others.
+        detach_outputs: detach returned tensors; False needs one partition.
+
+    Raises:
+        ConfigError: an option names no argument of the function.
+
+    Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
+    """
+    function, names = non_split_inputs, None
+    if not callable(function):
+        function, names = None, function
+    return step_function.step(
+        slot,
+        function,
+        non_split_inputs=names,
+        input_split_axes=input_split_axes,
+        detach_outputs=detach_outputs,
+    )
+
+
+def is_tracing() -> bool:
+    """Tells whether the step function runs on fake tensors at present, to be recorded.
+
+    Code of a model can leave out side effects then.
+
+    Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
+    """
+    step = slot.get().current_step
+    return step is not None and step.is_tracing
+
+
+def _check_tracing(device: str, times: bool) -> None:
+    if device not in ("cpu", "gpu"):
+        raise ValueError(f"trace_device must be 'cpu' or 'gpu'; received {device!r}.")
+    if times and device == "cpu":
+        raise ValueError(
+            "trace_execution_times=True needs trace_device='gpu'; received trace_device='cpu': "
+            "leave one of them at its default."
+        )
+
+
+class DistributedModel(BaseModel):
+    """The user's model, split over the ranks of the pipeline; takes its place in the script.
+
+    Collective: every process constructs it. The partition is decided in the first call of a step
+    function; with one partition, here.
+
+    Args:
+        module: the model to distribute.
+        trace_device: accepted; models are traced without memory, on no device.
+        trace_execution_times: accepted: costs are counted, not measured, on any device.
+        overlapping_allreduce: with ddp, reduce each bucket of gradients over the data-parallel
+            ranks as soon as it is complete; False: all at the end of the step.
+        backward_passes_per_step: step calls whose gradients are summed before they are reduced.
+        average_grads_across_microbatches: divide summed gradients by the number of microbatches
+            (the loss is a mean over the batch); False only sums.
+        bucket_cap_mb: size of a bucket of gradients, in MiB.
+        trace_memory_usage: accepted: memory is counted from the sizes of what is kept.
+        broadcast_buffers: with ddp, buffers follow the first rank of the DP_GROUP at each step.
+        gradient_as_bucket_view: leave gradients in their buckets, which saves a copy of them; do
+            not call ``detach_`` on such a gradient.
+        find_unused_parameters: accepted; unused parameters are always found: one that has a
+            gradient on some data-parallel ranks counts as zero on the others, and one that has
+            none anywhere keeps none.
+
+    Raises:
+        TypeError: ``module`` is no ``torch.nn.Module``, or another argument has a wrong type.
+        ValueError: a number is too small, or options exclude each other.
+
+    Source: smd_model_parallel_pytorch.rst, DistributedModel.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        _check_tracing(trace_device, trace_execution_times)
+        super().__init__(
+            slot.get(),
+            module,
+            DataParallelOptions(
+                overlapping_allreduce=overlapping_allreduce,
+                backward_passes_per_step=backward_passes_per_step,
+                average_grads_across_microbatches=average_grads_across_microbatches,
+                bucket_cap_mb=bucket_cap_mb,
+                broadcast_buffers=broadcast_buffers,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                find_unused_parameters=find_unused_parameters,
+            ),
+        )
+
+
+class DistributedOptimizer(BaseOptimizer):
+    """A torch optimizer over the parameters of a distributed model; use it like the wrapped one.
+
+    Args:
+        optimizer: the torch optimizer to wrap.
+        static_loss_scale: without effect unless fp16 is configured.
+        dynamic_loss_scale: without effect unless fp16 is configured.
+        dynamic_loss_args: without effect unless fp16 is configured.
+        dynamic_loss_kwargs: without effect unless fp16 is configured.
+
+    Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **dynamic_loss_kwargs: Any,
+    ) -> None:
+        super().__init__(slot.get(), optimizer)
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scales gradients so that their norm over the whole model is at most ``max_norm``.
+
+    ``torch.nn.utils.clip_grad_norm_`` does the same with the parameters of a DistributedModel.
+    Call it after the step function; a scaler unscales first.
+
+    Collective: every rank of the PP_GROUP, also one without gradients.
+
+    Args:
+        parameters: of a DistributedModel, or the model itself.
+        max_norm: the largest norm allowed.
+        norm_type: order of the norm; ``float("inf")`` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or not a number.
+        foreach: as in ``torch.nn.utils.clip_grad_norm_``.
+
+    Returns:
+        The norm before clipping, the same on every rank of the PP_GROUP.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+
+    Source: model-parallel-customize-training-script-pt.md, Important Considerations.
+    """
+    slot.get()
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
