@@ -232,8 +232,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the partition is not announced",
-        "torch/model/distributed.py",
-        "return self._placement is not None or self._runtime.topology.pp_size == 1",
+        "torch/model/holder.py",
+        "return self._placement is not None or self._is_whole",
         "return False",
         ("partitioned_turns_true_in_the_first_step",),
     ),

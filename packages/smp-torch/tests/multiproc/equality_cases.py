@@ -102,7 +102,7 @@ def case_tied_embedding_and_container_tensors() -> None:
     batches = [[torch.randint(11, (8 * smp.dp_size(), 6))] for _ in range(2)]
     model = compare(Tied, predict_tokens, batches)
     if smp.pp_size() > 1:
-        partition = model.partition_by_name()
+        partition = model.holder.partition_by_name()
         assert partition["embedding"] == partition["head"]
 
 

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.errors import PartitionError
 
 def partition_of(model: smp.DistributedModel, *names: str) -> dict[str, int]:
     modules = dict(model.get_module().named_modules())
-    return {name: model.placement.partition_of[modules[name]] for name in names}
+    return {name: model.holder.placement.partition_of[modules[name]] for name in names}
 
 
 def case_partition_contexts() -> None:

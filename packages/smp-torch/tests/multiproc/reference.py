@@ -121,9 +121,9 @@ def assert_close(got: torch.Tensor | None, want: torch.Tensor | None, name: str)
 def assert_is_split(model: smp.DistributedModel) -> None:
     """Every rank computes something, else a comparison proves nothing, and keeps its own only."""
     if smp.pp_size() > 1:
-        placement = model.placement
+        placement = model.holder.placement
         partitions = {placement.partition_of[module] for module in placement.leaves}
-        assert partitions == set(range(smp.pp_size())), model.partition_by_name()
+        assert partitions == set(range(smp.pp_size())), model.holder.partition_by_name()
         own = {id(parameter) for parameter in model.local_parameters()}
         others = [each for each in model.parameters() if id(each) not in own]
         assert others

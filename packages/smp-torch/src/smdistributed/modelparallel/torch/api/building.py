@@ -92,11 +92,11 @@ def set_partition(module: nn.Module, index: int) -> None:
     runtime = slot.get()
     if runtime.topology.pp_size > 1:
         for model in runtime.live_models():
-            if model.partitioned and module in model.fakes.names:
+            if model.partitioned and module in model.holder.fakes.names:
                 raise PartitionError(
                     "set_partition must come before the first call of a step function with the "
-                    f"model; {model.fakes.names[module] or type(module).__name__} has its "
-                    f"partition, {model.partition_of(module)}."
+                    f"model; {model.holder.fakes.names[module] or type(module).__name__} has its "
+                    f"partition, {model.holder.partition_of(module)}."
                 )
     runtime.manual_partitions.set(module, index)
 
@@ -104,8 +104,8 @@ def set_partition(module: nn.Module, index: int) -> None:
 def partition_of(module: nn.Module) -> int | None:
     """Returns the partition of a module of a DistributedModel; None while it is not decided."""
     for model in slot.get().live_models() if slot.is_filled else ():
-        if module in model.fakes.names:
-            found: int | None = model.partition_of(module)
+        if module in model.holder.fakes.names:
+            found: int | None = model.holder.partition_of(module)
             return found
     return None
 

@@ -147,7 +147,7 @@ def resume_from_checkpoint(
     directory.everywhere(f"Resuming checkpoint '{checkpoint.tag}' in {directory.path}", read)
     (content,) = contents
     if content.partition is not None:
-        model.fix_partition(content.partition)
+        model.holder.fix_partition(content.partition)
     if content.model is not None:
         is_own = content.partition is not None
         model.load_state_dict(content.model, strict=strict, same_partition_load=is_own)
@@ -281,7 +281,7 @@ def _layout(runtime: TorchRuntime, model: DistributedModel | None) -> dict[str, 
     return {
         "pipeline_parallel_degree": topology.pp_size,
         "tensor_parallel_degree": topology.tp_size,
-        "partition": {} if model is None else model.partition_by_name(),
+        "partition": {} if model is None else model.holder.partition_by_name(),
     }
 
 

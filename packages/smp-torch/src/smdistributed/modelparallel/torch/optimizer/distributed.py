@@ -174,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         models = self._models()
         for model in models:
-            model.check_nothing_waits()
+            model.holder.check_nothing_waits()
         runtime = self._runtime
         is_split = runtime.topology.pp_size > 1 and all(model.partitioned for model in models)
         state = self.optimizer.state_dict()
@@ -245,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _when_partitioned(self, action: Callable[[], None]) -> None:
         waiting = [model for model in self._models() if not model.partitioned]
         if waiting:
-            waiting[0].when_partitioned(lambda: self._when_partitioned(action))
+            waiting[0].holder.when_partitioned(lambda: self._when_partitioned(action))
         else:
             action()
 

@@ -139,7 +139,11 @@ class EagerStep:
         step.
         """
         flags = tuple(
-            (model.number, model.version, tuple(module.training for module in model.fakes.names))
+            (
+                model.number,
+                model.holder.version,
+                tuple(module.training for module in model.holder.fakes.names),
+            )
             for model in models
         )
         if flags == self._flags:
@@ -147,4 +151,4 @@ class EagerStep:
         self._flags = flags
         self._drawing = None
         for model in models:
-            model.learn_draws()
+            model.drawing.learn()

@@ -144,7 +144,7 @@ class StepInputs:
                 torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             ),
             tuple(
-                (model.number, model.version, *model.fakes.flags())
+                (model.number, model.holder.version, *model.holder.fakes.flags())
                 for model in self._runtime.live_models()
             ),
         )

@@ -254,7 +254,7 @@ class PipelinedStep:
         return [
             model
             for model in self.runtime.live_models()
-            if not modules.isdisjoint(model.fakes.names)
+            if not modules.isdisjoint(model.holder.fakes.names)
         ]
 
     def _programs_of(self, plan: Plan) -> dict[int, Program]:
@@ -280,7 +280,7 @@ class PipelinedStep:
         def measure(decisions: OwnDecisions | GivenDecisions) -> Profile:
             with self._recording():
                 return profile(
-                    [model.fakes for model in models],
+                    [model.holder.fakes for model in models],
                     self._function,
                     *call,
                     runtime.fake_mode,
@@ -311,15 +311,15 @@ class PipelinedStep:
         for model in models:
             if model.get_module() not in costs.modules:
                 continue
-            model.measure(costs)
+            model.drawing.take(costs)
             if model.partitioned:
                 continue
             pinned = runtime.manual_partitions.of(model.get_module())
             if not config.auto_partition:
                 pinned.setdefault(model.get_module(), config.default_partition)
-            pinned = model.fixed_partition or pinned
+            pinned = model.holder.fixed_partition or pinned
             placement = decide(
-                model.fakes,
+                model.holder.fakes,
                 None if config.skip_tracing else costs,
                 pinned,
                 runtime.topology.pp_size,
@@ -327,7 +327,7 @@ class PipelinedStep:
             )
             # One decision for the whole job: code that goes through a set has no order of its own.
             assignment = communicator.from_first(placement.assignment, CommGroup.WORLD)
-            placement = Placement(model.fakes, assignment)
+            placement = Placement(model.holder.fakes, assignment)
             model.place(placement)
             if self._pp_rank == 0 and runtime.coordinates.dp_rank == 0:
                 logger.info("%s", partition_text(placement.assignment))
@@ -365,7 +365,7 @@ class PipelinedStep:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.
                 for model in models:
-                    model.learn_draws()
+                    model.drawing.learn()
         self._ran = prepared.executor, times
         return results
 

@@ -246,12 +246,14 @@ class Recordings:
         runtime = self._runtime
         models = [model for model in runtime.live_models() if model.partitioned]
         leaves = {
-            module: leaf for model in models for module, leaf in model.placement.leaves.items()
+            module: leaf
+            for model in models
+            for module, leaf in model.holder.placement.leaves.items()
         }
         memory = self._memories.setdefault(kind.state, LeafMemory())
         with self._recording() as (on_start, reached):
             captured = capture(
-                [model.fakes for model in models],
+                [model.holder.fakes for model in models],
                 self._function,
                 *call,
                 runtime.fake_mode,
@@ -263,7 +265,7 @@ class Recordings:
                 on_start,
             )
         for model in models:
-            model.measure(captured.profile)
+            model.drawing.take(captured.profile)
         if order is not None:
             captured.graph.put_in_order(order())
         names = captured.graph.names()
@@ -281,13 +283,13 @@ class Recordings:
         partition_of = {
             module: partition
             for model in models
-            for module, partition in model.placement.partition_of.items()
+            for module, partition in model.holder.placement.partition_of.items()
         }
 
         def owner_of(slot: Any) -> int:
             for model in models:
-                if slot in model.fakes.slots:
-                    return model.placement.owner_of(slot)
+                if slot in model.holder.fakes.slots:
+                    return model.holder.placement.owner_of(slot)
             raise AssertionError("a recorded parameter belongs to no model")
 
         plan = cut(captured.graph, partition_of, owner_of)

@@ -1,0 +1,81 @@
+"""Which modules of a model draw random numbers, by the names that their keys have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.random.modules import RandomStreams
+from smdistributed.modelparallel.torch.record.costs import Profile
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+class DrawingModules:
+    """The random streams of one model, kept up to date with its modules.
+
+    Args:
+        random: of the step in progress.
+        holder: of the model.
+    """
+
+    def __init__(self, random: StepRandom, holder: Holder) -> None:
+        self._holder = holder
+        self._streams = RandomStreams(random)
+        self.learn()
+
+    def learn(self) -> None:
+        """Finds out which modules draw random numbers, each in its next call."""
+        self._streams.learn(self._by_name())
+
+    def refresh(self) -> None:
+        """Takes the modules that the model has now."""
+        self._streams.keep(self._by_name())
+
+    def adopt(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        """Takes a module that code adds during a step; its draws are learned in its first call."""
+        fakes = self._holder.fakes
+        if parent in fakes.names:
+            prefix = f"{fakes.draw_name(parent)}.{name}"
+            self._streams.learn(
+                {
+                    f"{prefix}.{inner}".rstrip("."): module
+                    for inner, module in child.named_modules()
+                    if module not in fakes.names
+                }
+            )
+
+    def take(self, profile: Profile) -> None:
+        """Takes from a profile which modules draw."""
+        fakes = self._holder.fakes
+        self._streams.add(
+            {
+                fakes.draw_name(module): (module, costs.draws)
+                for module, costs in profile.modules.items()
+                if module in fakes.names
+            }
+        )
+
+    def _by_name(self) -> dict[str, nn.Module]:
+        fakes = self._holder.fakes
+        return {fakes.draw_name(module): module for module in fakes.names}
+
+
+@contextlib.contextmanager
+def modules_adopted(runtime: TorchRuntime) -> Iterator[None]:
+    """Tells models of the modules that a forward adds to them."""
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and runtime.random.is_active:
+            for model in runtime.live_models():
+                model.drawing.adopt(parent, name, child)
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()

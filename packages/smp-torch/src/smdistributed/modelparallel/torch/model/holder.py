@@ -1,0 +1,221 @@
+"""What of a model this rank holds: the whole of it until it is partitioned, then its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import NotPartitionedError, SMPError
+from smdistributed.modelparallel.torch.plan.placement import Placement
+from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+NOT_PARTITIONED = (
+    "the model is not partitioned yet: that happens in the first call of a step function."
+)
+
+
+class Holder:
+    """The tensors of one model on this rank.
+
+    With one partition the rank holds the whole model from the start. With more, the first call of
+    a step function decides the partition; the rank then keeps its part on the device, and the
+    tensors of other ranks stay in the modules, empty.
+
+    Args:
+        runtime: the state of the library in this process.
+        module: the user's model.
+        number: of the model in the keys of random numbers.
+
+    Attributes:
+        fakes: the names of the model's modules and tensors, and their stand-ins.
+        version: how often the structure of the user's model was taken.
+    """
+
+    def __init__(self, runtime: TorchRuntime, module: nn.Module, number: int) -> None:
+        self._runtime = runtime
+        self._own = runtime.coordinates.pp_rank
+        self._is_whole = runtime.topology.pp_size == 1
+        self._placement: Placement | None = None
+        self._waiting: list[Callable[[], Any]] = []
+        self._fixed: dict[str, int] = {}
+        self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
+        self.version = 0
+
+    # ------------------------------------------------------------------ the partition
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the partition is decided, by the first step call; with one partition, at once."""
+        return self._placement is not None or self._is_whole
+
+    @property
+    def placement(self) -> Placement:
+        """Where every module is.
+
+        Raises:
+            NotPartitionedError: that is not decided, or there is one partition.
+        """
+        if self._placement is None:
+            raise NotPartitionedError(NOT_PARTITIONED)
+        return self._placement
+
+    @property
+    def placement_if_split(self) -> Placement | None:
+        """Where every module is; None while this process holds the whole model."""
+        return self._placement
+
+    def partition_of(self, module: nn.Module) -> int | None:
+        """Returns the partition of a module of the user's model; None while it is not decided."""
+        return None if self._placement is None else self._placement.partition_of[module]
+
+    def fix_partition(self, partition: Mapping[str, int]) -> None:
+        """Decides the partition of modules by name, as a checkpoint has it.
+
+        Raises:
+            SMPError: the model is partitioned already, otherwise.
+        """
+        if self._placement is not None and partition != self.partition_by_name():
+            raise SMPError(
+                "the checkpoint has another partition than the model, which is partitioned "
+                "already: resume before the first call of a step function."
+            )
+        self._fixed = dict(partition)
+
+    @property
+    def fixed_partition(self) -> dict[nn.Module, int]:
+        """The modules whose partition a checkpoint decides."""
+        return {
+            module: self._fixed[name]
+            for module, name in self.fakes.names.items()
+            if name in self._fixed
+        }
+
+    def partition_by_name(self) -> dict[str, int]:
+        """Returns the partition of every module of the chosen granularity, by name."""
+        if self._placement is None:
+            return {}
+        assignment = self._placement.assignment
+        return {**assignment.containers, **assignment.units}
+
+    # ------------------------------------------------------------------ what waits for it
+
+    def when_partitioned(self, action: Callable[[], Any]) -> None:
+        """Runs ``action`` now if the model is partitioned, else right after that."""
+        if self.partitioned:
+            action()
+        else:
+            self._waiting.append(action)
+
+    def check_nothing_waits(self) -> None:
+        """Raises if a loaded state is not in the model yet, since it waits for the partition.
+
+        Raises:
+            NotPartitionedError: one is waiting.
+        """
+        if self._waiting:
+            raise NotPartitionedError(
+                "a state that was loaded waits for the partition of the model, which the first "
+                "call of a step function decides; read the state after that call."
+            )
+
+    def run_waiting(self) -> None:
+        """Runs what waited for the partition."""
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action()
+
+    # ------------------------------------------------------------------ tensors
+
+    def place_whole(self) -> None:
+        """Brings the whole model to the device."""
+        for _, tensor in self.delayed():
+            self._runtime.delayed.fill(tensor, self._runtime.device)
+        self.fakes.model.to(self._runtime.device)
+
+    def place(self, placement: Placement) -> None:
+        """Keeps the tensors of the own partition, on the device, and frees the others'."""
+        self._settle(placement)
+        self._placement = placement
+
+    def refresh(self) -> bool:
+        """Takes the user's changes to the structure of the model: modules, parameters, ties.
+
+        Returns:
+            whether there were any.
+
+        Raises:
+            PartitionError: a parameter is now shared between partitions.
+        """
+        if self.fakes.is_current:
+            return False
+        runtime, former = self._runtime, self.fakes
+        self.fakes = FakeModel(former.model, runtime.fake_mode, runtime.device, former)
+        self.version += 1
+        if self._placement is not None:
+            self._placement = Placement(self.fakes, self._placement.assignment)
+            self._placement.check_ties()
+            self._settle(self._placement)
+        return True
+
+    def _settle(self, placement: Placement) -> None:
+        own, device, delayed = self._own, self._runtime.device, self._runtime.delayed
+        for slot, tensor in self.delayed():
+            if placement.is_on(own, slot):
+                delayed.fill(tensor, device)
+            else:
+                delayed.drop(tensor, device)
+        for slot in self.fakes.slots:
+            tensor = _tensor(slot)
+            if placement.is_on(own, slot):
+                tensor.data = tensor.data.to(device)
+            else:
+                # Meta data cannot be assigned to a parameter that lives on a device.
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+
+    def delayed(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Yields what has no values yet: a tied tensor once."""
+        for slot in self.fakes.slots:
+            tensor = _tensor(slot)
+            if self._runtime.delayed.holds(tensor):
+                yield slot, tensor
+
+    def holds(self, slot: Slot) -> bool:
+        """Tells whether a parameter or buffer is on this rank."""
+        return self._is_whole or self.placement.is_on(self._own, slot)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields name and parameter of what is on this rank; names of the whole model."""
+        return self._named("_parameters")
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields name and buffer of what is on this rank."""
+        return self._named("_buffers")
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Yields the buffers on this rank."""
+        return (tensor for _, tensor in self.named_buffers())
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields name and module of the modules on this rank."""
+        for module, name in self.fakes.names.items():
+            if self._is_whole or self.placement.partition_of.get(module) == self._own:
+                yield name, module
+
+    def _named(self, kind: Literal["_parameters", "_buffers"]) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for slot in self.fakes.slots:
+            module, name = slot
+            tensor = getattr(module, kind).get(name)
+            if tensor is not None and id(tensor) not in seen and self.holds(slot):
+                seen.add(id(tensor))
+                yield self.fakes.slot_name(slot), tensor
+
+
+def _tensor(slot: Slot) -> Any:
+    module, name = slot
+    tensors: Any = module._parameters if name in module._parameters else module._buffers
+    return tensors[name]
