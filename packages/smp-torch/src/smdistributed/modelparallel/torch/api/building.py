@@ -13,7 +13,7 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.torch.activations import checkpointing
 from smdistributed.modelparallel.torch.api.slot import slot
-from smdistributed.modelparallel.torch.model.distributed import refuse_unsupported
+from smdistributed.modelparallel.torch.model.distributed import models_of, refuse_unsupported
 
 
 def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def set_partition(module: nn.Module, index: int) -> None:
     """
     runtime = slot.get()
     if runtime.topology.pp_size > 1:
-        for model in runtime.live_models():
+        for model in models_of(runtime):
             if model.partitioned and module in model.holder.fakes.names:
                 raise PartitionError(
                     "set_partition must come before the first call of a step function with the "
@@ -103,7 +103,7 @@ def set_partition(module: nn.Module, index: int) -> None:
 
 def partition_of(module: nn.Module) -> int | None:
     """Returns the partition of a module of a DistributedModel; None while it is not decided."""
-    for model in slot.get().live_models() if slot.is_filled else ():
+    for model in models_of(slot.get()) if slot.is_filled else ():
         if module in model.holder.fakes.names:
             found: int | None = model.holder.partition_of(module)
             return found

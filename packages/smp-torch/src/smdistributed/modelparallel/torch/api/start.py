@@ -9,7 +9,7 @@ from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.original_forward import original_forward
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
 from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
-from smdistributed.modelparallel.torch.model.drawing import modules_adopted
+from smdistributed.modelparallel.torch.model.adoption import modules_adopted
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 

@@ -30,10 +30,13 @@ from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import generators as random_state
-from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
-from smdistributed.modelparallel.torch.optimizer.distributed import DistributedOptimizer
+from smdistributed.modelparallel.torch.optimizer.distributed import (
+    DistributedOptimizer,
+    optimizers_of,
+)
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
@@ -123,10 +126,8 @@ def resume_from_checkpoint(
     trust_pickle: bool,
 ) -> Any:
     """See ``smp.resume_from_checkpoint``."""
-    model = _given_or_last(model, DistributedModel, runtime.live_models(), "model")
-    optimizer = _given_or_last(
-        optimizer, DistributedOptimizer, runtime.live_optimizers(), "optimizer"
-    )
+    model = _given_or_last(model, DistributedModel, models_of(runtime), "model")
+    optimizer = _given_or_last(optimizer, DistributedOptimizer, optimizers_of(runtime), "optimizer")
     if model is None:
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
     directory = _directory(runtime, path)

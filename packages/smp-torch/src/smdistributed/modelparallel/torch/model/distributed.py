@@ -9,7 +9,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -396,6 +396,11 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         if self.holder.placement_if_split is not None:
             self._state.gather_tensors()
         return self
+
+
+def models_of(runtime: TorchRuntime) -> list[DistributedModel]:
+    """Returns the models of this process that exist, in order of creation."""
+    return cast(list[DistributedModel], runtime.live_models())
 
 
 def refuse_unsupported(function: str, **asked: object) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.random.modules import RandomStreams
 from smdistributed.modelparallel.torch.record.costs import Profile
-from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
 class DrawingModules:
@@ -63,19 +58,3 @@ class DrawingModules:
     def _by_name(self) -> dict[str, nn.Module]:
         fakes = self._holder.fakes
         return {fakes.draw_name(module): module for module in fakes.names}
-
-
-@contextlib.contextmanager
-def modules_adopted(runtime: TorchRuntime) -> Iterator[None]:
-    """Tells models of the modules that a forward adds to them."""
-
-    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and runtime.random.is_active:
-            for model in runtime.live_models():
-                model.drawing.adopt(parent, name, child)
-
-    handle = register_module_module_registration_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.errors import (
     UnsupportedError,
 )
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.record.nested import map_tensors
@@ -252,7 +252,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ parameters
 
     def _models(self) -> list[DistributedModel]:
-        return [model for model in self._runtime.live_models() if self.serves(model)]
+        return [model for model in models_of(self._runtime) if self.serves(model)]
 
     def _names(self) -> dict[int, str]:
         """Returns the name of each parameter of the models, by id."""
@@ -298,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_duplicates(self) -> None:
         names = {
             id(parameter): name
-            for model in self._runtime.live_models()
+            for model in models_of(self._runtime)
             for name, parameter in model.get_module().named_parameters()
         }
         seen: set[int] = set()
@@ -311,3 +311,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         f"place {place}), and would be updated twice: give each parameter once."
                     )
                 seen.add(id(parameter))
+
+
+def optimizers_of(runtime: TorchRuntime) -> list[DistributedOptimizer]:
+    """Returns the optimizers of this process that exist, in order of creation."""
+    return cast(list[DistributedOptimizer], runtime.live_optimizers())

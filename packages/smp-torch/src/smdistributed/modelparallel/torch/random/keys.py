@@ -98,6 +98,10 @@ class StepRandom:
         """Whether the own forward of a module is known to draw from Python's generators."""
         return module in self._in_python
 
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook of a module does nothing but key its random numbers."""
+        return hook.__module__.rpartition(".")[0] == __package__
+
     @property
     def is_active(self) -> bool:
         """Whether a step is in progress."""

@@ -28,10 +28,11 @@ from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.ir import Graph, Leaf
 from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
+from smdistributed.modelparallel.torch.record.modules import Randomness
 from smdistributed.modelparallel.torch.record.nested import template
 from smdistributed.modelparallel.torch.record.pending import NumberParts, PendingNumber
 from smdistributed.modelparallel.torch.record.python_state import StateWatch
-from smdistributed.modelparallel.torch.record.recorder import Randomness, Recorder
+from smdistributed.modelparallel.torch.record.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

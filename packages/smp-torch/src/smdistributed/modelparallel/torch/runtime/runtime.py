@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,11 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
+from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
+from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
@@ -49,17 +52,7 @@ from smdistributed.modelparallel.torch.runtime.control_plane import TorchTranspo
 _HARDWARE_QUEUES = "2"
 
 
-class Step(Protocol):
-    """A step in progress, as far as a model needs to know it.
-
-    Attributes:
-        is_tracing: its body runs on fakes.
-    """
-
-    is_tracing: bool
-
-    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
-        """Takes a call of ``model.backward``."""
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(kw_only=True)
@@ -76,8 +69,6 @@ class TorchRuntime(Runtime):
         random: the random numbers of the step in progress.
         delayed: the parameters that have no values yet.
         current_step: the step in progress.
-        links: the transfers between the ranks of the pipeline, from the first step on; all step
-            functions share them.
         replacements: functions of torch that stand replaced while the library runs.
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
@@ -91,13 +82,12 @@ class TorchRuntime(Runtime):
     random: StepRandom
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     current_step: Step | None = None
-    links: Any = None
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    models: list[weakref.ref[Any]] = field(default_factory=list)
+    models: list[weakref.ref[Model]] = field(default_factory=list)
     num_models: int = 0
-    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
 
-    def add_model(self, model: Any) -> tuple[int, int]:
+    def add_model(self, model: Model) -> tuple[int, int]:
         """Takes note of a new DistributedModel.
 
         Returns:
@@ -111,13 +101,25 @@ class TorchRuntime(Runtime):
         self.num_models += 1
         return self.num_models, min(set(range(1, len(taken) + 2)) - taken)
 
-    def live_models(self) -> list[Any]:
+    def live_models(self) -> list[Model]:
         """Returns the DistributedModels that exist, in order of creation."""
         return _alive(self.models)
 
-    def live_optimizers(self) -> list[Any]:
+    def live_optimizers(self) -> list[Optimizer]:
         """Returns the DistributedOptimizers that exist, in order of creation."""
         return _alive(self.optimizers)
+
+    @cached_property
+    def links(self) -> Links:
+        """The transfers between the ranks of the pipeline; all step functions share them."""
+        return Links(
+            self.topology.groups(CommGroup.PP_GROUP),
+            self.topology.members(CommGroup.PP_GROUP, self.rank),
+            self.coordinates.pp_rank,
+            self.process_groups,
+            self.device,
+            data_plane_timeout(self.config.communication_timeout),
+        )
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
@@ -259,6 +261,7 @@ def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup,
     return own
 
 
-def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
-    references[:] = [reference for reference in references if reference() is not None]
-    return [reference() for reference in references]
+def _alive(references: list[weakref.ref[_Kept]]) -> list[_Kept]:
+    found = [(reference, reference()) for reference in references]
+    references[:] = [reference for reference, kept in found if kept is not None]
+    return [kept for _, kept in found if kept is not None]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
-from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
-from smdistributed.modelparallel.torch.record.recorder import STEP_FUNCTION
+from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.results import combine
@@ -56,7 +56,7 @@ class EagerStep:
         calls, weights = split_arguments(
             TENSORS, self._rules, runtime.config.microbatches, args, kwargs
         )
-        models = runtime.live_models()
+        models = models_of(runtime)
         for model in models:
             model.refresh()
         self._learn_draws(models)
@@ -108,7 +108,7 @@ class EagerStep:
         self.runtime.random.enter_pass(self._microbatch, backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
         is_last = self._is_last and self._calls == self._usual_calls
-        for each in self.runtime.live_models():
+        for each in models_of(self.runtime):
             if is_last:
                 each.data_parallel.enter_last_pass()
             else:

@@ -11,14 +11,13 @@ import enum
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
-from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.record.nested import (
     is_plain_value,
     map_tensors,
@@ -27,79 +26,18 @@ from smdistributed.modelparallel.torch.record.nested import (
 )
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.stepping.batch import (
+    Call,
+    CallKind,
+    Header,
+    MiniBatch,
+    State,
+    TensorKind,
+)
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """What a recording depends on of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorKind:
-        """Returns the kind of a tensor."""
-        return TensorKind(
-            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
-        )
-
-
-@dataclass(frozen=True)
-class State:
-    """What a recording depends on besides the arguments.
-
-    Attributes:
-        modes: grad mode, inference mode, autocast.
-        models: for each model of the process its number, version, training flags and
-            requires_grad flags.
-    """
-
-    modes: tuple[object, ...]
-    models: tuple[tuple[int, int, tuple[bool, ...], tuple[bool, ...]], ...]
-
-    def agrees_with(self, other: State) -> bool:
-        """Whether two ranks are in one state; models that only one still has do not count."""
-        theirs = {each[0]: each for each in other.models}
-        return self.modes == other.modes and all(
-            theirs.get(each[0], each) == each for each in self.models
-        )
-
-
-@dataclass(frozen=True)
-class CallKind:
-    """What a recording depends on of a call.
-
-    Attributes:
-        tensors: the kinds of its tensor arguments, in order.
-        constants: its other arguments: plain values as they are, objects by number.
-        state: training flags, grad mode and the like.
-    """
-
-    tensors: tuple[TensorKind, ...]
-    constants: tuple[object, ...]
-    state: State
-
-
-@dataclass(frozen=True)
-class Header:
-    """What rank 0 of the pipeline tells the others at the start of a call.
-
-    Attributes:
-        kind: what it was called with.
-        seed: of the random numbers of this step.
-        own: for each microbatch, what its recording depends on beyond the whole call; see ``own``.
-        choices: for each microbatch, which known recording fits; None where one must be made.
-    """
-
-    kind: CallKind
-    seed: int
-    own: tuple[tuple[object, ...], ...]
-    choices: tuple[int | None, ...]
+#: For each microbatch, which known recording fits; None where one must be made.
+Choices = tuple[int | None, ...]
 
 
 class StepInputs:
@@ -107,18 +45,17 @@ class StepInputs:
 
     Args:
         runtime: the state of the library in this process.
-        links: the way to the other ranks of the pipeline.
         rules: which arguments are split.
     """
 
-    def __init__(self, runtime: TorchRuntime, links: Links, rules: SplitRules) -> None:
+    def __init__(self, runtime: TorchRuntime, rules: SplitRules) -> None:
         self._runtime = runtime
-        self._links = links
+        self._links = runtime.links
         self._rules = rules
         self._pp_rank = runtime.coordinates.pp_rank
         self._numbers = _ObjectNumbers()
 
-    def kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
         """Returns what this rank was called with."""
         return CallKind(
             tuple(TensorKind.of(tensor) for tensor in tensors_in((args, kwargs))),
@@ -145,24 +82,88 @@ class StepInputs:
             ),
             tuple(
                 (model.number, model.holder.version, *model.holder.fakes.flags())
-                for model in self._runtime.live_models()
+                for model in models_of(self._runtime)
             ),
         )
 
-    def agree(self, mine: CallKind, make: Callable[[], Header]) -> Header:
-        """Returns what rank 0 of the pipeline was called with. Collective: PP_GROUP.
+    def agree(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: int,
+        choose: Callable[[CallKind, Sequence[tuple[object, ...]], Sequence[Call]], Choices],
+    ) -> MiniBatch:
+        """Agrees with the other ranks of the pipeline on what is called. Collective: PP_GROUP.
 
         Args:
-            mine: what this rank was called with.
-            make: makes the header; called on rank 0 of the pipeline.
+            args, kwargs: what this rank was called with.
+            seed: of the random numbers of the step; that of rank 0 of the pipeline counts.
+            choose: returns which recording fits each microbatch; called on rank 0 of the pipeline.
 
         Raises:
             SMPError: this rank was called in another way.
-            Exception: what ``make`` raised, on every rank.
+            Exception: what splitting or choosing raised on rank 0 of the pipeline, on every rank.
         """
+        mine = self._kind(args, kwargs)
         communicator = self._runtime.communicator
-        header: Header = say(communicator, make) if self._pp_rank == 0 else hear(communicator)
-        theirs = header.kind
+        if self._pp_rank == 0:
+            made: list[MiniBatch] = []
+
+            def make() -> Header:
+                calls, weights = self._split((args, kwargs))
+                own = self.own(mine, calls)
+                header = Header(mine, seed, own, choose(mine, own, calls))
+                made.append(MiniBatch(header, (args, kwargs), calls, weights))
+                return header
+
+            say(communicator, make)
+            return made[0]
+        header: Header = hear(communicator)
+        self._check(mine, header.kind)
+        calls, weights = self._split(self._stand_ins(header.kind, args, kwargs))
+        return MiniBatch(header, (args, kwargs), calls, weights)
+
+    def exchange(
+        self, batch: MiniBatch, needed: Sequence[set[int]]
+    ) -> list[Sequence[torch.Tensor]]:
+        """Returns the tensor arguments of each microbatch: real where this rank computes with them.
+
+        Collective: PP_GROUP.
+
+        Args:
+            batch: what is called.
+            needed: for each pp_rank, the positions of the tensors that it computes with.
+        """
+        calls = batch.calls
+        if self._pp_rank == 0:
+            self._send(tensors_in(batch.given), needed)
+        else:
+            received = self._receive(batch.header.kind, needed[self._pp_rank])
+            calls, _ = self._split(_with_tensors(*batch.given, received))
+        return [tensors_in(call) for call in calls]
+
+    def _send(self, tensors: Sequence[torch.Tensor], needed: Sequence[set[int]]) -> None:
+        transfers = [
+            self._links.send(tensors[position], target)
+            for target in range(1, len(needed))
+            for position in sorted(needed[target])
+        ]
+        for transfer in transfers:
+            transfer.wait()
+
+    def _receive(self, kind: CallKind, needed: set[int]) -> list[torch.Tensor]:
+        received = []
+        for position, each in enumerate(kind.tensors):
+            if position in needed:
+                buffer = torch.empty(each.shape, dtype=each.dtype, device=self._device(each))
+                tensor = self._links.receive(buffer, 0).wait()
+            else:
+                tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            received.append(tensor.requires_grad_(each.requires_grad))
+        return received
+
+    def _check(self, mine: CallKind, theirs: CallKind) -> None:
+        """Raises if this rank was called in another way than the first of the pipeline."""
         if len(theirs.tensors) != len(mine.tensors):
             raise SMPError(
                 f"rank {self._runtime.rank}: the step function was called with "
@@ -176,16 +177,12 @@ class StepInputs:
                 "modules of a model differ from those on the first rank of the pipeline; call "
                 "model.train(), model.eval() and the like on every rank."
             )
-        return header
 
-    def split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Sequence[Call], Sequence[float]]:
+    def _split(self, call: Call) -> tuple[Sequence[Call], Sequence[float]]:
         """Returns the calls of the microbatches, and their shares of the batch."""
-        microbatches = self._runtime.config.microbatches
-        return split_arguments(TENSORS, self._rules, microbatches, args, kwargs)
+        return split_arguments(TENSORS, self._rules, self._runtime.config.microbatches, *call)
 
-    def stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Returns the arguments with fakes of rank 0's tensors in the places of its own."""
         mode = self._runtime.fake_mode
 
@@ -195,42 +192,6 @@ class StepInputs:
             return tensor.requires_grad_(kind.requires_grad)
 
         return _with_tensors(args, kwargs, [fake(each) for each in kind.tensors])
-
-    def exchange(
-        self,
-        kind: CallKind,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        needed: Sequence[set[int]],
-    ) -> Call:
-        """Returns the arguments with rank 0's tensors: real where this rank computes with them.
-
-        Collective: PP_GROUP.
-
-        Args:
-            kind: of the call.
-            args, kwargs: this rank's arguments.
-            needed: for each pp_rank, the positions of the tensors that it computes with.
-        """
-        if self._pp_rank == 0:
-            tensors = tensors_in((args, kwargs))
-            transfers = [
-                self._links.send(tensors[position], target)
-                for target in range(1, len(needed))
-                for position in sorted(needed[target])
-            ]
-            for transfer in transfers:
-                transfer.wait()
-            return args, kwargs
-        received = []
-        for position, each in enumerate(kind.tensors):
-            if position in needed[self._pp_rank]:
-                buffer = torch.empty(each.shape, dtype=each.dtype, device=self._device(each))
-                tensor = self._links.receive(buffer, 0).wait()
-            else:
-                tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
-            received.append(tensor.requires_grad_(each.requires_grad))
-        return _with_tensors(args, kwargs, received)
 
     def _device(self, kind: TensorKind) -> torch.device:
         return torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device

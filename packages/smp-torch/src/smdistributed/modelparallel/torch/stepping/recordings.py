@@ -17,7 +17,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.record.capture import Capture, capture
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
@@ -25,14 +25,15 @@ from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.stepping.first_rank import Heard, say
-from smdistributed.modelparallel.torch.stepping.inputs import (
+from smdistributed.modelparallel.torch.stepping.batch import (
     Call,
     CallKind,
     Header,
+    MiniBatch,
     State,
     TensorKind,
 )
+from smdistributed.modelparallel.torch.stepping.first_rank import Heard, say
 
 logger = logging.getLogger(__name__)
 
@@ -133,18 +134,15 @@ class Recordings:
                 return index
         return None
 
-    def find(self, header: Header, calls: Sequence[Call]) -> list[Recording]:
+    def find(self, batch: MiniBatch) -> list[Recording]:
         """Returns the recording of each microbatch; makes those that are missing.
 
         Collective: PP_GROUP.
 
-        Args:
-            header: what rank 0 of the pipeline says.
-            calls: the microbatches; with real inputs on rank 0 of the pipeline.
-
         Raises:
             SMPError: the ranks recorded different code.
         """
+        header, calls = batch.header, batch.calls
         choices = list(header.choices)
         checked: set[int] = set()
         found: list[Recording] = []
@@ -244,7 +242,7 @@ class Recordings:
         order: Callable[[], Sequence[str]] | None = None,
     ) -> Recording:
         runtime = self._runtime
-        models = [model for model in runtime.live_models() if model.partitioned]
+        models = [model for model in models_of(runtime) if model.partitioned]
         leaves = {
             module: leaf
             for model in models

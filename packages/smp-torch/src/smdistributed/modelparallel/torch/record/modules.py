@@ -1,0 +1,200 @@
+"""The calls of modules in a run on fakes: who is under way, what each costs, who draws."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
+from smdistributed.modelparallel.torch.record.fakes import FakeModel
+from smdistributed.modelparallel.torch.record.nested import tensor_paths
+from smdistributed.modelparallel.torch.record.python_state import python_draws
+from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
+from smdistributed.modelparallel.torch.record.run_state import RunState
+
+#: Stands for the step function itself where the keys of random numbers have a module's name.
+STEP_FUNCTION = "step"
+
+
+class Randomness(Protocol):
+    """The random numbers of the step."""
+
+    def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds PyTorch's generators for one draw, and puts them back."""
+
+    def draws_in_python(self, module: nn.Module) -> bool:
+        """Whether the own forward of a module is known to draw from Python's generators."""
+
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook of a module does nothing but key its random numbers."""
+
+
+@dataclass
+class Frame:
+    """A call of a module in progress, or of the step function.
+
+    Attributes:
+        module: None for the step function.
+        name: in the keys of random numbers.
+        call: the number of the call.
+        draws: recorded draws of its own so far.
+        functions: that drew.
+        child_draws: draws of its children.
+        child_python: a child drew from Python's generators.
+    """
+
+    module: nn.Module | None
+    name: str
+    call: int = 0
+    draws: int = 0
+    functions: set[Any] = field(default_factory=set)
+    child_draws: int = 0
+    child_python: bool = False
+
+    def next_draw(self, function: Any) -> tuple[str, int, int]:
+        """Returns the key of a draw that ``function`` has made in this call."""
+        key = (self.name, self.call, self.draws)
+        self.draws += 1
+        self.functions.add(function)
+        return key
+
+    def own_draws(self, drawn: int, in_python: bool) -> Draws:
+        """Returns what the call drew itself, of all that was drawn while it ran."""
+        # What no function mode sees, a scripted function say, counts as one draw.
+        most = max(self.draws, min(1, drawn - self.child_draws))
+        return Draws(most, frozenset(self.functions), in_python and not self.child_python)
+
+
+class ModuleCalls:
+    """Calls modules on fakes, and notes what they cost and draw.
+
+    Args:
+        models: that the step may call.
+        state: where the run is.
+        mode: of the fakes.
+        meter: counts what the run does.
+        random: the random numbers of the step.
+
+    Attributes:
+        profile: what was measured.
+        python_draws_of: the split module that drew from Python's generators last; None if none
+            did.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[FakeModel],
+        state: RunState,
+        mode: FakeTensorMode,
+        meter: Meter,
+        random: Randomness,
+    ) -> None:
+        self.profile = Profile()
+        self.python_draws_of: str | None = None
+        self._state = state
+        self._mode = mode
+        self._meter = meter
+        self._random = random
+        self._names = {module: name for model in models for module, name in model.names.items()}
+        self._draw_names = {
+            module: model.draw_name(module) for model in models for module in model.names
+        }
+        self._roots = {model.model for model in models}
+        self._stack = [Frame(None, STEP_FUNCTION)]
+        self._calls: collections.Counter[str] = collections.Counter()
+
+    @property
+    def current(self) -> Frame:
+        """The innermost call in progress."""
+        return self._stack[-1]
+
+    def where(self) -> str:
+        """Names the innermost call in progress, for messages."""
+        module = self.current.module
+        if module is None:
+            return "the step function"
+        return self._names[module] or "the model's own forward"
+
+    def finish(self) -> None:
+        """Takes from the end of the run what the step function itself drew."""
+        frame = self._stack[0]
+        self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Forgets the calls that are made meanwhile."""
+        calls, reading = self._calls.copy(), self._meter.reading()
+        yield
+        self._calls = calls
+        self._meter.put_back(reading)
+
+    def call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a module; ``call`` is the real call."""
+        name = self._draw_names[module]
+        frame = Frame(module, name, self._calls[name])
+        self._calls[name] += 1
+        self._stack.append(frame)
+        meter = self._meter
+        flops, num_bytes, draws = meter.reading()
+        costs = self.profile.modules.setdefault(
+            module, ModuleProfile(order=len(self.profile.modules))
+        )
+        drawn_in_python = python_draws()
+        try:
+            result = self._run(call, module, args, kwargs, costs)
+        finally:
+            self._stack.pop()
+        in_python = drawn_in_python()
+        drawn = meter.random_draws - draws
+        self.current.child_draws += drawn
+        self.current.child_python |= in_python
+        costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))
+        if not self._state.leaf_depth and (in_python or self._random.draws_in_python(module)):
+            self.python_draws_of = self._names[module]
+        costs.flops += meter.flops - flops
+        costs.activation_bytes += meter.bytes - num_bytes
+        costs.output_bytes += sum(
+            tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)
+        )
+        return result
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        costs: ModuleProfile,
+    ) -> Any:
+        """Calls a module on fakes; where that fails, on random numbers."""
+        state = self._state
+        if state.is_glue or state.runs_for_real or module in self._roots:
+            return call(module, *args, **kwargs)
+        try:
+            return call(module, *args, **kwargs)
+        except (UnsupportedError, RuntimeError, NotImplementedError) as error:
+            # Only fakes fail so; what also fails for real is the user's own error.
+            state.runs_for_real = True
+            try:
+                with state.pausing():
+                    result = run_on_random_numbers(call, module, args, kwargs, self._mode)
+            except Exception:
+                raise error from None
+            finally:
+                state.runs_for_real = False
+            costs.opaque = f"{type(error).__name__}: {error}"
+            return result

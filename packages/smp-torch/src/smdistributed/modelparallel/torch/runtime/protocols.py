@@ -1,0 +1,60 @@
+"""What the runtime, and what lies below a step, a model or an optimizer, knows of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Step(Protocol):
+    """A step in progress.
+
+    Attributes:
+        is_tracing: its body runs on fakes.
+    """
+
+    is_tracing: bool
+
+    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
+        """Takes a call of ``model.backward``."""
+
+
+class Replicated(Protocol):
+    """What a model does together with its replicas."""
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether replicas may have run out of batches."""
+
+
+class Model(Protocol):
+    """A DistributedModel.
+
+    Attributes:
+        place_in_keys: its number in the keys of random numbers.
+    """
+
+    place_in_keys: int
+
+    @property
+    def data_parallel(self) -> Replicated:
+        """What it does together with its replicas."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields all parameters; those of other ranks are empty."""
+
+
+class Optimizer(Protocol):
+    """A DistributedOptimizer.
+
+    Attributes:
+        optimizer: the torch optimizer that it wraps.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def serves(self, model: Any) -> bool:
+        """Tells whether it holds a parameter of ``model``."""

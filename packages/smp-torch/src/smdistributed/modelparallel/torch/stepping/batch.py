@@ -1,0 +1,105 @@
+"""A call of a step function as values that the step passes on; none of them changes.
+
+``Call`` is what one process was called with, ``CallKind`` what a recording depends on of it,
+``Header`` what rank 0 of the pipeline says of it, and ``MiniBatch`` what every rank then has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: Arguments by position and by keyword: of a step function, or of one microbatch.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """What a recording depends on of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorKind:
+        """Returns the kind of a tensor."""
+        return TensorKind(
+            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """What a recording depends on besides the arguments.
+
+    Attributes:
+        modes: grad mode, inference mode, autocast.
+        models: for each model of the process its number, version, training flags and
+            requires_grad flags.
+    """
+
+    modes: tuple[object, ...]
+    models: tuple[tuple[int, int, tuple[bool, ...], tuple[bool, ...]], ...]
+
+    def agrees_with(self, other: State) -> bool:
+        """Whether two ranks are in one state; models that only one still has do not count."""
+        theirs = {each[0]: each for each in other.models}
+        return self.modes == other.modes and all(
+            theirs.get(each[0], each) == each for each in self.models
+        )
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What a recording depends on of a call.
+
+    Attributes:
+        tensors: the kinds of its tensor arguments, in order.
+        constants: its other arguments: plain values as they are, objects by number.
+        state: training flags, grad mode and the like.
+    """
+
+    tensors: tuple[TensorKind, ...]
+    constants: tuple[object, ...]
+    state: State
+
+
+@dataclass(frozen=True)
+class Header:
+    """What rank 0 of the pipeline tells the others at the start of a call.
+
+    Attributes:
+        kind: what it was called with.
+        seed: of the random numbers of this step.
+        own: for each microbatch, what its recording depends on beyond the whole call; see
+            ``StepInputs.own``.
+        choices: for each microbatch, which known recording fits; None where one must be made.
+    """
+
+    kind: CallKind
+    seed: int
+    own: tuple[tuple[object, ...], ...]
+    choices: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """A call that the ranks of the pipeline have agreed on.
+
+    Attributes:
+        header: what rank 0 of the pipeline said of it.
+        given: what this rank was called with.
+        calls: the arguments of each microbatch: on rank 0 of the pipeline with the real tensors,
+            elsewhere with fakes of them.
+        weights: the share of each microbatch in the batch; they add up to 1.
+    """
+
+    header: Header
+    given: Call
+    calls: Sequence[Call]
+    weights: Sequence[float]

@@ -1,0 +1,115 @@
+"""From the plans of a mini-batch's microbatches to what runs it, kept for the next such one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import nn
+
+from smdistributed.modelparallel.torch.execute.executor import Executor, prepare
+from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+#: Prepared mini-batches kept; each is a combination of plans, one a microbatch.
+_MOST_PREPARED = 32
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A mini-batch whose microbatches go certain ways, ready to run.
+
+    Attributes:
+        plans: one a microbatch.
+        executor: runs this rank's part.
+        needed_inputs: for each pp_rank, the positions of the tensor arguments that it reads.
+        modules: those that are called or whose parameters are read.
+        differentiated: those of them that a gradient may reach.
+        final_gradients: for each backward pass of this rank, the parameters that it completes.
+    """
+
+    plans: tuple[Plan, ...]
+    executor: Executor
+    needed_inputs: list[set[int]]
+    modules: set[nn.Module]
+    differentiated: set[nn.Module]
+    final_gradients: list[frozenset[nn.Parameter]]
+
+
+class Preparation:
+    """Prepares mini-batches of one step function, each combination of plans once.
+
+    Args:
+        runtime: the state of the library in this process.
+    """
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._runtime = runtime
+        self._pp_rank = runtime.coordinates.pp_rank
+        self._known: OrderedDict[tuple[Plan, ...], Prepared] = OrderedDict()
+        self._programs: dict[Plan, dict[int, Program]] = {}
+
+    def of(self, plans: tuple[Plan, ...]) -> Prepared:
+        """Returns what runs a combination of plans. Every rank finds the same by itself.
+
+        Collective in the first call, on GPUs: WORLD, which makes the communicators.
+        """
+        known = self._known.get(plans)
+        if known is not None:
+            self._known.move_to_end(plans)
+            return known
+        self._known[plans] = prepared = self._prepare(plans)
+        if len(self._known) > _MOST_PREPARED:
+            self._known.popitem(last=False)
+            alive = {plan for each in self._known.values() for plan in each.plans}
+            self._programs = {
+                plan: programs for plan, programs in self._programs.items() if plan in alive
+            }
+        return prepared
+
+    def _prepare(self, plans: tuple[Plan, ...]) -> Prepared:
+        runtime = self._runtime
+        pp_size, config = runtime.topology.pp_size, runtime.config
+        schedule = common_schedule(plans, pp_size, config.pipeline, config.active_microbatches)
+        itinerary = prepare(plans, schedule, self._pp_rank)
+        runtime.links.connect(itinerary.directions | _usual_directions(pp_size))
+        executor = Executor(
+            plans,
+            [self._programs_of(plan) for plan in plans],
+            itinerary,
+            runtime.links,
+            runtime.device,
+        )
+        every = {index for plan in plans for index in range(len(plan.segments))}
+        return Prepared(
+            plans,
+            executor,
+            [
+                {position for plan in set(plans) for position in plan.inputs_of_rank(rank)}
+                for rank in range(pp_size)
+            ],
+            {module for plan in set(plans) for module in plan.modules(every)},
+            {module for plan in set(plans) for module in plan.modules(plan.backward)},
+            final_gradients(plans, itinerary.actions),
+        )
+
+    def _programs_of(self, plan: Plan) -> dict[int, Program]:
+        if plan not in self._programs:
+            runtime = self._runtime
+            self._programs[plan] = {
+                segment.index: Program(plan, segment, runtime.device, runtime.random.drawing)
+                for segment in plan.segments
+                if segment.rank == self._pp_rank
+            }
+        return self._programs[plan]
+
+
+def _usual_directions(pp_size: int) -> set[tuple[int, int]]:
+    """Returns the pairs of pp_ranks that nearly every step uses: inputs, neighbours, tied ends."""
+    pairs = {(0, rank) for rank in range(1, pp_size)}
+    pairs |= {(rank, rank + 1) for rank in range(pp_size - 1)}
+    pairs |= {(0, pp_size - 1)}
+    return pairs | {(target, source) for source, target in pairs}

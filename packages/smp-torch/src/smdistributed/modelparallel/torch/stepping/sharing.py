@@ -1,0 +1,76 @@
+"""Giving every rank of a pipeline what the microbatches return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.record.ir import Value
+from smdistributed.modelparallel.torch.record.nested import fill
+from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated
+from smdistributed.modelparallel.torch.stepping.recordings import Recording
+
+
+def share_results(
+    links: Links,
+    pp_rank: int,
+    device: torch.device,
+    recordings: Sequence[Recording],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    made: Sequence[Mapping[int, torch.Tensor]],
+) -> list[Any]:
+    """Returns the result of each microbatch with its tensors in place. Collective: PP_GROUP.
+
+    Args:
+        links: to the other ranks of the pipeline.
+        pp_rank: of this rank.
+        device: where tensors are received.
+        recordings: of each microbatch.
+        inputs: the tensor arguments of each microbatch.
+        made: the returned tensors of each microbatch that this rank made, by number of the value.
+    """
+    found = [dict(each) for each in made]
+    batches: dict[tuple[object, ...], list[tuple[int, Value]]] = {}
+    for m, recording in enumerate(recordings):
+        for value in recording.plan.graph.returned:
+            if value.replicated:
+                found[m][value.index] = evaluate_replicated(
+                    lambda tensor: tensor, (value,), {}, inputs[m]
+                )
+                continue
+            alike = (_owner(recording, value), value.shape, value.dtype, value.order)
+            batches.setdefault(alike, []).append((m, value))
+    for members in batches.values():
+        m, value = members[0]
+        owner = _owner(recordings[m], value)
+        batch = _stacked(members, found) if owner == pp_rank else _buffer(members, device)
+        links.broadcast(batch, owner)
+        for (m, value), tensor in zip(members, batch.unbind(), strict=True):
+            found[m][value.index] = value.from_wire(tensor)
+    return [_filled(*each) for each in zip(recordings, found, strict=True)]
+
+
+def _owner(recording: Recording, value: Value) -> int:
+    return recording.plan.segments[value.node.segment].rank
+
+
+def _stacked(
+    members: Sequence[tuple[int, Value]], found: Sequence[Mapping[int, torch.Tensor]]
+) -> torch.Tensor:
+    """Returns tensors of one shape, one a microbatch, as one message."""
+    return torch.stack([value.wire(found[m][value.index]) for m, value in members])
+
+
+def _buffer(members: Sequence[tuple[int, Value]], device: torch.device) -> torch.Tensor:
+    one = members[0][1].wire_buffer(device)
+    return one.new_empty((len(members), *one.shape))
+
+
+def _filled(recording: Recording, values: Mapping[int, torch.Tensor]) -> Any:
+    numbers = zip(recording.capture.pending, recording.plan.graph.numbers, strict=True)
+    for number, value in numbers:
+        number.settle(values[value.index].item())
+    return fill(recording.capture.graph.result, Value, lambda value: values[value.index])
