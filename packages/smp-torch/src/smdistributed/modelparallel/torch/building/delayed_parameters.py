@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import (
+    TorchDispatchMode,
+    past_dispatch_modes,
+    past_function_modes,
+    pytree,
+    storage_of,
+)
 
 #: Tensors up to this many elements are made at once: constructors read values from small ones.
 _SMALL = 1024
@@ -117,7 +122,7 @@ class DelayedParameters:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has no values yet."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+        return tensor.is_meta and storage_of(tensor) in self._storages
 
     def fill(self, tensor: torch.Tensor, device: torch.device) -> None:
         """Gives a delayed tensor its values, on a device; it stays the same Python object.
@@ -153,7 +158,7 @@ class DelayedParameters:
         """Returns the values of a delayed tensor at this point."""
         view = self.view(tensor)
         memory: dict[_Storage, torch.UntypedStorage] = {}
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), past_dispatch_modes():
             for write in _leading_to(view.storage, self._num_writes):
                 _replay(write, memory)
             return view.of(memory[view.storage])
@@ -163,7 +168,7 @@ class DelayedParameters:
     def view(self, tensor: torch.Tensor) -> _View:
         """Returns where a delayed tensor lies."""
         return _View(
-            self._storages[tensor.untyped_storage()._cdata],
+            self._storages[storage_of(tensor)],
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
@@ -186,7 +191,7 @@ class DelayedParameters:
         self._changed.update((id(each), each) for each in written if not each._is_view())
         outputs: list[_Storage | None] = []
         for tensor in _tensors(result):
-            key = tensor.untyped_storage()._cdata
+            key = storage_of(tensor)
             outputs.append(None if key in self._storages else _Storage(tensor))
             self._storages.setdefault(key, outputs[-1])  # type: ignore[arg-type]
         made = [storage for storage in outputs if storage is not None]
@@ -238,7 +243,7 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scratch = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
+        with past_function_modes():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.segments import Plan

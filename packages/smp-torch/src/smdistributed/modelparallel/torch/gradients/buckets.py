@@ -6,13 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    GradBucket,
-    ProcessGroup,
-    Reducer,
-    _compute_bucket_assignment_by_size,
-)
+
+from smdistributed.modelparallel.torch.compat.private import GradBucket, gradient_buckets
 
 
 class Bucket:
@@ -64,17 +59,4 @@ def make_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[Buc
     """
     if not parameters:
         return []
-    dense = [False] * len(parameters)
-    first_bytes = min(_DEFAULT_FIRST_BUCKET_BYTES, cap_bytes)
-    indices, limits = _compute_bucket_assignment_by_size(
-        list(parameters), [first_bytes, cap_bytes], dense
-    )
-    # Only torch's reducer can make a GradBucket. It serves for that alone, so it needs no peers;
-    # when a gradient is final is for the caller to know, who differentiates in several passes.
-    reducer = Reducer(list(parameters), indices[::-1], limits[::-1], _no_peers(), dense, cap_bytes)
-    reducer._remove_autograd_hooks()
-    return [Bucket(handle) for handle in reducer._get_zeros_like_grad_buckets()]
-
-
-def _no_peers() -> ProcessGroup:
-    return ProcessGroup(0, 1)  # type: ignore[call-arg]
+    return [Bucket(handle) for handle in gradient_buckets(parameters, cap_bytes)]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.compat.private import work_of
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -48,8 +47,8 @@ class _WholeModelFunctions:
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
-        self._torch_clip_grad_norm_ = _cell(torch.nn.utils.clip_grad_norm_).cell_contents
-        self._torch_get_total_norm = _cell(torch.nn.utils.get_total_norm).cell_contents
+        self._torch_clip_grad_norm_ = work_of(torch.nn.utils.clip_grad_norm_).cell_contents
+        self._torch_get_total_norm = work_of(torch.nn.utils.get_total_norm).cell_contents
         self._is_torchs_own_call = False
 
     def clip_grad_norm_(
@@ -130,28 +129,10 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    cell = _cell(function)
+    cell = work_of(function)
     original = cell.cell_contents
     cell.cell_contents = replacement
     try:
         yield
     finally:
         cell.cell_contents = original
-
-
-def _cell(function: Callable[..., Any]) -> CellType:
-    """Returns where a function of ``torch.nn.utils`` keeps the function that does its work.
-
-    Each is a wrapper that switches gradients off; what it wraps is in its closure. Replaced there,
-    it is replaced under every name that a script has given the function.
-
-    Raises:
-        UnsupportedError: this version of torch wraps it differently.
-    """
-    if isinstance(function, FunctionType) and function.__code__.co_freevars == ("func",):
-        assert function.__closure__ is not None
-        return function.__closure__[0]
-    raise UnsupportedError(
-        f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
-        "does not know, so it cannot take norms over partitions: use a torch that it was made for."
-    )

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.compat.private import past_recording
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 Found = dict[torch.device, torch.Tensor]
@@ -41,7 +41,7 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
 
     def lazy_init(self: torch.amp.GradScaler, dev: torch.device) -> None:
         # A step function runs on fakes first; the scale must be a real tensor and no part of it.
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with past_recording():
             initialize(self, dev)
 
     kind._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]

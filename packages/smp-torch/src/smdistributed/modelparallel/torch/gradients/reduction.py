@@ -25,10 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import (
+    GradBucket,
+    is_future,
+    when_backward_ends,
+)
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
 from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
 
@@ -217,7 +221,7 @@ class GradientReduction:
             self._is_armed = False
             self.end()
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        when_backward_ends(end)
 
     def _finish(self, parameter: torch.Tensor) -> None:
         if parameter in self._final or parameter not in self._bucket_of:
@@ -280,7 +284,7 @@ class GradientReduction:
     def _start(self, bucket: Bucket) -> torch.futures.Future[Any]:
         if self._hook is not None:
             future = self._hook(bucket.handle)
-            if not isinstance(future, torch._C.Future):
+            if not is_future(future):
                 raise TypeError(
                     "a communication hook must return a torch.futures.Future of the reduced "
                     f"tensor; received {type(future).__name__}."

@@ -26,25 +26,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.activations import torch_checkpoint
+from smdistributed.modelparallel.torch.compat.private import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+    past_all_modes,
+)
 
 
 def draw_step_seed() -> int:
     """Draws the seed of a step from the user's generator."""
     return int(torch.randint(2**62, (), dtype=torch.int64))
-
-
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Lets a recording not see what is done with the states of generators."""
-    if not torch._C._len_torch_function_stack():
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch._C.DisableTorchFunction())
-    stack.enter_context(_disable_current_modes())
-    return stack
 
 
 class _Seeded:
@@ -57,13 +51,13 @@ class _Seeded:
         self._seed = seed
 
     def __enter__(self) -> None:
-        with _unseen():
+        with past_all_modes():
             self._states = [generator.get_state() for generator in self._generators]
             for generator in self._generators:
                 generator.manual_seed(self._seed)
 
     def __exit__(self, *exception: object) -> None:
-        with _unseen():
+        with past_all_modes():
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
 
@@ -206,7 +200,7 @@ class StepRandom:
 
     def state(self) -> list[bytes]:
         """Returns the state of the generators that a draw can change."""
-        with _unseen():
+        with past_all_modes():
             return [each.get_state().numpy().tobytes() for each in self._generators]
 
     def _seed_of(self, name: str, call: int, draw: int) -> int:
@@ -217,9 +211,7 @@ class StepRandom:
 def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextManager[None]:
     """Lets torch's activation checkpointing repeat the random numbers of the forward pass."""
 
-    def replace(
-        around: torch_checkpoint.Around, reentrant: torch_checkpoint.Reentrant
-    ) -> tuple[torch_checkpoint.Around, torch_checkpoint.Reentrant]:
+    def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
         return (
             lambda function, *args, **kwargs: around(random.repeatable(function), *args, **kwargs),
             lambda function, *args: reentrant(once_plain(function), *args),
@@ -230,7 +222,7 @@ def repeatable_checkpoints(random: StepRandom) -> contextlib.AbstractContextMana
         calls = itertools.chain([function], itertools.repeat(random.repeatable(function)))
         return lambda *args: next(calls)(*args)
 
-    return torch_checkpoint.replaced(replace)
+    return checkpointing_replaced(replace)
 
 
 class DrawByDraw(TorchFunctionMode):

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.record.carried import tensors_held
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.record.decisions import Decisions

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from smdistributed.modelparallel.torch.compat.private import TorchDispatchMode, flop_registry
 
 
 @dataclass(frozen=True)

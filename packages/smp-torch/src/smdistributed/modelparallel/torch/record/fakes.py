@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 
 #: (module, name of a parameter or buffer in it)
 Slot = tuple[nn.Module, str]

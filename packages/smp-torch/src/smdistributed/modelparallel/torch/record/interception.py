@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.activations import torch_checkpoint
+from smdistributed.modelparallel.torch.compat.private import checkpointing_replaced, run_eagerly
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 
 
@@ -67,12 +67,6 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             NodeKind.CALL, real, cls.__qualname__, lambda: real(*args, **kwargs), args, kwargs
         )
 
-    # Compiled modules run eagerly here: the compiler does not nest in fake tensors.
-    compiled = {
-        module: module._compiled_call_impl
-        for module in modules
-        if module._compiled_call_impl is not None
-    }
     convert = nn.Module._apply
 
     def apply_conversion(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
@@ -87,17 +81,18 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
     nn.Module._apply = apply_conversion  # type: ignore[method-assign]
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,method-assign]
-    for module in compiled:
-        module._compiled_call_impl = None
     try:
-        with _transformers_as_in_a_real_run(), _checkpoints_seen(listener):
+        # The compiler does not nest in fake tensors.
+        with (
+            run_eagerly(list(modules)),
+            _transformers_as_in_a_real_run(),
+            _checkpoints_seen(listener),
+        ):
             yield
     finally:
         nn.Module._apply = convert  # type: ignore[method-assign]
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for module, implementation in compiled.items():
-            module._compiled_call_impl = implementation
 
 
 @contextlib.contextmanager
@@ -116,7 +111,7 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
         with listener.checkpointed(), torch.set_grad_enabled(differentiable):
             return function(*args)
 
-    with torch_checkpoint.replaced(lambda *_: (around, reentrant)):
+    with checkpointing_replaced(lambda *_: (around, reentrant)):
         yield
 
 

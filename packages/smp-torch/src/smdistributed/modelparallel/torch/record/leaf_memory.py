@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.record.nested import equal, fill, template
 from smdistributed.modelparallel.torch.record.python_state import StateWatch
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, storage_of, version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
@@ -71,9 +71,7 @@ class LeafRuns:
         self._memory = memory
         self._random = random
         self._names = {module: name for model in models for module, name in model.names.items()}
-        self._storages = {
-            fake.untyped_storage()._cdata for model in models for fake in model.slots.values()
-        }
+        self._storages = {storage_of(fake) for model in models for fake in model.slots.values()}
         self._changed_state: dict[tuple[int, Any], tuple[str, Any]] = {}
         self._inner_calls: collections.Counter[nn.Module] = collections.Counter()
         self._inner_outputs: dict[int, tuple[Tap, torch.Tensor]] = {}
@@ -122,13 +120,11 @@ class LeafRuns:
         tensors = tensors_in((args, kwargs))
         versions = [version_of(tensor) for tensor in tensors]
         result, _, watch = self._run(module, lambda: call(*args, **kwargs))
-        storages = {*self._storages, *(tensor.untyped_storage()._cdata for tensor in tensors)}
+        storages = {*self._storages, *(storage_of(tensor) for tensor in tensors)}
         if (
             watch.changed() is None
             and versions == [version_of(tensor) for tensor in tensors]
-            and not any(
-                tensor.untyped_storage()._cdata in storages for _, tensor in tensor_paths(result)
-            )
+            and not any(storage_of(tensor) in storages for _, tensor in tensor_paths(result))
         ):
             memory.add(
                 module,
@@ -262,8 +258,3 @@ def _without_hooks(leaf: nn.Module) -> Iterator[None]:
     finally:
         for module, hooks, pre_hooks in kept:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.record.ir import Guard, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import fill, placeholders, template
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
@@ -80,7 +80,7 @@ class Question:
             inputs: the real tensor arguments of this microbatch.
             drawing: seeds the generators for a draw.
         """
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with past_recording():
             return evaluate_replicated(self._ask, self._asked_of, self.kwargs, inputs, drawing)
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,5 +107,5 @@ class Question:
 
 
 def _zeros_like(value: Value) -> torch.Tensor:
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+    with past_recording():
         return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)

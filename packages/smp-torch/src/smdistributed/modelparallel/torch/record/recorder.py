@@ -9,22 +9,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import (
+    DATA_DEPENDENT,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    set_grad_enabled,
+    version_of,
+)
 from smdistributed.modelparallel.torch.record.costs import Meter, Profile
 from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.interception import intercepted
 from smdistributed.modelparallel.torch.record.ir import Graph, Leaf, NodeKind, Value
 from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
-from smdistributed.modelparallel.torch.record.leaves import LeafRuns, version_of
+from smdistributed.modelparallel.torch.record.leaves import LeafRuns
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     Path,
@@ -42,11 +44,9 @@ from smdistributed.modelparallel.torch.record.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.record.switches import changes_since, positions
 from smdistributed.modelparallel.torch.record.values import Values
 
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-
 #: Questions about a tensor that leave no trace in a computation.
 _UNRECORDED = {
-    torch._C._set_grad_enabled,
+    set_grad_enabled,
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
                 "with more than one partition, tensor.backward() cannot reach the other "
                 "partitions: call model.backward(tensor) on the DistributedModel instead."
             )
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             if self._state.is_glue and "lift_fresh" not in str(func):
                 raise UnsupportedError(
                     f"{func} was called from {self._calls.where()} past PyTorch's function "
@@ -270,7 +270,7 @@ class Recorder(TorchFunctionMode):
                 result = STAND_INS[target](*args, **kwargs)
             else:
                 result = call()
-        except _DATA_DEPENDENT as error:
+        except DATA_DEPENDENT as error:
             result = self._decide(Question(target, node_args, node_kwargs, where), error)
             if not tensors_in(result):
                 return result

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.record.nested import Path, follow
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, storage_of
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
@@ -69,7 +69,7 @@ class Values:
         value = self.graph.bind(tensor, node, source)
         self._known[id(tensor)] = value
         self._alive.append(tensor)
-        self._sharing[tensor.untyped_storage()._cdata].append(value)
+        self._sharing[storage_of(tensor)].append(value)
         return value
 
     def change(self, node: Node, changed: Sequence[torch.Tensor]) -> dict[int, Value]:
@@ -82,9 +82,7 @@ class Values:
         for tensor in {id(tensor): tensor for tensor in changed}.values():
             old = before[id(tensor)]
             node.aliases += [
-                value
-                for value in self._sharing[tensor.untyped_storage()._cdata]
-                if value is not old
+                value for value in self._sharing[storage_of(tensor)] if value is not old
             ]
             node.changes.append(old)
             for value in (old, *node.aliases):
@@ -167,7 +165,7 @@ class Values:
         value = self.of(tensor)
         if not value.replicated or any(node.kind is NodeKind.INPUT for node in sources([value])):
             return None
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with past_recording():
             real: torch.Tensor = evaluate_replicated(lambda tensor: tensor, (value,), {}, ())
         return real
 
@@ -198,6 +196,6 @@ class Values:
 
 def _constant_text(tensor: torch.Tensor) -> str:
     """Names a constant, so that ranks which have different ones find out."""
-    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+    with past_recording():
         value = f" {tensor.tolist()}" if tensor.numel() == 1 and not tensor.is_meta else ""
         return f"constant {tuple(tensor.shape)} {tensor.dtype}{value}"

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.common import config as configuration
 from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
@@ -40,6 +39,7 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
+from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC

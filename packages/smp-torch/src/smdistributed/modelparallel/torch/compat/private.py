@@ -1,0 +1,332 @@
+"""Everything that is used of PyTorch beyond its public API, in one place.
+
+``self_test`` uses each of them once and names what an installed PyTorch does otherwise; the unit
+tests run it for each version that the package claims. No other module of the package names what
+PyTorch marks as its own by a leading underscore.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    ProcessGroup,
+    Reducer,
+    _compute_bucket_assignment_by_size,
+)
+from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as native_checkpoint
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+)
+from torch.utils.flop_counter import flop_registry as flop_registry
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+#: (function, preserve_rng_state, ...) -> what runs before its call, then after it
+Around = Callable[..., Iterator[None]]
+#: (function, preserve_rng_state, *args) -> result
+Reentrant = Callable[..., Any]
+
+#: What fakes raise where a result depends on data.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+#: What ``torch.no_grad`` and the like call.
+set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradBucket",
+    "OpOverload",
+    "TorchDispatchMode",
+    "flop_registry",
+    "pytree",
+]
+
+
+# Tensors
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number for the memory of a tensor; tensors that share it have the same."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# Modes
+
+
+@contextlib.contextmanager
+def past_recording() -> Iterator[None]:
+    """Computes for real in the middle of a run on fakes, and records nothing."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        yield
+
+
+def past_all_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no mode of torch sees; costs next to nothing where there is none."""
+    if not torch._C._len_torch_function_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def past_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no function mode of torch sees."""
+    context: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def past_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no dispatch mode of torch sees."""
+    return _disable_current_modes()
+
+
+# Compiled modules
+
+
+@contextlib.contextmanager
+def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Runs modules that ``nn.Module.compile`` compiled as they are written meanwhile."""
+    compiled = {
+        module: module._compiled_call_impl
+        for module in modules
+        if module._compiled_call_impl is not None
+    }
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+
+
+# Activation checkpointing
+
+
+@contextlib.contextmanager
+def checkpointing_replaced(
+    replace: Callable[[Around, Reentrant], tuple[Around, Reentrant]],
+) -> Iterator[None]:
+    """Replaces the two kinds of torch's activation checkpointing inside the context.
+
+    Libraries keep references to ``torch.utils.checkpoint.checkpoint`` itself (in partial functions,
+    by ``from`` imports), so the two things that it looks up when it is called are replaced instead:
+    the generator around a call with ``use_reentrant=False``, and the autograd function of the
+    other kind.
+
+    Args:
+        replace: makes the replacements, given what they replace.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+    around = getattr(native_checkpoint, name)
+    function: Any = native_checkpoint.CheckpointFunction
+    own = function.__dict__.get("apply")
+    new_around, new_reentrant = replace(around, function.apply)
+    setattr(native_checkpoint, name, new_around)
+    function.apply = staticmethod(new_reentrant)
+    try:
+        yield
+    finally:
+        setattr(native_checkpoint, name, around)
+        if own is None:
+            del function.apply
+        else:
+            function.apply = own
+
+
+# Gradients
+
+
+def work_of(function: Callable[..., Any]) -> CellType:
+    """Returns where a function of ``torch.nn.utils`` keeps the function that does its work.
+
+    Each is a wrapper that switches gradients off; what it wraps is in its closure. Replaced there,
+    it is replaced under every name that a script has given the function.
+
+    Raises:
+        UnsupportedError: this version of torch wraps it differently.
+    """
+    if isinstance(function, FunctionType) and function.__code__.co_freevars == ("func",):
+        assert function.__closure__ is not None
+        return function.__closure__[0]
+    raise UnsupportedError(
+        f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
+        "does not know, so it cannot take norms over partitions: use a torch that it was made for."
+    )
+
+
+def is_future(obj: object) -> bool:
+    """Tells whether an object is a future, as communication hooks return them."""
+    return isinstance(obj, torch._C.Future)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward pass in progress."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[GradBucket]:
+    """Distributes parameters over buckets, the last parameters first.
+
+    Args:
+        parameters: those to reduce; at least one.
+        cap_bytes: size of a bucket; the first is smaller, so that communication begins early.
+    """
+    dense = [False] * len(parameters)
+    first_bytes = min(_DEFAULT_FIRST_BUCKET_BYTES, cap_bytes)
+    indices, limits = _compute_bucket_assignment_by_size(
+        list(parameters), [first_bytes, cap_bytes], dense
+    )
+    # Only torch's reducer can make a GradBucket. It serves for that alone, so it needs no peers;
+    # when a gradient is final is for the caller to know, who differentiates in several passes.
+    no_peers = ProcessGroup(0, 1)  # type: ignore[call-arg]
+    reducer = Reducer(list(parameters), indices[::-1], limits[::-1], no_peers, dense, cap_bytes)
+    reducer._remove_autograd_hooks()
+    return list(reducer._get_zeros_like_grad_buckets())
+
+
+# The test
+
+
+def self_test() -> list[str]:
+    """Uses everything above once.
+
+    Returns:
+        what the installed torch does otherwise than this package relies on, in words; empty if it
+        has everything. (What is missing altogether fails when this module is imported.)
+    """
+    return [
+        f"{check.__name__.lstrip('_').replace('_', ' ')}: {type(error).__name__}: {error}"
+        for check in (
+            _storages_and_versions,
+            _modes,
+            _compiled_modules,
+            _checkpointing,
+            _norms,
+            _buckets,
+            _ends_of_backward_passes,
+        )
+        if (error := _failure(check)) is not None
+    ]
+
+
+def _failure(check: Callable[[], None]) -> Exception | None:
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(f"{what} does not hold in torch {torch.__version__}")
+
+
+def _storages_and_versions() -> None:
+    tensor = torch.zeros(4)
+    _expect(storage_of(tensor) == storage_of(tensor[1:]), "a view shares the storage")
+    before = version_of(tensor)
+    tensor[1:].add_(1)
+    _expect(version_of(tensor) > before, "a change through a view raises the version")
+
+
+def _modes() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(2)
+        _expect(isinstance(fake, FakeTensor), "a tensor made in the fake mode is fake")
+        with past_recording():
+            _expect(not isinstance(torch.empty(2), FakeTensor), "a real one can be made inside")
+        with past_dispatch_modes():
+            _expect(not isinstance(torch.empty(2), FakeTensor), "dispatch modes can be left")
+        try:
+            fake.nonzero()
+        except DATA_DEPENDENT:
+            pass
+        else:
+            _expect(False, "a shape that depends on data is refused on fakes")
+    with past_all_modes():
+        set_grad_enabled(torch.is_grad_enabled())
+    _expect(callable(next(iter(flop_registry.values()))), "FLOPs are counted by formulas")
+    _expect(pytree.tree_leaves({"a": [1]}) == [1], "nested structures are flattened")
+    _expect(isinstance(torch.ops.aten.add.Tensor, OpOverload), "operations have overloads")
+
+
+def _compiled_modules() -> None:
+    module = nn.Linear(1, 1)
+    module._compiled_call_impl = module.forward
+    with run_eagerly([module]):
+        _expect(module._compiled_call_impl is None, "a compiled call can be put aside")
+    _expect(module._compiled_call_impl is not None, "and put back")
+
+
+def _checkpointing() -> None:
+    seen = []
+
+    def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+        def note_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+            seen.append("generator")
+            yield from around(*args, **kwargs)
+
+        def note_reentrant(*args: Any) -> Any:
+            seen.append("function")
+            return reentrant(*args)
+
+        return note_around, note_reentrant
+
+    tensor = torch.ones(1, requires_grad=True)
+    with checkpointing_replaced(replace):
+        for use_reentrant in (False, True):
+            native_checkpoint.checkpoint(torch.sin, tensor, use_reentrant=use_reentrant)
+    _expect(seen == ["generator", "function"], "checkpointing goes through what is replaced")
+
+
+def _norms() -> None:
+    for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+        _expect(callable(work_of(function).cell_contents), f"{function.__name__} is wrapped")
+
+
+def _buckets() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    found = [
+        each for bucket in gradient_buckets(parameters, 1 << 20) for each in bucket.gradients()
+    ]
+    _expect(sum(each.numel() for each in found) == 6, "gradients have places in buckets")
+    _expect(is_future(torch.futures.Future()), "futures are known")
+
+
+def _ends_of_backward_passes() -> None:
+    called = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda gradient: when_backward_ends(lambda: called.append(True)))
+    tensor.sum().backward()
+    _expect(called == [True], "the end of a backward pass can be waited for")
