@@ -327,6 +327,8 @@ def _buckets() -> None:
 def _ends_of_backward_passes() -> None:
     called = []
     tensor = torch.ones(1, requires_grad=True)
-    tensor.register_hook(lambda gradient: when_backward_ends(lambda: called.append(True)))
-    tensor.sum().backward()
+    tensor.register_hook(  # type: ignore[no-untyped-call]
+        lambda gradient: when_backward_ends(lambda: called.append(True))
+    )
+    torch.autograd.backward(tensor.sum())
     _expect(called == [True], "the end of a backward pass can be waited for")
