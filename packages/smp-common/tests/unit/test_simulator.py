@@ -68,6 +68,51 @@ def test_staircases(stages: int, pipeline: Pipeline) -> None:
     assert timeline.peak_activation_bytes == tuple(100 * count for count in held)
 
 
+def split_chain(num_ranks: int, weight: float = 1.0) -> SegmentGraph:
+    """A chain whose backward passes are two: gradients of inputs, gradients of weights."""
+    return SegmentGraph(
+        tuple(
+            Segment(index, index, 1.0, 1.0, True, 100, weight_cost=weight)
+            for index in range(num_ranks)
+        ),
+        tuple(Edge(index, index + 1, 8, True) for index in range(num_ranks - 1)),
+        num_ranks,
+    )
+
+
+def test_weight_gradients_fill_the_bubble() -> None:
+    whole = build_schedule(chain(range(4)), 8, "interleaved", 8)
+    split = build_schedule(split_chain(4), 8, "interleaved", 8)
+    # One time unit forward, two backward: 8 x 3 units of work and a bubble of 3 x 3 around it.
+    assert whole.makespan == 33
+    # The last gradients of inputs leave the last rank; weights wait for nobody.
+    assert split.makespan <= 29
+    busy = [sum(one.end - one.start for one in rank) for rank in split.ranks]
+    assert busy == [24] * 4
+    for rank in split.schedule.ranks:
+        assert Counter(action.kind for action in rank) == {"F": 8, "I": 8, "W": 8}
+
+
+def test_only_the_gradients_of_inputs_are_waited_for() -> None:
+    graph = split_chain(2)
+    early = simulate(graph, Schedule.parse(["F0 I0 W0", "F0 I0 W0"]), 1)
+    assert [one.start for one in early.ranks[0]] == [0, 3, 4]
+    late = simulate(graph, Schedule.parse(["F0 F1 I0 I1 W0 W1", "F0 I0 F1 I1 W0 W1"]), 2)
+    assert late.ranks[0][2].start == 3
+
+
+def test_activations_are_held_until_the_gradients_of_weights() -> None:
+    timeline = simulate(split_chain(1), Schedule.parse(["F0 I0 F1 I1 W0 W1"]), 2)
+    assert timeline.peak_activation_bytes == (200,)
+    timeline = simulate(split_chain(1), Schedule.parse(["F0 I0 W0 F1 I1 W1"]), 2)
+    assert timeline.peak_activation_bytes == (100,)
+
+
+def test_weights_before_the_gradients_that_they_need_deadlock() -> None:
+    with pytest.raises(ScheduleDeadlock, match="stuck at W0@0: waits for I0@0"):
+        simulate(split_chain(1), Schedule.parse(["F0 W0 I0"]), 1)
+
+
 def test_one_microbatch_in_flight_is_sequential() -> None:
     timeline = build_schedule(chain([0, 1, 0]), 2, "interleaved", 1)
     assert timeline.schedule.text(0) == "F0@0 F0@2 B0@2 B0@0 F1@0 F1@2 B1@2 B1@0"

@@ -28,6 +28,8 @@ from smdistributed.modelparallel.tensorflow.tracing import Trace, tensors_in
 
 #: A pass of a segment.
 Pass = tuple[Kind, int]
+#: The kinds of passes that a traced program has.
+_KINDS = (Kind.FORWARD, Kind.BACKWARD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +109,7 @@ def cut(
         if op in segment_of
     }
     passes: dict[Pass, list[Any]] = {
-        (kind, segment): [] for kind in Kind for segment in range(len(partitions))
+        (kind, segment): [] for kind in _KINDS for segment in range(len(partitions))
     }
     for op in trace.operations:
         if op in pass_of:
@@ -307,7 +309,7 @@ def _transfers(
         source = partitions[made_in[1]]
         found.setdefault((tensor.name, target), Transfer(tensor, made_in, source, target, phase))
 
-    for phase in Kind:  # forward first
+    for phase in _KINDS:  # forward first
         for op, (kind, segment) in pass_of.items():
             if kind is phase:
                 for tensor in op.inputs:

@@ -39,9 +39,7 @@ class CostModel:
 
         Of orders that are equally fast if transfers take no time, most are slower on any machine.
         """
-        passes = [
-            cost for each in graph.segments for cost in (each.forward_cost, each.backward_cost)
-        ]
+        passes = [graph.segments[segment].cost(kind) for kind, segment in graph.predecessors]
         return cls(latency=sum(passes) / len(passes) / 50 if passes else 0.0)
 
 
@@ -51,7 +49,6 @@ class PassGraph:
     Attributes:
         num_ranks: number of pipeline ranks.
         passes: (kind, segment) of every node, in an order in which one microbatch could run alone.
-        is_backward: whether a node is a backward pass.
         ranks: pipeline rank of every node.
         durations: of every node.
         predecessors: for every node, (node, delay) of what it waits for.
@@ -61,13 +58,11 @@ class PassGraph:
     def __init__(self, graph: SegmentGraph, costs: CostModel) -> None:
         self.num_ranks = graph.num_ranks
         self.passes = tuple(graph.predecessors)
-        self.is_backward = [kind is Kind.BACKWARD for kind, _ in self.passes]
         number = {one: node for node, one in enumerate(self.passes)}
         segments = [graph.segments[segment] for _, segment in self.passes]
         self.ranks = [segment.rank for segment in segments]
         self.durations = [
-            costs.action_overhead
-            + (segment.forward_cost if kind is Kind.FORWARD else segment.backward_cost)
+            costs.action_overhead + segment.cost(kind)
             for (kind, _), segment in zip(self.passes, segments, strict=True)
         ]
         num_bytes: dict[tuple[Kind, int, int], int] = {}
@@ -75,7 +70,8 @@ class PassGraph:
             forward = (Kind.FORWARD, edge.source, edge.target)
             num_bytes[forward] = num_bytes.get(forward, 0) + edge.num_bytes
             if edge.has_grad:
-                backward = (Kind.BACKWARD, edge.target, edge.source)
+                kind = graph.segments[edge.target].gradient_kind
+                backward = (kind, edge.target, edge.source)
                 num_bytes[backward] = num_bytes.get(backward, 0) + edge.num_bytes
         self.predecessors: list[list[tuple[int, float]]] = []
         self.successors: list[list[tuple[int, float]]] = [[] for _ in self.passes]
@@ -109,13 +105,13 @@ class PassGraph:
             loads[rank] += duration
         return loads
 
-    def forward_and_backward(self) -> list[tuple[int, int]]:
-        """The nodes of every segment that has a backward pass."""
+    def first_and_last(self) -> list[tuple[int, int]]:
+        """The first and the last node of every segment that has a backward pass."""
         number = {one: node for node, one in enumerate(self.passes)}
         return [
-            (number[Kind.FORWARD, segment], number[kind, segment])
-            for kind, segment in self.passes
-            if kind is Kind.BACKWARD
+            (number[Kind.FORWARD, segment], node)
+            for node, (kind, segment) in enumerate(self.passes)
+            if kind.completes
         ]
 
 
@@ -199,8 +195,8 @@ class _Run:
                 self.waiting[task] += 1
         self.forwards_left = [0] * graph.num_ranks
         if policy.forwards_first:
-            for rank, backward in zip(graph.ranks, graph.is_backward, strict=True):
-                self.forwards_left[rank] += 0 if backward else num_microbatches
+            for rank, (kind, _) in zip(graph.ranks, graph.passes, strict=True):
+                self.forwards_left[rank] += 0 if kind.is_backward else num_microbatches
         self.arrivals = [0.0] * len(self.waiting)
         self.ready: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_ranks)]
         self.busy = [False] * graph.num_ranks
@@ -242,7 +238,7 @@ class _Run:
         task = ready[0][1]
         node = task % self.num_nodes
         if self.forwards_left[rank]:
-            if self.graph.is_backward[node]:
+            if self.graph.passes[node][0].is_backward:
                 return
             self.forwards_left[rank] -= 1
         heapq.heappop(ready)
@@ -278,13 +274,13 @@ def _keys(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[int]:
     fill = (policy.max_in_flight or 0) if policy.fill_first else 0
     keys = []
     for microbatch in range(num_microbatches):
-        for node, backward in enumerate(graph.is_backward):
-            if policy.forwards_first:
-                group = 1 if backward else 0
-            elif backward:
+        for node, (kind, _) in enumerate(graph.passes):
+            if kind is Kind.WEIGHT_GRADIENTS:
+                group = 3  # nobody waits for it: it goes where the rank would be idle
+            elif kind.is_backward:
                 group = 1
             else:
-                group = 0 if microbatch < fill else 2
+                group = 0 if policy.forwards_first or microbatch < fill else 2
             place = num_nodes - 1 - node if policy.deepest_first else node
             keys.append((group * num_nodes + place) * num_microbatches + microbatch)
     return keys
@@ -294,15 +290,15 @@ def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int
     """Waits (earlier, later, lag): microbatch m + lag at ``later`` is after m at ``earlier``."""
     bounds = []
     if policy.max_in_flight is not None:
-        first = [node for node, waits in enumerate(graph.predecessors) if not waits]
-        last = [node for node, after in enumerate(graph.successors) if not after]
-        bounds += [(end, start, policy.max_in_flight) for end in last for start in first]
+        starting = [node for node, waits in enumerate(graph.predecessors) if not waits]
+        ending = [node for node, after in enumerate(graph.successors) if not after]
+        bounds += [(end, start, policy.max_in_flight) for end in ending for start in starting]
     if policy.slack is not None:
         starts = graph.earliest_starts()
         period = max(graph.loads())
-        for forward, backward in graph.forward_and_backward():
-            held = starts[backward] + graph.durations[backward] - starts[forward]
+        for first, last in graph.first_and_last():
+            held = starts[last] + graph.durations[last] - starts[first]
             # How many microbatches are held at once when one enters every period.
             needed = math.ceil(policy.slack * held / period - 1e-9) if period else 1
-            bounds.append((backward, forward, max(1, needed)))
+            bounds.append((last, first, max(1, needed)))
     return bounds

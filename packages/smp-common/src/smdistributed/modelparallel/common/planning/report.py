@@ -18,6 +18,19 @@ from smdistributed.modelparallel.common.planning.svg import Drawing, clip, numbe
 _MARGIN = 16.0
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<digits>0|[1-9][0-9]*)")
 
+#: How the passes of each kind are drawn, and what the legend calls them.
+_BOXES = {
+    Kind.FORWARD: "box forward",
+    Kind.BACKWARD: "box backward",
+    Kind.INPUT_GRADIENTS: "box backward",
+    Kind.WEIGHT_GRADIENTS: "box weights",
+}
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.WEIGHT_GRADIENTS: "gradients of weights",
+}
+
 
 def partition_text(assignment: Assignment) -> str:
     """The partitions with their units and their shares of memory and computation.
@@ -149,7 +162,8 @@ def timeline_svg(timeline: Timeline, title: str, *, in_seconds: bool = True) -> 
     visits = _visits(timeline)
     drawing.text(_MARGIN, 28, title, 16)
     legend_x = _MARGIN
-    legend = [("box forward", "forward"), ("box backward", "backward")]
+    kinds = {one.action.kind for one in actions} | {Kind.FORWARD, Kind.BACKWARD}
+    legend = [(_BOXES[kind], words) for kind, words in _WORDS.items() if kind in kinds]
     if any(visits.values()):
         legend += [("box forward again", "forward, visited again")]
         legend += [("box backward again", "backward, visited again")]
@@ -164,7 +178,7 @@ def timeline_svg(timeline: Timeline, title: str, *, in_seconds: bool = True) -> 
         drawing.rect(left, y, plot_width, bar_height, "track")
         for one in row:
             x, width = left + (one.start - begin) * scale, (one.end - one.start) * scale
-            names = "box forward" if one.action.kind is Kind.FORWARD else "box backward"
+            names = _BOXES[one.action.kind]
             again = " again" if visits[one.action.segment] % 2 else ""
             times = " to ".join(number((time - begin) * factor) for time in (one.start, one.end))
             drawing.rect(x, y, width, bar_height, names + again, f"{one.action}: {times}")

@@ -3,8 +3,10 @@
 A *partition* is the piece of the model that one pipeline rank holds. A *segment* is a maximal run
 of a partition between two transfers; a rank holds several of them when a microbatch visits it
 several times (an embedding tied to the last layer makes the visits 0 -> 1 -> 0). An *action* is
-the forward or the backward pass of one segment for one microbatch, and a *schedule* is the order of
-the actions on every rank. Schedules print and parse (``F0 F1 B0 B1``), so that they can be read,
+one pass of one segment for one microbatch, of one of several kinds: forward, backward, or in place
+of a backward pass its two halves, the gradients of what the segment reads (for which other ranks
+wait) and those of its weights (for which nobody does). A *schedule* is the order of the actions on
+every rank. Schedules print and parse (``F0 F1 B0 B1``), so that they can be read,
 logged, compared between ranks and tested against a literal staircase.
 """
 
@@ -19,14 +21,33 @@ from functools import cached_property
 
 from smdistributed.modelparallel.common.errors import PartitionError, ScheduleError
 
-_ACTION = re.compile(r"(?P<kind>[FB])(?P<microbatch>\d+)(?:@(?P<segment>\d+))?", re.ASCII)
+_ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:@(?P<segment>\d+))?", re.ASCII)
 
 
 class Kind(enum.StrEnum):
-    """Direction of a pass; the value is its letter in the text form of a schedule."""
+    """What a pass computes; the value is its letter in the text form of a schedule.
+
+    Who plans, simulates or runs a schedule asks a kind what it does, and has a table by kind where
+    that does not suffice; so a new kind is a member here and an entry there.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENTS = "I"
+    WEIGHT_GRADIENTS = "W"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it comes after the forward pass of its segment."""
+        return self is not Kind.FORWARD
+
+    @property
+    def completes(self) -> bool:
+        """Whether it is the last pass of its segment.
+
+        Then parameters have their gradients, and what the forward pass kept is needed no longer.
+        """
+        return self in (Kind.BACKWARD, Kind.WEIGHT_GRADIENTS)
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +77,7 @@ def parse_actions(text: str, *, segment: int = 0) -> tuple[Action, ...]:
         match = _ACTION.fullmatch(word)
         if match is None:
             raise ScheduleError(
-                f"An action is F or B, a microbatch and optionally @ and a segment; received "
+                f"An action is F, B, I or W, a microbatch and optionally @ and a segment; received "
                 f"{word!r}: write it like F0 or B3@1."
             )
         named = match["segment"]
@@ -78,9 +99,12 @@ class Segment:
         index: position in the order of execution; also its place in ``SegmentGraph.segments``.
         rank: pipeline rank that executes it.
         forward_cost: duration of one forward pass, in seconds or any one unit for the whole graph.
-        backward_cost: the same for the backward pass.
+        backward_cost: the same for the backward pass; with ``weight_cost``, for the part of it that
+            gives the gradients of what the segment reads.
         has_backward: whether it takes part in the backward pass.
         activation_bytes: what a microbatch keeps alive from the forward to the backward pass.
+        weight_cost: the same for the gradients of its weights, where these are a pass of their own;
+            None where one backward pass gives all gradients.
     """
 
     index: int
@@ -89,6 +113,23 @@ class Segment:
     backward_cost: float
     has_backward: bool
     activation_bytes: int = 0
+    weight_cost: float | None = None
+
+    @property
+    def gradient_kind(self) -> Kind:
+        """The kind of pass that gives other segments their gradients."""
+        return Kind.BACKWARD if self.weight_cost is None else Kind.INPUT_GRADIENTS
+
+    @property
+    def last_kind(self) -> Kind:
+        """The kind of its last pass."""
+        return Kind.BACKWARD if self.weight_cost is None else Kind.WEIGHT_GRADIENTS
+
+    def cost(self, kind: Kind) -> float:
+        """Returns the duration of a pass."""
+        if kind is Kind.WEIGHT_GRADIENTS:
+            return self.weight_cost or 0.0
+        return self.forward_cost if kind is Kind.FORWARD else self.backward_cost
 
 
 @dataclass(frozen=True)
@@ -143,7 +184,8 @@ class SegmentGraph:
                     f"Segment {position} is on rank {segment.rank}, but there are "
                     f"{self.num_ranks} ranks: use a rank from 0 to {self.num_ranks - 1}."
                 )
-            if min(segment.forward_cost, segment.backward_cost, segment.activation_bytes) < 0:
+            costs = (segment.forward_cost, segment.backward_cost, segment.weight_cost or 0.0)
+            if min(*costs, segment.activation_bytes) < 0:
                 raise PartitionError(
                     f"Costs and sizes are not negative; received {segment}: measure it again."
                 )
@@ -169,7 +211,8 @@ class SegmentGraph:
 
         A forward pass waits for that of every segment it reads from. A backward pass waits for its
         own forward pass, for those that ``backward_waits`` names, and for the backward pass of
-        every segment that returns it a gradient.
+        every segment that returns it a gradient. Where it is two passes, it is the first that
+        waits so and is waited for, and the second waits for the first.
         """
         forward: list[set[int]] = [set() for _ in self.segments]
         backward: list[set[int]] = [set() for _ in self.segments]
@@ -185,10 +228,13 @@ class SegmentGraph:
             waits[Kind.FORWARD, index] = tuple((Kind.FORWARD, s) for s in sorted(sources))
         for segment in reversed(self.segments):
             if segment.has_backward:
-                waits[Kind.BACKWARD, segment.index] = (
-                    *((Kind.FORWARD, other) for other in sorted(late[segment.index])),
-                    *((Kind.BACKWARD, t) for t in sorted(backward[segment.index])),
+                kind, index = segment.gradient_kind, segment.index
+                waits[kind, index] = (
+                    *((Kind.FORWARD, other) for other in sorted(late[index])),
+                    *((self.segments[t].gradient_kind, t) for t in sorted(backward[index])),
                 )
+                if segment.weight_cost is not None:
+                    waits[Kind.WEIGHT_GRADIENTS, index] = ((kind, index),)
         return waits
 
     def dependencies(self, num_microbatches: int) -> Mapping[Action, tuple[Action, ...]]:

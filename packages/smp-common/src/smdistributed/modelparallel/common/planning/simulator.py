@@ -104,21 +104,21 @@ class Timeline:
     def peak_activation_bytes(self) -> tuple[int, ...]:
         """For every rank, the most activation memory held at one time.
 
-        A forward pass takes its segment's memory; the end of the backward pass, or of the forward
-        pass where there is no backward pass, returns it.
+        A forward pass takes its segment's memory; the end of the last pass of the segment returns
+        it.
         """
         if not self.activation_bytes:
             return (0,) * len(self.ranks)
         peaks = []
         for actions in self.ranks:
-            kept = {one.action.segment for one in actions if one.action.kind is Kind.BACKWARD}
+            kept = {one.action.segment for one in actions if one.action.kind.completes}
             held = peak = 0
             for one in actions:
                 num_bytes = self.activation_bytes[one.action.segment]
                 if one.action.kind is Kind.FORWARD:
                     held += num_bytes
                     peak = max(peak, held)
-                if one.action.kind is Kind.BACKWARD or one.action.segment not in kept:
+                if one.action.kind.completes or one.action.segment not in kept:
                     held -= num_bytes
             peaks.append(peak)
         return tuple(peaks)

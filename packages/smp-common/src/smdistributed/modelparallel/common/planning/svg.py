@@ -21,6 +21,7 @@ text { font-family: system-ui, "Segoe UI", "Liberation Sans", Arial, sans-serif;
 .minor { fill: #59636e; }
 .forward { fill: #6cb0f5; }
 .backward { fill: #f0a35e; }
+.weights { fill: #c9b458; }
 .again { fill-opacity: 0.55; }
 .compute { fill: #f0a35e; }
 .memory { fill: #6fbf8b; }

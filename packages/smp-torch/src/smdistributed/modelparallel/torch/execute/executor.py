@@ -225,6 +225,11 @@ class Executor:
         ]
         self._returned = [{value.index for value in plan.graph.returned} for plan in plans]
         self._roots = [[value.index for value in plan.graph.roots] for plan in plans]
+        #: What is done for an action, by its kind.
+        self._passes: dict[Kind, Callable[[_StepState, Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+        }
 
     def run(
         self,
@@ -246,7 +251,7 @@ class Executor:
         Raises:
             CommError: a peer died or did not take part in time.
         """
-        step = _StepState(len(self._plans))
+        step = _StepState(inputs, root_scales)
         times = []
         needs = self._itinerary.needs
         # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
@@ -261,10 +266,7 @@ class Executor:
                 self._take(step, message)
             enter_pass(action.kind, action.microbatch)
             start = time.perf_counter()
-            if action.kind is Kind.FORWARD:
-                self._forward(step, action, inputs[action.microbatch])
-            else:
-                self._backward(step, action, root_scales[action.microbatch])
+            self._passes[action.kind](step, action)
             times.append((start, time.perf_counter()))
             self._send(step, position)
         for transfer in step.outgoing:
@@ -292,9 +294,7 @@ class Executor:
         else:
             _accumulate(step.gradients[message.microbatch], message.value, tensor)
 
-    def _forward(
-        self, step: _StepState, action: Action, inputs: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _forward(self, step: _StepState, action: Action) -> None:
         m = action.microbatch
         plan = self._plans[m]
         segment = plan.segments[action.segment]
@@ -310,7 +310,9 @@ class Executor:
                     cut_inputs.append((value.index, tensor))
             arguments.append(tensor)
         with torch.set_grad_enabled(has_backward):
-            results = self._programs[m][segment.index].run(inputs, step.carried[m], *arguments)
+            results = self._programs[m][segment.index].run(
+                step.inputs[m], step.carried[m], *arguments
+            )
         cut_outputs = []
         for value, tensor in zip(segment.outputs, results, strict=True):
             if tuple(tensor.shape) != value.shape:
@@ -334,8 +336,9 @@ class Executor:
         if has_backward:
             step.saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
 
-    def _backward(self, step: _StepState, action: Action, root_scale: float) -> None:
+    def _backward(self, step: _StepState, action: Action) -> None:
         m = action.microbatch
+        root_scale = step.root_scales[m]
         gradients = step.gradients[m]
         saved = step.saved.pop((action.segment, m))
         tensors, starts = [], []
@@ -373,9 +376,19 @@ class Executor:
 
 
 class _StepState:
-    """Everything that lives for one mini-batch."""
+    """Everything that lives for one mini-batch.
 
-    def __init__(self, num_microbatches: int) -> None:
+    Args:
+        inputs: for each microbatch, its tensor arguments.
+        root_scales: for each microbatch, the gradient that its losses start with.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Sequence[torch.Tensor | None]], root_scales: Sequence[float]
+    ) -> None:
+        self.inputs = inputs
+        self.root_scales = root_scales
+        num_microbatches = len(inputs)
         self.activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]

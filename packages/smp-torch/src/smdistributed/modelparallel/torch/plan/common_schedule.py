@@ -13,7 +13,6 @@ from typing import Literal
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
-    Kind,
     Schedule,
     Segment,
     SegmentGraph,
@@ -50,7 +49,7 @@ def common_schedule(
     def own(action: Action) -> Action | None:
         plan = plans[action.microbatch]
         segment = segment_at[plan].get(action.segment)
-        if segment is None or (action.kind is Kind.BACKWARD and segment not in plan.backward):
+        if segment is None or (action.kind.is_backward and segment not in plan.backward):
             return None
         return Action(action.kind, segment, action.microbatch)
 
@@ -82,6 +81,7 @@ def _lay_over(graphs: Sequence[SegmentGraph]) -> tuple[SegmentGraph, list[list[i
                 max(known.backward_cost, segment.backward_cost),
                 known.has_backward or segment.has_backward,
                 max(known.activation_bytes, segment.activation_bytes),
+                _largest(known.weight_cost, segment.weight_cost),
             )
         for edge in graph.edges:
             ends = place[edge.source], place[edge.target]
@@ -93,6 +93,10 @@ def _lay_over(graphs: Sequence[SegmentGraph]) -> tuple[SegmentGraph, list[list[i
             )
     merged = SegmentGraph(tuple(segments), tuple(edges.values()), graphs[0].num_ranks)
     return merged, places
+
+
+def _largest(*costs: float | None) -> float | None:
+    return max((cost for cost in costs if cost is not None), default=None)
 
 
 def _supersequence(one: Sequence[int], other: Sequence[int]) -> list[int]:

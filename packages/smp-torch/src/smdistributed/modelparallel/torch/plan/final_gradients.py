@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from smdistributed.modelparallel.common.planning.schedule import Action, Kind
+from smdistributed.modelparallel.common.planning.schedule import Action
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 
@@ -14,13 +14,13 @@ from smdistributed.modelparallel.torch.record.ir import NodeKind
 def final_gradients(
     plans: Sequence[Plan], actions: Sequence[Action]
 ) -> list[frozenset[nn.Parameter]]:
-    """Returns, for each backward action in order, the parameters that no later one reaches.
+    """Returns, for each pass that completes gradients, the parameters that no later one reaches.
 
     Args:
         plans: the plan of each microbatch.
         actions: those of one rank.
     """
-    passes = [action for action in actions if action.kind is Kind.BACKWARD]
+    passes = [action for action in actions if action.kind.completes]
     last: dict[nn.Parameter, int] = {}
     for position, action in enumerate(passes):
         for parameter in _parameters(plans[action.microbatch].segments[action.segment]):

@@ -171,8 +171,8 @@ class PipelinedStep:
         reduced = [model.data_parallel for model in models if model.data_parallel.reduces]
 
         def enter_pass(kind: Kind, microbatch: int) -> None:
-            random.enter_pass(microbatch, backward=kind is Kind.BACKWARD)
-            completes = next(final) if kind is Kind.BACKWARD else frozenset()
+            random.enter_pass(microbatch, backward=kind.is_backward)
+            completes = next(final) if kind.completes else frozenset()
             for each in reduced:
                 each.enter_pass(completes)
 
