@@ -211,15 +211,15 @@ MUTATIONS = (
     ),
     Mutation(
         "the optimizer's state is left out of checkpoints",
-        "torch/checkpoint/save_and_resume.py",
+        "torch/checkpoint/save.py",
         'files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)',
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),
     Mutation(
         "user content is lost",
-        "torch/checkpoint/save_and_resume.py",
-        "files[_USER_CONTENT] = _writer(lambda: user_content)",
+        "torch/checkpoint/save.py",
+        "files[USER_CONTENT] = _writer(lambda: user_content)",
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),

@@ -12,7 +12,8 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.checkpoint import rank_files
-from smdistributed.modelparallel.torch.checkpoint import save_and_resume as checkpoint
+from smdistributed.modelparallel.torch.checkpoint import resume as resuming
+from smdistributed.modelparallel.torch.checkpoint import save as saving
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer as BaseOptimizer,
@@ -51,7 +52,7 @@ def save_checkpoint(
 
     Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
     """
-    checkpoint.save_checkpoint(
+    saving.save_checkpoint(
         slot.get(),
         path,
         tag,
@@ -114,7 +115,7 @@ def resume_from_checkpoint(
         raise UnsupportedError(
             "translate_function is not supported yet; translate the state first."
         )
-    return checkpoint.resume_from_checkpoint(
+    return resuming.resume_from_checkpoint(
         slot.get(),
         path,
         tag,

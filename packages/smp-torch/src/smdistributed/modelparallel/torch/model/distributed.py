@@ -290,7 +290,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
 
     @property
     def _state(self) -> ModelState:
-        return ModelState(self._runtime, self.holder.fakes, self.holder.placement_if_split)
+        return ModelState(self._runtime, self.holder)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the parameters and buffers of this rank, and whether that is only a part.
@@ -393,7 +393,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
         super().cpu()
-        if self.holder.placement_if_split is not None:
+        if self.holder.is_split:
             self._state.gather_tensors()
         return self
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, SMPError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.pieces import Piece, Rectangle
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -64,9 +66,9 @@ class Holder:
         return self._placement
 
     @property
-    def placement_if_split(self) -> Placement | None:
-        """Where every module is; None while this process holds the whole model."""
-        return self._placement
+    def is_split(self) -> bool:
+        """Whether other ranks hold parts of the model that are not here."""
+        return self._placement is not None
 
     def partition_of(self, module: nn.Module) -> int | None:
         """Returns the partition of a module of the user's model; None while it is not decided."""
@@ -138,8 +140,8 @@ class Holder:
 
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'."""
-        self._settle(placement)
         self._placement = placement
+        self._settle()
 
     def refresh(self) -> bool:
         """Takes the user's changes to the structure of the model: modules, parameters, ties.
@@ -158,19 +160,19 @@ class Holder:
         if self._placement is not None:
             self._placement = Placement(self.fakes, self._placement.assignment)
             self._placement.check_ties()
-            self._settle(self._placement)
+            self._settle()
         return True
 
-    def _settle(self, placement: Placement) -> None:
-        own, device, delayed = self._own, self._runtime.device, self._runtime.delayed
+    def _settle(self) -> None:
+        device, delayed = self._runtime.device, self._runtime.delayed
         for slot, tensor in self.delayed():
-            if placement.is_on(own, slot):
+            if self.holds(slot):
                 delayed.fill(tensor, device)
             else:
                 delayed.drop(tensor, device)
         for slot in self.fakes.slots:
             tensor = _tensor(slot)
-            if placement.is_on(own, slot):
+            if self.holds(slot):
                 tensor.data = tensor.data.to(device)
             else:
                 # Meta data cannot be assigned to a parameter that lives on a device.
@@ -183,9 +185,30 @@ class Holder:
             if self._runtime.delayed.holds(tensor):
                 yield slot, tensor
 
+    def piece(self, slot: Slot) -> Piece:
+        """Returns which part of a parameter or buffer which ranks hold.
+
+        Of what this rank does not hold, too: every rank can say where everything is.
+        """
+        topology, shape = self._runtime.topology, tuple(self.fakes.slots[slot].shape)
+        if self._is_whole or self.placement.is_everywhere(slot):
+            ranks = topology.members(CommGroup.WORLD, 0)
+        else:
+            owner = self.placement.owner_of(slot)
+            ranks = topology.members(CommGroup.DP_GROUP, topology.rank_of(owner, 0, 0))
+        return Piece(self.fakes.slot_name(slot), shape, Rectangle.whole(shape), ranks)
+
+    def pieces(self) -> dict[str, Piece]:
+        """Returns the piece of every parameter and buffer, by name."""
+        return {self.fakes.slot_name(slot): self.piece(slot) for slot in self.fakes.slots}
+
     def holds(self, slot: Slot) -> bool:
-        """Tells whether a parameter or buffer is on this rank."""
-        return self._is_whole or self.placement.is_on(self._own, slot)
+        """Tells whether some of a parameter or buffer is on this rank."""
+        return self._is_whole or self._runtime.rank in self.piece(slot).ranks
+
+    def holds_module(self, module: nn.Module) -> bool:
+        """Tells whether a module, or what it holds itself if it is split, is on this rank."""
+        return self._is_whole or self.placement.partition_of.get(module) == self._own
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields name and parameter of what is on this rank; names of the whole model."""
@@ -202,7 +225,7 @@ class Holder:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields name and module of the modules on this rank."""
         for module, name in self.fakes.names.items():
-            if self._is_whole or self.placement.partition_of.get(module) == self._own:
+            if self.holds_module(module):
                 yield name, module
 
     def _named(self, kind: Literal["_parameters", "_buffers"]) -> Iterator[tuple[str, Any]]:

@@ -16,8 +16,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.plan.placement import Placement
-from smdistributed.modelparallel.torch.record.fakes import FakeModel
+from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -29,15 +28,13 @@ class ModelState:
 
     Args:
         runtime: the state of the library in this process.
-        fakes: the model and its names.
-        placement: where every module is; None while this process holds the whole model.
+        holder: says what of the model is here.
     """
 
-    def __init__(
-        self, runtime: TorchRuntime, fakes: FakeModel, placement: Placement | None = None
-    ) -> None:
+    def __init__(self, runtime: TorchRuntime, holder: Holder) -> None:
         self._runtime = runtime
-        self._placement = placement
+        self._holder = holder
+        fakes = holder.fakes
         self._module = fakes.model
         self._slots = {fakes.slot_name(slot): slot for slot in fakes.slots}
         self._modules = {name: module for module, name in fakes.names.items()}
@@ -47,7 +44,7 @@ class ModelState:
         state = {
             name: value for name, value in self._module.state_dict().items() if self._is_here(name)
         }
-        return {**state, PARTIAL_KEY: self._placement is not None}
+        return {**state, PARTIAL_KEY: self._holder.is_split}
 
     def whole(self, *, to_rank0: bool) -> dict[str, Any]:
         """Returns what all ranks hold together, or with ``to_rank0`` nothing but on rank 0.
@@ -57,7 +54,7 @@ class ModelState:
         runtime = self._runtime
         # Torch's own dict with its metadata; what is elsewhere is empty in it.
         state = self._module.state_dict()
-        if self._placement is not None:
+        if self._holder.is_split:
             part = map_tensors(self.local(), torch.Tensor.cpu)
             del part[PARTIAL_KEY]
             for each in collect(runtime, part, to_rank0=to_rank0):
@@ -122,12 +119,10 @@ class ModelState:
 
     def gather_tensors(self) -> None:
         """Gives this rank the tensors of all, on the host. Collective: every rank of PP_GROUP."""
-        assert self._placement is not None
-        own = self._runtime.coordinates.pp_rank
         here = {
             name: getattr(*slot).detach().cpu()
             for name, slot in self._slots.items()
-            if self._placement.is_on(own, slot)
+            if self._holder.holds(slot)
         }
         parts = self._runtime.communicator.allgather(here, CommGroup.PP_GROUP)
         everything = {name: tensor for part in parts for name, tensor in part.items()}
@@ -139,16 +134,15 @@ class ModelState:
         return {name for name in self._module.state_dict() if not self._is_here(name)}
 
     def _is_here(self, name: str) -> bool:
-        if self._placement is None:
+        if not self._holder.is_split:
             return True
-        own = self._runtime.coordinates.pp_rank
         if name in self._slots:
-            return self._placement.is_on(own, self._slots[name])
+            return self._holder.holds(self._slots[name])
         # What a module adds by itself, such as its extra state, is where the module is.
         owner = name
         while owner not in self._modules:
             owner = owner.rpartition(".")[0]
-        return self._placement.partition_of[self._modules[owner]] == own
+        return self._holder.holds_module(self._modules[owner])
 
 
 def collect(runtime: TorchRuntime, part: Any, *, to_rank0: bool = False) -> list[Any]:

@@ -96,10 +96,6 @@ class Placement:
         """Returns the partition that holds a parameter or buffer."""
         return self._owners[id(self.fakes.slots[slot])]
 
-    def is_on(self, partition: int, slot: Slot) -> bool:
-        """Tells whether the ranks of a partition keep a parameter or buffer."""
-        return self.owner_of(slot) == partition or self.is_everywhere(slot)
-
     def is_everywhere(self, slot: Slot) -> bool:
         """Tells whether every rank keeps a copy: buffers of split modules, which glue may read."""
         module, name = slot

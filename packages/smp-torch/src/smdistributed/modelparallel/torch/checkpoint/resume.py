@@ -1,8 +1,4 @@
-"""Saving and resuming: the model, the optimizer and the user's content, together and crash-safe.
-
-A partial checkpoint has one file a rank and is the one to continue training from; a full one is the
-whole model in one file, for use elsewhere. Nothing is ever half there: see
-``common.checkpoint.store``.
+"""Resuming: from the rank's own part of a checkpoint, or from its share of all parts.
 
 A partial checkpoint is named after the partition that wrote it, but its parts go by the names of
 parameters. A job with the same degrees takes over the partition, and each rank reads its own part;
@@ -13,25 +9,26 @@ Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
-from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
-from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.checkpoint import generators as random_state
+from smdistributed.modelparallel.torch.checkpoint import generators, layout
+from smdistributed.modelparallel.torch.checkpoint.folder import (
+    USER_CONTENT,
+    directory_at,
+    expect_wrapped,
+)
+from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
@@ -40,9 +37,6 @@ from smdistributed.modelparallel.torch.optimizer.distributed import (
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
-
-_LAYOUT = "layout.json"
-_USER_CONTENT = "user_content.pt"
 
 _Wrapper = TypeVar("_Wrapper", DistributedModel, DistributedOptimizer)
 
@@ -66,53 +60,6 @@ class _Content:
     user: Any = None
 
 
-def save_checkpoint(
-    runtime: TorchRuntime,
-    path: str | os.PathLike[str],
-    tag: str | int,
-    *,
-    partial: bool,
-    model: DistributedModel | None,
-    optimizer: DistributedOptimizer | None,
-    user_content: Any,
-    num_kept_partial_checkpoints: int | None,
-) -> None:
-    """See ``smp.save_checkpoint``."""
-    _expect(model, DistributedModel, "save_checkpoint(model=...)")
-    _expect(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
-    directory = _directory(runtime, path)
-    files: dict[str, Writer] = {}
-    # What a writer computes may fail on one rank; the directory tells it to the others.
-    if not partial:
-        whole = {
-            "model": model and model.state_dict(gather_to_rank0=True),
-            "optimizer": optimizer and optimizer.state_dict(gather_to_rank0=True),
-            "user_content": user_content,
-        }
-        if runtime.rank == 0:
-            for name, value in whole.items():
-                if name == "model" or value is not None:
-                    files[name] = _writer(lambda value=value: value)  # type: ignore[misc]
-        directory.write_full(tag, files)
-        return
-    place = runtime.coordinates
-    part = _part(place.pp_rank, place.tp_rank)
-    if place.rdp_rank == 0:
-        if model is not None:
-            files[f"model_{part}.pt"] = _writer(model.local_state_dict)
-        if optimizer is not None:
-            files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)
-    files[f"random_{part}_{place.rdp_rank}.pt"] = _writer(
-        lambda: random_state.capture(runtime.device)
-    )
-    if runtime.rank == 0:
-        layout = json.dumps(_layout(runtime, model), indent=1).encode()
-        files[_LAYOUT] = lambda stream: _write_bytes(stream, layout)
-        if user_content is not None:
-            files[_USER_CONTENT] = _writer(lambda: user_content)
-    directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
-
-
 def resume_from_checkpoint(
     runtime: TorchRuntime,
     path: str | os.PathLike[str],
@@ -130,7 +77,7 @@ def resume_from_checkpoint(
     optimizer = _given_or_last(optimizer, DistributedOptimizer, optimizers_of(runtime), "optimizer")
     if model is None:
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
-    directory = _directory(runtime, path)
+    directory = directory_at(runtime, path)
     checkpoint = directory.resolve(tag, partial=partial)
     reader = _Reader(runtime, checkpoint, trust_pickle)
     contents: list[_Content] = []
@@ -155,7 +102,7 @@ def resume_from_checkpoint(
     if content.optimizer is not None and optimizer is not None:
         optimizer.load_state_dict(content.optimizer)
     if content.random is not None:
-        random_state.restore(content.random, runtime.device)
+        generators.restore(content.random, runtime.device)
     return content.user
 
 
@@ -183,43 +130,54 @@ class _Reader:
 
     def partial(self, model: DistributedModel, load_optimizer: bool) -> _Content:
         """Returns the content of a partial checkpoint that belongs to this rank."""
-        with self._checkpoint.open(_LAYOUT) as stream:
-            layout = json.load(stream)
-        own = _layout(self._runtime, model)
-        degree = "tensor_parallel_degree"
-        if layout[degree] != own[degree]:
+        with self._checkpoint.open(layout.FILE) as stream:
+            stored = Layout.parse(stream.read().decode())
+        own = Layout.of(self._runtime, model)
+        if stored.tensor_parallel_degree != own.tensor_parallel_degree:
             raise CheckpointError(
-                f"it was saved with {degree} {layout[degree]}, this job has {own[degree]}: resume "
-                "with the same degree, or from a full checkpoint."
+                f"it was saved with tensor_parallel_degree {stored.tensor_parallel_degree}, this "
+                f"job has {own.tensor_parallel_degree}: resume with the same degree, or from a "
+                "full checkpoint."
             )
-        degree = "pipeline_parallel_degree"
-        same_degree = layout[degree] == own[degree]
-        adopts = same_degree and (not own["partition"] or own["partition"] == layout["partition"])
-        place = self._runtime.coordinates
-        if not adopts:
+        same_degree = stored.pipeline_parallel_degree == own.pipeline_parallel_degree
+        adopts = same_degree and (not own.partition or own.partition == stored.partition)
+        if adopts:
+            states = self._own_part(load_optimizer)
+        else:
             logger.info(
                 "%s was saved with pipeline_parallel_degree %d under another partition; "
                 "every rank takes its share of all parts.",
                 self._checkpoint.tag,
-                layout[degree],
+                stored.pipeline_parallel_degree,
             )
-        ranks = [place.pp_rank] if adopts else range(layout[degree])
-        parts = [_part(pp_rank, place.tp_rank) for pp_rank in ranks]
+            states = self._all_parts(stored, load_optimizer)
+        return _Content(
+            *states,
+            partition=stored.partition if adopts else None,
+            random=self._random_state(same_degree),
+            user=self._user_content(USER_CONTENT),
+        )
+
+    def _own_part(self, load_optimizer: bool) -> tuple[Any, Any]:
+        """Returns the states of model and optimizer that this rank saved; None for what lacks."""
+        place = self._runtime.coordinates
+        part = part_name(place.pp_rank, place.tp_rank)
+        optimizer = self._read_if_there(f"optimizer_{part}.pt") if load_optimizer else None
+        return self._read_if_there(f"model_{part}.pt"), optimizer
+
+    def _all_parts(self, stored: Layout, load_optimizer: bool) -> tuple[Any, Any]:
+        """Returns the whole states of model and optimizer; None for what lacks."""
+        parts = [
+            part_name(pp_rank, self._runtime.coordinates.tp_rank)
+            for pp_rank in range(stored.pipeline_parallel_degree)
+        ]
         models = self._read_all(f"model_{part}.pt" for part in parts)
         optimizers = (
-            self._read_all(f"optimizer_{part}.pt" for part in parts) if load_optimizer else []
+            self._read_all(f"optimizer_{part}.pt" for part in parts) if load_optimizer else {}
         )
-        if not adopts and models:
-            whole = {name: value for each in models for name, value in each.items()}
-            models = [{**whole, PARTIAL_KEY: False}]
-        if not adopts and optimizers:
-            optimizers = [optimizer_state.merge(optimizers)]
-        return _Content(
-            model=models[0] if models else None,
-            optimizer=optimizers[0] if optimizers else None,
-            partition=layout["partition"] if adopts else None,
-            random=self._random_state(same_degree),
-            user=self._user_content(_USER_CONTENT),
+        return (
+            stored.assemble(models) if models else None,
+            optimizer_state.merge(list(optimizers.values())) if optimizers else None,
         )
 
     def _user_content(self, name: str) -> Any:
@@ -230,7 +188,7 @@ class _Reader:
     def _random_state(self, same_degree: bool) -> Any:
         place = self._runtime.coordinates
         # With other partitions, that of the first one: the numbers of a step follow from it.
-        part = _part(place.pp_rank if same_degree else 0, place.tp_rank)
+        part = part_name(place.pp_rank if same_degree else 0, place.tp_rank)
         name = f"random_{part}_{place.rdp_rank}.pt"
         if name not in self._checkpoint.paths:
             logger.warning(
@@ -241,8 +199,8 @@ class _Reader:
             )
         return self._read_if_there(name)
 
-    def _read_all(self, names: Any) -> list[dict[str, Any]]:
-        return [self._read(name) for name in names if name in self._checkpoint.paths]
+    def _read_all(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {name: self._read(name) for name in names if name in self._checkpoint.paths}
 
     def _read_if_there(self, name: str) -> Any:
         return self._read(name) if name in self._checkpoint.paths else None
@@ -265,45 +223,8 @@ class _Reader:
             ) from error
 
 
-def _directory(runtime: TorchRuntime, path: str | os.PathLike[str]) -> CheckpointDirectory:
-    return CheckpointDirectory(
-        path,
-        rank=runtime.rank,
-        gather=lambda obj: runtime.communicator.allgather(obj, CommGroup.WORLD),
-    )
-
-
-def _part(pp_rank: int, tp_rank: int) -> str:
-    return f"{pp_rank}_{tp_rank}"
-
-
-def _layout(runtime: TorchRuntime, model: DistributedModel | None) -> dict[str, Any]:
-    topology = runtime.topology
-    return {
-        "pipeline_parallel_degree": topology.pp_size,
-        "tensor_parallel_degree": topology.tp_size,
-        "partition": {} if model is None else model.holder.partition_by_name(),
-    }
-
-
-def _expect(value: object, kind: type, argument: str) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(
-            f"{argument} takes a smp.{kind.__name__}; received {type(value).__name__}: wrap it "
-            "first."
-        )
-
-
 def _given_or_last(
     given: _Wrapper | None, kind: type[_Wrapper], alive: list[_Wrapper], name: str
 ) -> _Wrapper | None:
-    _expect(given, kind, f"resume_from_checkpoint({name}=...)")
+    expect_wrapped(given, kind, f"resume_from_checkpoint({name}=...)")
     return given or (alive[-1] if alive else None)
-
-
-def _writer(make: Callable[[], Any]) -> Writer:
-    return lambda stream: torch.save(make(), stream)
-
-
-def _write_bytes(stream: BinaryIO, data: bytes) -> None:
-    stream.write(data)

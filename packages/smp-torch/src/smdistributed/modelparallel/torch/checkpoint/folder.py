@@ -1,0 +1,34 @@
+"""What saving and resuming have in common: where a checkpoint lies, and what may be in it."""
+
+from __future__ import annotations
+
+import os
+
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+#: The content of a partial checkpoint that is the user's own.
+USER_CONTENT = "user_content.pt"
+
+
+def directory_at(runtime: TorchRuntime, path: str | os.PathLike[str]) -> CheckpointDirectory:
+    """Returns the folder of checkpoints at a path, as all processes of the job see it."""
+    return CheckpointDirectory(
+        path,
+        rank=runtime.rank,
+        gather=lambda obj: runtime.communicator.allgather(obj, CommGroup.WORLD),
+    )
+
+
+def expect_wrapped(value: object, kind: type, argument: str) -> None:
+    """Raises unless an argument is None or wrapped by this library.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"{argument} takes a smp.{kind.__name__}; received {type(value).__name__}: wrap it "
+            "first."
+        )

@@ -1,0 +1,174 @@
+"""The index of a partial checkpoint: with which degrees it was saved, and where each tensor lies.
+
+It is the file ``layout.json``. A tensor is listed as a whole (shape and dtype) with the pieces that
+it was saved in: the file, and which part of the tensor lies there. So a job with any other layout
+knows what to read without asking who wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.common.pieces import Rectangle, covers
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+#: What the index is called in a checkpoint.
+FILE = "layout.json"
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A part of a tensor in a file.
+
+    Attributes:
+        file: its name.
+        offsets, sizes: which part of the whole tensor it is.
+    """
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def part(self) -> Rectangle:
+        """Which part of the whole tensor it is."""
+        return Rectangle(self.offsets, self.sizes)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the model.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: its name, such as ``float32``.
+        pieces: that it was saved in; they do not overlap.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What ``layout.json`` says.
+
+    Attributes:
+        pipeline_parallel_degree, tensor_parallel_degree: of the job that saved it.
+        partition: of every module of the chosen granularity, by name.
+        tensors: of the model, by name.
+    """
+
+    pipeline_parallel_degree: int
+    tensor_parallel_degree: int
+    partition: dict[str, int]
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runtime: TorchRuntime, model: DistributedModel | None) -> Layout:
+        """Returns the layout of this job. Every rank finds the same by itself."""
+        topology = runtime.topology
+        return cls(
+            topology.pp_size,
+            topology.tp_size,
+            {} if model is None else model.holder.partition_by_name(),
+            {} if model is None else _stored(runtime, model),
+        )
+
+    def text(self) -> str:
+        """Returns it as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Reads what ``text`` gave.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        try:
+            read = json.loads(text)
+            tensors = {
+                name: StoredTensor(
+                    tuple(each["shape"]),
+                    each["dtype"],
+                    tuple(_piece(**piece) for piece in each["pieces"]),
+                )
+                for name, each in read.pop("tensors").items()
+            }
+            return cls(**read, tensors=tensors)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{FILE} must be what smp.save_checkpoint of this version writes; received "
+                f"something that lacks a part of it ({error!r}): save the checkpoint again, or "
+                "resume from a full one."
+            ) from error
+
+    def assemble(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the whole state of the model.
+
+        Args:
+            files: the states that the ranks saved, by file name.
+
+        Raises:
+            CheckpointError: some of a tensor is in no file.
+        """
+        state = {name: value for each in files.values() for name, value in each.items()}
+        for name, stored in self.tensors.items():
+            state[name] = self._assembled(name, stored, files)
+        return {**state, PARTIAL_KEY: False}
+
+    def _assembled(
+        self, name: str, stored: StoredTensor, files: Mapping[str, Mapping[str, Any]]
+    ) -> torch.Tensor:
+        wanted = Rectangle.whole(stored.shape)
+        held = [each for each in stored.pieces if name in files.get(each.file, {})]
+        if not covers((each.part for each in held), wanted):
+            raise CheckpointError(
+                f"the checkpoint lacks elements of {name}: {FILE} lists its pieces in "
+                f"{', '.join(each.file for each in stored.pieces)}, of which "
+                f"{', '.join(each.file for each in held) or 'none'} hold it. A file is missing or "
+                "is another checkpoint's."
+            )
+        first = files[held[0].file][name] if held else torch.empty(0)
+        if len(held) == 1:
+            return first
+        whole = torch.empty(stored.shape, dtype=first.dtype)
+        for each in held:
+            whole[each.part.within(wanted)] = files[each.file][name]
+        return whole
+
+
+def _piece(file: str, offsets: Sequence[int], sizes: Sequence[int]) -> StoredPiece:
+    return StoredPiece(file, tuple(offsets), tuple(sizes))
+
+
+def part_name(pp_rank: int, tp_rank: int) -> str:
+    """Returns what the names of the files of a rank end in."""
+    return f"{pp_rank}_{tp_rank}"
+
+
+def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredTensor]:
+    """Returns where the tensors of a model are saved: by the first rank that holds a piece."""
+    pieces = model.holder.pieces() if model.partitioned else {}
+    stored = {}
+    for name, tensor in model.get_module().state_dict().items():
+        piece = pieces.get(name)
+        if piece is not None:
+            place = runtime.topology.coordinates(piece.speaker)
+            file = f"model_{part_name(place.pp_rank, place.tp_rank)}.pt"
+            stored[name] = StoredTensor(
+                piece.shape,
+                str(tensor.dtype).removeprefix("torch."),
+                (StoredPiece(file, piece.part.offsets, piece.part.sizes),),
+            )
+    return stored

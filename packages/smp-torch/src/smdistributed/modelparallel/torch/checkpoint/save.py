@@ -1,0 +1,85 @@
+"""Saving: the model, the optimizer and the user's content, together and crash-safe.
+
+A partial checkpoint has one file a rank and is the one to continue training from; a full one is the
+whole model in one file, for use elsewhere. Nothing is ever half there: see
+``common.checkpoint.store``.
+
+Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import torch
+
+from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
+from smdistributed.modelparallel.torch.checkpoint import generators, layout
+from smdistributed.modelparallel.torch.checkpoint.folder import (
+    USER_CONTENT,
+    directory_at,
+    expect_wrapped,
+)
+from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.optimizer.distributed import (
+    DistributedOptimizer,
+)
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+def save_checkpoint(
+    runtime: TorchRuntime,
+    path: str | os.PathLike[str],
+    tag: str | int,
+    *,
+    partial: bool,
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    user_content: Any,
+    num_kept_partial_checkpoints: int | None,
+) -> None:
+    """See ``smp.save_checkpoint``."""
+    expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
+    expect_wrapped(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
+    directory = directory_at(runtime, path)
+    files: dict[str, Writer] = {}
+    # What a writer computes may fail on one rank; the directory tells it to the others.
+    if not partial:
+        whole = {
+            "model": model and model.state_dict(gather_to_rank0=True),
+            "optimizer": optimizer and optimizer.state_dict(gather_to_rank0=True),
+            "user_content": user_content,
+        }
+        if runtime.rank == 0:
+            for name, value in whole.items():
+                if name == "model" or value is not None:
+                    files[name] = _writer(lambda value=value: value)  # type: ignore[misc]
+        directory.write_full(tag, files)
+        return
+    place = runtime.coordinates
+    part = part_name(place.pp_rank, place.tp_rank)
+    if place.rdp_rank == 0:
+        if model is not None:
+            files[f"model_{part}.pt"] = _writer(model.local_state_dict)
+        if optimizer is not None:
+            files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)
+    files[f"random_{part}_{place.rdp_rank}.pt"] = _writer(
+        lambda: generators.capture(runtime.device)
+    )
+    if runtime.rank == 0:
+        index = Layout.of(runtime, model).text().encode()
+        files[layout.FILE] = lambda stream: _write_bytes(stream, index)
+        if user_content is not None:
+            files[USER_CONTENT] = _writer(lambda: user_content)
+    directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
+
+
+def _writer(make: Callable[[], Any]) -> Writer:
+    return lambda stream: torch.save(make(), stream)
+
+
+def _write_bytes(stream: BinaryIO, data: bytes) -> None:
+    stream.write(data)

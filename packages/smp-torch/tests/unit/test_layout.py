@@ -1,0 +1,78 @@
+"""The index of a partial checkpoint: what it lists can be put together again."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.checkpoint.layout import Layout, StoredPiece, StoredTensor
+
+WEIGHT = torch.arange(35.0).reshape(7, 5)
+
+
+def stored(*parts: tuple[str, Rectangle]) -> StoredTensor:
+    pieces = tuple(StoredPiece(file, part.offsets, part.sizes) for file, part in parts)
+    return StoredTensor((7, 5), "float32", pieces)
+
+
+def layout_of(slices: int, blocks: int) -> tuple[Layout, dict[str, dict[str, torch.Tensor]]]:
+    whole = Rectangle.whole((7, 5))
+    parts, files = [], {}
+    for s, b in itertools.product(range(slices), range(blocks)):
+        part = whole.cut(1, slices, s).cut(0, blocks, b)
+        parts.append((f"model_{s}_{b}.pt", part))
+        files[f"model_{s}_{b}.pt"] = {"w": WEIGHT[part.within(whole)].clone()}
+    return Layout(1, slices, {"": 0}, {"w": stored(*parts)}), files
+
+
+@pytest.mark.parametrize(("slices", "blocks"), list(itertools.product((1, 2, 3), (1, 2, 4))))
+def test_pieces_make_the_whole(slices: int, blocks: int) -> None:
+    layout, files = layout_of(slices, blocks)
+    again = Layout.parse(layout.text())
+    assert again == layout
+    state = again.assemble(files)
+    assert torch.equal(state["w"], WEIGHT)
+    assert state["_smp_is_partial"] is False
+
+
+def test_what_is_no_tensor_of_the_model_comes_along() -> None:
+    layout, files = layout_of(2, 1)
+    files["model_1_0.pt"]["counter._extra_state"] = {"calls": 3}  # type: ignore[assignment]
+    assert layout.assemble(files)["counter._extra_state"] == {"calls": 3}
+
+
+def test_a_missing_piece_is_named() -> None:
+    layout, files = layout_of(2, 2)
+    del files["model_1_0.pt"]
+    with pytest.raises(CheckpointError, match=r"lacks elements of w: .* of which model_0_0\.pt, "):
+        layout.assemble(files)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"tensors": {"w": {}}}', '{"tensors": {}, "x": 1}']
+)
+def test_something_else_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"layout\.json must be what smp\.save_checkpoint"):
+        Layout.parse(text)
+
+
+def test_every_tensor_that_a_job_saves_is_listed_once(tmp_path: Path) -> None:
+    smp.init({"pipeline_parallel_degree": 1})
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    model = smp.DistributedModel(net)
+    smp.save_checkpoint(tmp_path, tag=1, model=model)
+    (index,) = tmp_path.rglob("layout.json")
+    tensors = Layout.parse(index.read_text()).tensors
+    assert list(tensors) == list(net.state_dict())
+    assert tensors["0.weight"] == StoredTensor(
+        (2, 3), "float32", (StoredPiece("model_0_0.pt", (0, 0), (2, 3)),)
+    )
+    assert tensors["1.num_batches_tracked"].dtype == "int64"
