@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import TorchDispatchMode, flop_registry
+from smdistributed.modelparallel.torch.compat.private import TorchDispatchMode
+from smdistributed.modelparallel.torch.record.flops import FlopCounter
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.bytes = 0
         self.random_draws = 0
+        self._flop_counter = FlopCounter()
 
     def reading(self) -> tuple[int, int, int]:
         """Returns the counts."""
@@ -95,9 +97,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+        self.flops += self._flop_counter.count(func, args, kwargs, out)
         if isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out

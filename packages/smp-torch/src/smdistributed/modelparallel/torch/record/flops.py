@@ -1,0 +1,71 @@
+"""How many floating-point operations one call of an operation takes.
+
+PyTorch knows formulas for the operations that count. A formula may refuse a call that the operation
+itself accepts: that of PyTorch 2.11 for attention refuses heads that share keys and values. A count
+only balances partitions, so a refusal never ends a step; the call is then counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smdistributed.modelparallel.torch.compat.private import flop_registry
+from smdistributed.modelparallel.torch.record.nested import tensors_in
+
+logger = logging.getLogger(__name__)
+
+#: How the operations of attention begin whose tensors are (batch, heads, length, width).
+_ATTENTION = "aten::_scaled_dot_product_"
+
+
+class FlopCounter:
+    """Counts calls of operations; says once of each that its formula refused a call."""
+
+    def __init__(self) -> None:
+        self._refused: set[Any] = set()
+
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+        """Returns the floating-point operations of a call; 0 where PyTorch has no formula.
+
+        Where the formula refuses, attention is counted by its shapes, and any other operation as
+        one for each byte that it reads or writes.
+        """
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            return 0
+        try:
+            return int(formula(*args, **kwargs, out_val=out))
+        except Exception as error:
+            if func not in self._refused:
+                self._refused.add(func)
+                logger.debug("%s is counted without PyTorch's formula: %r", func, error)
+        counted = _attention_flops(func, args, kwargs)
+        return _moved_bytes((args, kwargs, out)) if counted is None else counted
+
+
+def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Returns what attention takes; None for other operations.
+
+    Shape: query (batch, heads, length, width); keys and values may have fewer heads, each of which
+    serves several of the query's.
+    """
+    if not func._schema.name.startswith(_ATTENTION):
+        return None
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    try:
+        batch, heads, queries, width = given["query"].shape
+        keys, value_width = given["value"].shape[-2:]
+    except (KeyError, ValueError):
+        return None
+    # Forward: scores and the weighted sum of values. Backward: scores again, the gradients of
+    # scores and values from that of the output, the gradients of queries and keys.
+    is_backward = any(name.startswith("grad_out") for name in given)
+    widths = 3 * width + 2 * value_width if is_backward else width + value_width
+    return int(2 * batch * heads * queries * keys * widths)
+
+
+def _moved_bytes(obj: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(obj))
