@@ -76,7 +76,7 @@ def train_all(
 def transfer_as_on_gpus() -> None:
     """Makes the library sum with zeros, in an order; TensorFlow uses a CPU where no GPU is."""
     from smdistributed.modelparallel.tensorflow import runtime
-    from smdistributed.modelparallel.tensorflow.transport import Transport
+    from smdistributed.modelparallel.tensorflow.execute.links import Transport
 
     def on_gpus(*args: Any, has_gpu: bool) -> Transport:
         return Transport(*args, has_gpu=True)

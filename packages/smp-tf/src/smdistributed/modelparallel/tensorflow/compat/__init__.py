@@ -1,0 +1,1 @@
+"""What is used of TensorFlow and of Keras beyond their public APIs."""
