@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         "contexts of a partition place nothing",
         "tensorflow/api/building.py",
-        "private.attributes({PARTITION: index})",
-        "private.attributes({PARTITION: 0})",
+        "graphs.attributes({PARTITION: index})",
+        "graphs.attributes({PARTITION: 0})",
         ("contexts_place_what_is_made_inside",),
     ),
     Mutation(

@@ -43,7 +43,7 @@ def watching(
             is_done.set()
         return list(ranks) if is_silent(len(asked)) else []
 
-    monkeypatch.setattr(watch.private, "silent_processes", silent_processes)
+    monkeypatch.setattr(watch.processes, "silent_processes", silent_processes)
     one = Watch(2, 3, TIMEOUT_SECONDS)
     assert one.latest_seconds > TIMEOUT_SECONDS
     one.start()

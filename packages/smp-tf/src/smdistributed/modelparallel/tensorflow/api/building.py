@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from smdistributed.modelparallel.tensorflow.api.start import slot
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel as BaseModel
 from smdistributed.modelparallel.tensorflow.plan.placement import check_index
 from smdistributed.modelparallel.tensorflow.record.tracing import PARTITION
@@ -30,7 +30,7 @@ def partition(index: int) -> Iterator[None]:
         yield
         return
     check_index(index, runtime.topology.pp_size)
-    with private.attributes({PARTITION: index}):
+    with graphs.attributes({PARTITION: index}):
         yield
 
 

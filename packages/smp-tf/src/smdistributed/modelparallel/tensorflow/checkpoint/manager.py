@@ -26,7 +26,7 @@ from smdistributed.modelparallel.tensorflow.checkpoint.names import (
     CheckpointNames,
     build_optimizers,
 )
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat.checkpoints import write_checkpoint_state
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -177,7 +177,7 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         """Writes the text file ``checkpoint`` that TensorFlow's managers keep; on one rank."""
         paths = self.checkpoints
         if self._runtime.rank == 0:
-            private.write_checkpoint_state(self.directory, paths[-1], paths)
+            write_checkpoint_state(self.directory, paths[-1], paths)
 
 
 def _write(variables: Mapping[str, Any], stream: BinaryIO) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs, processes
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 #: What goes from GPU to GPU; integers live in the memory of the host, mostly.
@@ -113,7 +113,7 @@ class Transport:
         for operation in operations:
             earlier = self._newest.get(graph)
             if earlier is not None:
-                private.add_control_input(operation, earlier)
+                graphs.add_control_input(operation, earlier)
             self._newest[graph] = operation
 
     def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
@@ -272,7 +272,7 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     peers = sorted({int(each) for each in found} - {rank})
     if not peers:
         return None
-    if isinstance(error, tf.errors.CancelledError) and private.is_consequence(error):
+    if isinstance(error, tf.errors.CancelledError) and processes.is_consequence(error):
         return CommError(
             f"an operation of rank {rank} failed in a step, but TensorFlow gives the error of a "
             "transfer that it cancelled for that: see its messages above, which "
@@ -285,7 +285,7 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
         # Those that wait for a silent process are waited for, too, and whose time is up first is
         # chance.
         others = [each for each in range(size) if each != rank]
-        peers = private.silent_processes(others, _HEALTH_SECONDS) or peers
+        peers = processes.silent_processes(others, _HEALTH_SECONDS) or peers
     ranks = ", ".join(map(str, peers))
     return CommError(
         f"a transfer of rank {rank} failed: rank {ranks} {what}.", rank=rank, missing_ranks=peers

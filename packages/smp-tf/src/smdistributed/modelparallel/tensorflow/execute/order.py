@@ -27,7 +27,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
     Timeline,
     build_schedule,
 )
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.execute.links import Transport
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 
@@ -73,7 +73,7 @@ def impose_order(
         if operation is not None:
             order.append(operation)
     for earlier, later in pairwise(order):
-        private.add_control_input(later, earlier)
+        graphs.add_control_input(later, earlier)
     transport.in_order(_ordered_transfers(microbatches, offsets, timeline))
     return timeline
 

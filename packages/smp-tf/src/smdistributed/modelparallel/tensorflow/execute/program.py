@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.execute.random import RandomOperations
 from smdistributed.modelparallel.tensorflow.plan.placement import is_constant
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Program
@@ -87,8 +87,8 @@ class LocalProgram:
         }
 
     def _block(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Block:
-        graph = private.new_graph(f"{one[0].name.lower()}_{one[1]}")
-        private.take_functions(graph, self.program.trace.graph)
+        graph = graphs.new_graph(f"{one[0].name.lower()}_{one[1]}")
+        graphs.take_functions(graph, self.program.trace.graph)
         with graph.as_default():
             key = tf.compat.v1.placeholder(tf.int64, [2])
         copies: dict[str, Any] = {}
@@ -99,11 +99,11 @@ class LocalProgram:
         def copy_of(tensor: Any) -> Any:
             if tensor.name not in copies:
                 if is_constant(tensor.op):
-                    constant = private.copy_operation(graph, tensor.op, [], [], _DROPPED)
+                    constant = graphs.copy_operation(graph, tensor.op, [], [], _DROPPED)
                     copies[tensor.name] = constant.outputs[0]
                 else:
                     inputs.append(tensor)
-                    placeholders.append(private.placeholder(graph, tensor))
+                    placeholders.append(graphs.placeholder(graph, tensor))
                     copies[tensor.name] = placeholders[-1]
             return copies[tensor.name]
 
@@ -115,7 +115,7 @@ class LocalProgram:
                 copied[op] = results[0].op
             else:
                 waits = [copied[earlier] for earlier in op.control_inputs if earlier in copied]
-                copied[op] = private.copy_operation(graph, op, operands, waits, _DROPPED)
+                copied[op] = graphs.copy_operation(graph, op, operands, waits, _DROPPED)
                 results = copied[op].outputs
             for old, new in zip(op.outputs, results, strict=True):
                 copies[old.name] = new
@@ -126,10 +126,10 @@ class LocalProgram:
             if tensor.name in asked_for
             or any(self.program.pass_of.get(each) != one for each in self._consumers[tensor.name])
         ]
-        effects = [copied[op] for op in ops if private.is_stateful(copied[op])]
+        effects = [copied[op] for op in ops if graphs.is_stateful(copied[op])]
         results = [copies[tensor.name] for tensor in outputs]
         always = list(dict.fromkeys([*effects, *(result.op for result in results)]))
-        function = private.function_of(graph, [key, *placeholders], results, always)
+        function = graphs.function_of(graph, [key, *placeholders], results, always)
         return Block(one, function, inputs, outputs)
 
 
@@ -154,7 +154,7 @@ def _only_reads(op: Any) -> bool:
 def constants(graph: Any, tensors: Sequence[Any]) -> dict[str, Any]:
     """Returns copies of those tensors of a trace that are constants, by name."""
     return {
-        tensor.name: private.copy_operation(graph, tensor.op, [], [], _DROPPED).outputs[0]
+        tensor.name: graphs.copy_operation(graph, tensor.op, [], [], _DROPPED).outputs[0]
         for tensor in tensors
         if is_constant(tensor.op)
     }

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Transport
 from smdistributed.modelparallel.tensorflow.execute.program import LocalProgram, constants
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
@@ -80,7 +81,7 @@ class Replay:
         needed = {tensor.name for block in local.blocks for tensor in block.inputs}
         for name, outside in trace.captured.items():
             if name in needed:
-                values[name] = private.capture(graph, outside)
+                values[name] = graphs.capture(graph, outside)
                 if name in local.written:
                     # The order of passes decides about it, not that in which they are made here.
                     values[name] = tf.identity(values[name])
@@ -89,7 +90,7 @@ class Replay:
             transfer: self._transport.new_key(transfer.tensor)
             for transfer in local.program.transfers
         }
-        with private.unrecorded():
+        with unrecorded():
             self._run(call, Kind.FORWARD, values, keys, key)
             outputs = [values[output.name] for output in trace.outputs]
         mine = [
@@ -115,7 +116,7 @@ class Replay:
             for dy, given in zip(trace.output_gradients, call.gradients, strict=True):
                 if dy is not None:
                     values[dy.name] = tf.convert_to_tensor(given)
-            with private.unrecorded():
+            with unrecorded():
                 self._run(call, Kind.BACKWARD, values, keys, key)
 
                 def found(wanted: Any) -> Any:
@@ -129,7 +130,7 @@ class Replay:
                 of_variables = [found(each) for _, each in mine] or [tf.zeros([])]
             return [None] * len(outputs) + of_inputs + of_variables
 
-        results = private.with_gradient(originals, gradient, "SmpCall")
+        results = with_gradient(originals, gradient, "SmpCall")
         call.results = results[0].op
         return results[: len(outputs)], call
 
@@ -158,7 +159,7 @@ class Replay:
             if block.one[0] is not phase:
                 continue
             operands = [values[tensor.name] for tensor in block.inputs]
-            operation = private.call(block.function, [key, *operands])
+            operation = graphs.call(block.function, [key, *operands])
             call.operations[block.one] = operation
             for tensor, made in zip(block.outputs, operation.outputs, strict=True):
                 made.set_shape(tensor.shape)
@@ -166,7 +167,7 @@ class Replay:
             for transfer in local.sent:
                 if transfer.phase is phase and transfer.made_in == block.one:
                     kept += self._send(call, transfer, values, keys)
-        private.keep(graph, kept)
+        graphs.keep(graph, kept)
 
     def _send(
         self, call: Call, transfer: Transfer, values: dict[str, Any], keys: dict[Transfer, Key]

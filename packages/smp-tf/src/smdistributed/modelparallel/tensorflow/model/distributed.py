@@ -16,7 +16,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import PartitionError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import keras, private
+from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.execute.program import LocalProgram
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
@@ -154,7 +154,7 @@ class Engine:
                 traced = trace(
                     self.name,
                     self.layer_names,
-                    private.converted(run),
+                    autograph.converted(run),
                     [tf.TensorSpec(t.shape, t.dtype) for t in signature.tensors],
                     wanted,
                     self._variables.create,

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CheckpointError, NotPartitionedError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
-from smdistributed.modelparallel.tensorflow.compat import keras, private
+from smdistributed.modelparallel.tensorflow.compat import autograph, keras
+from smdistributed.modelparallel.tensorflow.compat.variables import free
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 #: What the platform collects.
@@ -41,7 +42,7 @@ def save_model(engine: Any, save_path: str | os.PathLike[str]) -> None:
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
             for variable in borrowed:
-                private.free(variable)
+                free(variable)
     failures = runtime.communicator.allgather(failure, CommGroup.WORLD)
     if any(failures):
         reason = next(each for each in failures if each)
@@ -82,7 +83,7 @@ def _write(engine: Any, folder: Path) -> None:
     saved, engine.is_tracing = engine.is_tracing, True
     try:
         with engine.runtime.guard.suspended():
-            module.serve = tf.function(private.converted(serve), input_signature=flat)
+            module.serve = tf.function(autograph.converted(serve), input_signature=flat)
             named = tf.function(_as_dict(module.serve), input_signature=flat)
             signatures = {"serving_default": named.get_concrete_function()}
             tf.saved_model.save(module, str(folder), signatures=signatures)

@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
-from smdistributed.modelparallel.tensorflow.compat import keras, private
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class ModelVariables:
         # Only shape and dtype are wanted: the graph is never run.
         with tf.Graph().as_default():
             like = tf.convert_to_tensor(initial_value(), dtype=arguments.get("dtype"))
-        variable = private.empty_variable(like, arguments)
+        variable = empty_variable(like, arguments)
         variable._smp_home = Home()
         self._initial_values[id(variable)] = (variable, initial_value)
         return variable
@@ -128,4 +129,4 @@ class ModelVariables:
                     value = initial_value()
                 variable.assign(tf.cast(value, variable.dtype))
             elif not is_here and initial_value is None:
-                private.free(variable)
+                free(variable)

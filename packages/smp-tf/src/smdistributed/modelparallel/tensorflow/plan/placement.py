@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat.variables import variable_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import FOLLOWS, LAYER, PARTITION, Trace
 
 #: Balance of variables against operations, see ``_cost_tree``.
@@ -91,9 +92,9 @@ def _as_asked(default: int, added: Set[Any], op: Any) -> int | None:
 
     Such an operation goes with what it reads, or with what reads it.
     """
-    if op in added or private.attribute(op, FOLLOWS):
+    if op in added or graphs.attribute(op, FOLLOWS):
         return None
-    asked = private.attribute(op, PARTITION)
+    asked = graphs.attribute(op, PARTITION)
     return default if asked is None else int(asked)
 
 
@@ -113,7 +114,7 @@ def _by_layer(assignment: Assignment, op: Any) -> int | None:
 
 def _path(op: Any) -> list[str]:
     """Returns the layers in whose call an operation was made, the outermost first."""
-    path: str | None = private.attribute(op, LAYER)
+    path: str | None = graphs.attribute(op, LAYER)
     return path.split("/") if path else []
 
 
@@ -151,7 +152,7 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
     for handle, readers in holders.items():
         # What reads a layer's variable from outside (a penalty, say) does not tie the layer to it.
         layers = _innermost(readers, parents)
-        size = private.variable_bytes(trace.captured[handle]) if optimize == "memory" else 1
+        size = variable_bytes(trace.captured[handle]) if optimize == "memory" else 1
         memory[next(iter(layers))] += size
         if len(layers) > 1:
             for name in layers:

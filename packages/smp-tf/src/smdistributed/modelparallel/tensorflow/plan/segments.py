@@ -22,7 +22,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.plan.placement import is_constant, num_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import Trace, tensors_in
 
@@ -248,7 +248,7 @@ def _backward_segments(
             (found[each] for each in _dependencies(op) if each in found),
             default=last,
         )
-        beside = private.colocated_with(op)
+        beside = graphs.colocated_with(op)
         wanted = [forward[by_name[name]] for name in beside if name in by_name]
         wanted += [dy_segments[tensor.name] for tensor in op.inputs if tensor.name in dy_segments]
         reads = any(each in found for each in _dependencies(op))

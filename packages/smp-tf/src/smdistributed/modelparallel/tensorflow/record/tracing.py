@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import autograph, graphs
 
 #: Attributes of operations in a trace. They name the partition that the user asked for, the path
 #: of Keras layers in whose call the operation was made, and operations that follow their input.
@@ -125,15 +125,15 @@ def trace(
             [tf.is_tensor(leaf) for leaf in leaves],
         )
         seen["losses"] = len(losses)
-        with private.attributes({FOLLOWS: 1}):
+        with graphs.attributes({FOLLOWS: 1}):
             outputs = [tf.identity(tf.convert_to_tensor(each)) for each in [*kept, *losses]]
         # TensorFlow returns copies that wait for all effects, which are on other partitions too.
         seen["outputs"] = outputs
         return outputs
 
-    graph = private.trace(f"smp_{name}", body, specs, create_variable)
+    graph = graphs.trace(f"smp_{name}", body, specs, create_variable)
     outputs: list[Any] = seen["outputs"]
-    inside = {placeholder.name for _, placeholder in private.captures(graph)}
+    inside = {placeholder.name for _, placeholder in graphs.captures(graph)}
     inputs = [tensor for tensor in graph.inputs if tensor.name not in inside]
     num_forward = len(graph.get_operations())
     effects = list(graph.control_outputs)
@@ -172,7 +172,7 @@ def trace(
         [next(rest) if want else None for want in wanted],
     )
     handles = {id(variable.handle): id(variable) for variable in every}
-    for outside, placeholder in private.captures(graph):
+    for outside, placeholder in graphs.captures(graph):
         result.captured[placeholder.name] = outside
         if id(outside) in handles:
             result.variable_names[placeholder.name] = handles[id(outside)]
@@ -189,9 +189,7 @@ def _find_needed(trace: Trace, num_forward: int, effects: list[Any]) -> None:
     roots = [output.op for output in trace.outputs]
     kept = set(effects)  # TensorFlow gives them in an order that differs between processes
     roots += [op for op in created if op in kept]
-    roots += [
-        op for op in created[:num_forward] if private.is_stateful(op) and op.type not in _PURE
-    ]
+    roots += [op for op in created[:num_forward] if graphs.is_stateful(op) and op.type not in _PURE]
     forward = _reachable(roots, placeholders)
     roots += [
         tensor.op
@@ -245,12 +243,12 @@ def _layers_noted(names: LayerNames) -> Iterator[None]:
             return saved(self, *args, **kwargs)
         path.append(name)
         try:
-            with private.attributes({LAYER: "/".join(path)}):
+            with graphs.attributes({LAYER: "/".join(path)}):
                 return saved(self, *args, **kwargs)
         finally:
             path.pop()
 
-    layer.__call__ = private.not_converted(call)
+    layer.__call__ = autograph.not_converted(call)
     try:
         yield
     finally:

@@ -31,7 +31,8 @@ from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import autograph, processes
+from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
 from smdistributed.modelparallel.tensorflow.execute.links import Transport, explained
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
@@ -120,15 +121,15 @@ def start(
         _have_threads()
         address = f"{own_address(transport)}:{free_port()}"
         addresses = communicator.allgather(address, CommGroup.WORLD)
-        private.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
+        processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
         communicator.barrier(CommGroup.WORLD)
         watch = Watch(transport.rank, transport.size, patience)
         watch.start()
         replacements.callback(watch.stop)
         patience = watch.latest_seconds
-    private.leave_unconverted("smdistributed")
+    autograph.leave_unconverted("smdistributed")
     guard = AccessGuard()
-    replacements.enter_context(private.checked_access(guard.check))
+    replacements.enter_context(checked_access(guard.check))
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]

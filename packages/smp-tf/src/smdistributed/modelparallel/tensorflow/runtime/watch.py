@@ -12,7 +12,7 @@ import time
 
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import leave_for_exception
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import processes
 
 _LONGEST_INTERVAL_SECONDS = 10.0
 _ANSWER_SECONDS = 1.0
@@ -54,7 +54,7 @@ class Watch:
     def _run(self) -> None:
         heard = time.monotonic()
         while not self._has_ended.wait(self._interval_seconds):
-            if not private.silent_processes([self._next], _ANSWER_SECONDS):
+            if not processes.silent_processes([self._next], _ANSWER_SECONDS):
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._timeout_seconds:
                 error = CommError(

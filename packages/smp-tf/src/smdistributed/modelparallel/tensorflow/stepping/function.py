@@ -18,7 +18,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import private
+from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
@@ -90,7 +90,7 @@ class StepFunction:
         functools.update_wrapper(self, function)
         self._slot = slot
         self._name = getattr(function, "__name__", repr(function))
-        self._body = private.converted(function)
+        self._body = autograph.converted(function)
         self._rules = SplitRules(
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
@@ -99,7 +99,7 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
-        return private.not_converted(self._call)(args, kwargs)
+        return autograph.not_converted(self._call)(args, kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
