@@ -76,12 +76,12 @@ def train_all(
 def transfer_as_on_gpus() -> None:
     """Makes the library sum with zeros, in an order; TensorFlow uses a CPU where no GPU is."""
     from smdistributed.modelparallel.tensorflow import runtime
-    from smdistributed.modelparallel.tensorflow.execute.links import Transport
+    from smdistributed.modelparallel.tensorflow.execute.links import Links
 
-    def on_gpus(*args: Any, has_gpu: bool) -> Transport:
-        return Transport(*args, has_gpu=True)
+    def on_gpus(*args: Any, has_gpu: bool) -> Links:
+        return Links(*args, has_gpu=True)
 
-    runtime.Transport = on_gpus  # type: ignore[misc, assignment]
+    runtime.Links = on_gpus  # type: ignore[misc, assignment]
 
 
 def train(name: str, config: Mapping[str, object]) -> Trained:

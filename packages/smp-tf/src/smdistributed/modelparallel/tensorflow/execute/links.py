@@ -62,7 +62,7 @@ class Key(NamedTuple):
     of_shapes: int | None
 
 
-class Transport:
+class Links:
     """Sends and receives of this process.
 
     Args:

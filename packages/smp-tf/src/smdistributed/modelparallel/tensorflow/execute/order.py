@@ -4,7 +4,7 @@ Transfers are put in an order only where they need one: that of the ends of the 
 what is sent, in the plan of the whole pipeline. It is the same on both sides of each transfer, and
 nobody waits in a circle, since a pass ends in the plan after everything that it waits for.
 
-What waits for what inside a call is known from its program. Between calls of the model in one body
+What waits for what inside a call is known from its plan. Between calls of the model in one body
 it is read off the graph: which calls an input or a gradient comes from.
 """
 
@@ -28,7 +28,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
     build_schedule,
 )
 from smdistributed.modelparallel.tensorflow.compat import graphs
-from smdistributed.modelparallel.tensorflow.execute.links import Transport
+from smdistributed.modelparallel.tensorflow.execute.links import Links
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 
 
@@ -38,7 +38,7 @@ def impose_order(
     num_partitions: int,
     pipeline: Any,
     active_microbatches: int,
-    transport: Transport,
+    links: Links,
 ) -> Timeline | None:
     """Orders the passes of this process; returns the plan of the whole pipeline.
 
@@ -48,7 +48,7 @@ def impose_order(
         num_partitions: of the model.
         pipeline: name of the schedule.
         active_microbatches: bound of the microbatches in flight.
-        transport: of this process.
+        links: of this process.
     """
     calls = microbatches[0]
     for number, others in enumerate(microbatches):
@@ -60,7 +60,7 @@ def impose_order(
             )
     offsets = [0]
     for call in calls:
-        offsets.append(offsets[-1] + len(call.local.program.partitions))
+        offsets.append(offsets[-1] + len(call.local.plan.partitions))
     graph = _joined(calls, offsets, num_partitions)
     timeline = build_schedule(
         graph, len(microbatches), pipeline, active_microbatches, CostModel.unmeasured(graph)
@@ -74,7 +74,7 @@ def impose_order(
             order.append(operation)
     for earlier, later in pairwise(order):
         graphs.add_control_input(later, earlier)
-    transport.in_order(_ordered_transfers(microbatches, offsets, timeline))
+    links.in_order(_ordered_transfers(microbatches, offsets, timeline))
     return timeline
 
 
@@ -86,7 +86,7 @@ def _ordered_transfers(
     found = []
     for microbatch, calls in enumerate(microbatches):
         for place, call in enumerate(calls):
-            for number, transfer in enumerate(call.local.program.transfers):
+            for number, transfer in enumerate(call.local.plan.transfers):
                 operation = call.transfers.get(transfer)
                 if operation is not None:
                     kind, segment = transfer.made_in
@@ -101,7 +101,7 @@ def _joined(calls: Sequence[Call], offsets: Sequence[int], num_partitions: int) 
     edges: dict[tuple[int, int], Edge] = {}
     waits: set[tuple[int, int]] = set()
     for call, offset in zip(calls, offsets, strict=False):
-        graph = call.local.program.graph
+        graph = call.local.plan.graph
         is_differentiated = call.gradients is not None
         segments += [
             Segment(
@@ -134,7 +134,7 @@ def _link(
     waits: set[tuple[int, int]],
 ) -> None:
     """Adds what one call waits for from others, or from its own results."""
-    program = call.local.program
+    plan = call.local.plan
     for placeholder, tensor in enumerate(call.inputs):
         forward, backward = _origins(calls, [tensor])
         if backward:
@@ -142,9 +142,9 @@ def _link(
                 "gradients of one call of the model feed another call in the same step function: "
                 "make two step functions of it, one for each call."
             )
-        readers = {segment for _, segment in program.input_passes[placeholder]}
+        readers = {segment for _, segment in plan.input_passes[placeholder]}
         for other, output in forward:
-            made_in = calls[other].local.program.output_passes[output]
+            made_in = calls[other].local.plan.output_passes[output]
             for reader in readers if made_in is not None else ():
                 assert made_in is not None
                 pair = (offsets[other] + made_in[1], offsets[number] + reader)
@@ -152,11 +152,11 @@ def _link(
     if call.gradients is None:
         return
     for position, gradient in enumerate(call.gradients):
-        passes = {segment for _, segment in program.gradient_passes[position]}
+        passes = {segment for _, segment in plan.gradient_passes[position]}
         forward, backward = _origins(calls, [gradient])
         for reader in passes:
             for other, output in forward:
-                made_in = calls[other].local.program.output_passes[output]
+                made_in = calls[other].local.plan.output_passes[output]
                 if made_in is not None:
                     waits.add((offsets[number] + reader, offsets[other] + made_in[1]))
             for other in backward:
@@ -165,7 +165,7 @@ def _link(
                         "gradients of a call of the model depend on those of an earlier call: "
                         "gradients of gradients are not supported over partitions."
                     )
-                later = calls[other].local.program
+                later = calls[other].local.plan
                 for segment in range(len(later.partitions)):
                     pair = (offsets[number] + reader, offsets[other] + segment)
                     size = edges[pair].num_bytes if pair in edges else 0
@@ -194,7 +194,7 @@ def _origins(
         if op in results:
             # One operation gives all results of a call, so that each of them waits for all.
             number = results[op]
-            count = len(calls[number].local.program.trace.outputs)
+            count = len(calls[number].local.plan.trace.outputs)
             forward |= {(number, output) for output in range(count)}
             continue
         if op in returned:

@@ -1,4 +1,4 @@
-"""What this process executes of a program: one TensorFlow function a pass, made once.
+"""What this process executes of a plan: one TensorFlow function a pass, made once.
 
 All microbatches call the same functions, so that the time to build a step does not grow with the
 operations of the model times the number of microbatches, and a pass starts and ends as a whole,
@@ -18,7 +18,7 @@ from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.execute.random import RandomOperations
 from smdistributed.modelparallel.tensorflow.plan.placement import is_constant
-from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Program
+from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Plan
 from smdistributed.modelparallel.tensorflow.record.tracing import (
     FOLLOWS,
     LAYER,
@@ -30,7 +30,7 @@ _DROPPED = (PARTITION, LAYER, FOLLOWS, "_class")
 
 
 @dataclass(eq=False)
-class Block:
+class Program:
     """One pass of one segment of this process.
 
     Attributes:
@@ -46,49 +46,49 @@ class Block:
     outputs: list[Any]
 
 
-class LocalProgram:
-    """The blocks of this process and what it receives.
+class LocalPrograms:
+    """The programs of this process, and what it receives and sends.
 
     Args:
-        program: of the whole pipeline.
+        plan: of the whole pipeline.
         partition: of this process.
         unseeded: see ``RandomOperations``.
 
     Attributes:
-        program: as given.
-        blocks: in the order of execution of one microbatch.
+        plan: as given.
+        programs: in the order of execution of one microbatch.
         received: transfers to this process.
         sent: transfers from this process.
-        written: names of captured handles that some block writes to.
+        written: names of captured handles that some program writes to.
     """
 
-    def __init__(self, program: Program, partition: int, unseeded: int) -> None:
-        self.program = program
-        self.received = [each for each in program.transfers if each.target == partition]
-        self._random = RandomOperations(program.trace, unseeded)
-        self._consumers = _consumers(program)
+    def __init__(self, plan: Plan, partition: int, unseeded: int) -> None:
+        self.plan = plan
+        self.received = [each for each in plan.transfers if each.target == partition]
+        self._random = RandomOperations(plan.trace, unseeded)
+        self._consumers = _consumers(plan)
         own = [
             (one, ops)
-            for one, ops in program.passes.items()
-            if program.partitions[one[1]] == partition and ops
+            for one, ops in plan.passes.items()
+            if plan.partitions[one[1]] == partition and ops
         ]
-        self.sent = [each for each in program.transfers if each.source == partition]
-        asked_for = {tensor.name for tensor in results_of(program.trace)}
+        self.sent = [each for each in plan.transfers if each.source == partition]
+        asked_for = {tensor.name for tensor in results_of(plan.trace)}
         asked_for |= {transfer.tensor.name for transfer in self.sent}
-        self.blocks = [self._block(one, ops, asked_for) for one, ops in own]
-        self.blocks.sort(key=_order)
+        self.programs = [self._program(one, ops, asked_for) for one, ops in own]
+        self.programs.sort(key=_order)
         self.written = {
             tensor.name
             for one, ops in own
             for op in ops
             if not _only_reads(op)
             for tensor in op.inputs
-            if tensor.name in program.trace.captured and tensor.dtype == tf.resource
+            if tensor.name in plan.trace.captured and tensor.dtype == tf.resource
         }
 
-    def _block(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Block:
+    def _program(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Program:
         graph = graphs.new_graph(f"{one[0].name.lower()}_{one[1]}")
-        graphs.take_functions(graph, self.program.trace.graph)
+        graphs.take_functions(graph, self.plan.trace.graph)
         with graph.as_default():
             key = tf.compat.v1.placeholder(tf.int64, [2])
         copies: dict[str, Any] = {}
@@ -124,24 +124,24 @@ class LocalProgram:
             for op in ops
             for tensor in op.outputs
             if tensor.name in asked_for
-            or any(self.program.pass_of.get(each) != one for each in self._consumers[tensor.name])
+            or any(self.plan.pass_of.get(each) != one for each in self._consumers[tensor.name])
         ]
         effects = [copied[op] for op in ops if graphs.is_stateful(copied[op])]
         results = [copies[tensor.name] for tensor in outputs]
         always = list(dict.fromkeys([*effects, *(result.op for result in results)]))
         function = graphs.function_of(graph, [key, *placeholders], results, always)
-        return Block(one, function, inputs, outputs)
+        return Program(one, function, inputs, outputs)
 
 
-def _order(block: Block) -> tuple[bool, int]:
-    kind, segment = block.one
+def _order(program: Program) -> tuple[bool, int]:
+    kind, segment = program.one
     is_backward = kind is Kind.BACKWARD
     return is_backward, -segment if is_backward else segment
 
 
-def _consumers(program: Program) -> dict[str, list[Any]]:
+def _consumers(plan: Plan) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
-    for op in program.pass_of:
+    for op in plan.pass_of:
         for tensor in op.inputs:
             found[tensor.name].append(op)
     return found

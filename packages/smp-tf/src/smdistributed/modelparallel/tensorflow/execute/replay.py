@@ -1,7 +1,8 @@
-"""Calls of a model in the graph of a step: local blocks, transfers, and gradients.
+"""Calls of a model in the graph of a step: programs, transfers, and gradients.
 
-Each call of the model in the body of a step function becomes the forward blocks of this process,
-with receives before and sends after them; where the body asks for gradients, the backward blocks.
+Each call of the model in the body of a step function becomes the forward programs of this
+process, with receives before and sends after them; where the body asks for gradients, the backward
+ones.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
-from smdistributed.modelparallel.tensorflow.execute.links import Key, Transport
-from smdistributed.modelparallel.tensorflow.execute.program import LocalProgram, constants
+from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
+from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of, tensors_in
 
@@ -36,7 +37,7 @@ class Call:
         returned: operations that bring gradients of the call.
     """
 
-    local: LocalProgram
+    local: LocalPrograms
     inputs: list[Any]
     results: Any = None
     operations: dict[Pass, Any] = field(default_factory=dict)
@@ -49,17 +50,17 @@ class Replay:
     """Adds the calls of one step function to its graph.
 
     Args:
-        transport: of this process.
+        links: of this process.
         ranks: global rank of every partition in this pipeline.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
-        self._transport = transport
+    def __init__(self, links: Links, ranks: Sequence[int]) -> None:
+        self._links = links
         self._ranks = ranks
 
     def call(
         self,
-        local: LocalProgram,
+        local: LocalPrograms,
         inputs: Sequence[Any],
         key: Any,
         anchor: Any,
@@ -72,13 +73,13 @@ class Replay:
             key: of random operations, int64 of shape [2].
             anchor: a variable that stands for the missing ones where this process trains none.
         """
-        trace = local.program.trace
+        trace = local.plan.trace
         graph = tf.compat.v1.get_default_graph()
         call = Call(local, list(inputs))
         values: dict[str, Any] = {}
         for placeholder, tensor in zip(trace.inputs, inputs, strict=True):
             values[placeholder.name] = tensor
-        needed = {tensor.name for block in local.blocks for tensor in block.inputs}
+        needed = {tensor.name for program in local.programs for tensor in program.inputs}
         for name, outside in trace.captured.items():
             if name in needed:
                 values[name] = graphs.capture(graph, outside)
@@ -86,10 +87,7 @@ class Replay:
                     # The order of passes decides about it, not that in which they are made here.
                     values[name] = tf.identity(values[name])
         values |= constants(graph, list(results_of(trace)))
-        keys = {
-            transfer: self._transport.new_key(transfer.tensor)
-            for transfer in local.program.transfers
-        }
+        keys = {transfer: self._links.new_key(transfer.tensor) for transfer in local.plan.transfers}
         with unrecorded():
             self._run(call, Kind.FORWARD, values, keys, key)
             outputs = [values[output.name] for output in trace.outputs]
@@ -137,7 +135,7 @@ class Replay:
     def _run(
         self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[Transfer, Key], key: Any
     ) -> None:
-        """Adds the blocks of a phase, with its transfers."""
+        """Adds the programs of a phase, with its transfers."""
         local = call.local
         graph = tf.compat.v1.get_default_graph()
         # A transfer that no operation here needs must take place all the same: the other side waits
@@ -145,36 +143,36 @@ class Replay:
         kept: list[Any] = []
         for transfer in local.received:
             if transfer.phase is phase:
-                received, operation = self._transport.receive(
+                received, operation = self._links.receive(
                     transfer.tensor, self._ranks[transfer.source], keys[transfer]
                 )
                 kept.append(operation)
-                if self._transport.needs_order(transfer.tensor):
+                if self._links.needs_order(transfer.tensor):
                     call.transfers[transfer] = operation
                 values[transfer.tensor.name] = received
         for transfer in local.sent:
             if transfer.phase is phase and transfer.made_in[0] is not phase:
                 kept += self._send(call, transfer, values, keys)
-        for block in local.blocks:
-            if block.one[0] is not phase:
+        for program in local.programs:
+            if program.one[0] is not phase:
                 continue
-            operands = [values[tensor.name] for tensor in block.inputs]
-            operation = graphs.call(block.function, [key, *operands])
-            call.operations[block.one] = operation
-            for tensor, made in zip(block.outputs, operation.outputs, strict=True):
+            operands = [values[tensor.name] for tensor in program.inputs]
+            operation = graphs.call(program.function, [key, *operands])
+            call.operations[program.one] = operation
+            for tensor, made in zip(program.outputs, operation.outputs, strict=True):
                 made.set_shape(tensor.shape)
                 values[tensor.name] = made
             for transfer in local.sent:
-                if transfer.phase is phase and transfer.made_in == block.one:
+                if transfer.phase is phase and transfer.made_in == program.one:
                     kept += self._send(call, transfer, values, keys)
         graphs.keep(graph, kept)
 
     def _send(
         self, call: Call, transfer: Transfer, values: dict[str, Any], keys: dict[Transfer, Key]
     ) -> list[Any]:
-        operations = self._transport.send(
+        operations = self._links.send(
             values[transfer.tensor.name], self._ranks[transfer.target], keys[transfer]
         )
-        if self._transport.needs_order(transfer.tensor):
+        if self._links.needs_order(transfer.tensor):
             call.transfers[transfer] = operations[-1]
         return operations

@@ -31,7 +31,7 @@ def averaged(runtime: TFRuntime, value: Any) -> Any:
         import horovod.tensorflow as hvd
 
         return hvd.allreduce(tensor, op=hvd.Average)
-    total = runtime.tensors.all_reduce(tensor, CommGroup.DP_GROUP, members)
+    total = runtime.links.all_reduce(tensor, CommGroup.DP_GROUP, members)
     return total / tf.cast(len(members), tensor.dtype)
 
 

@@ -53,4 +53,4 @@ def _over_partitions(runtime: TFRuntime, value: Any) -> Any:
     """Returns a sum over the partitions of this process's pipeline. Collective: the pipeline."""
     if runtime.topology.pp_size == 1:
         return value
-    return runtime.tensors.all_reduce(value, CommGroup.PP_GROUP, runtime.pipeline_ranks)
+    return runtime.links.all_reduce(value, CommGroup.PP_GROUP, runtime.pipeline_ranks)

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.errors import PartitionError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
-from smdistributed.modelparallel.tensorflow.execute.program import LocalProgram
+from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
@@ -82,13 +82,13 @@ class Engine:
     placement: Placement = field(default_factory=Placement)
     example: Any = None
     steps: dict[str, Any] = field(default_factory=dict)
-    programs: dict[tuple[Any, ...], tuple[Any, LocalProgram]] = field(default_factory=dict)
+    programs: dict[tuple[Any, ...], tuple[Any, LocalPrograms]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._variables = ModelVariables(
             self.runtime.coordinates.pp_rank, self.runtime.pipeline_ranks
         )
-        self._replay = Replay(self.runtime.tensors, self.runtime.pipeline_ranks)
+        self._replay = Replay(self.runtime.links, self.runtime.pipeline_ranks)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adds a call of the model to the step whose graph is being made."""
@@ -138,7 +138,7 @@ class Engine:
 
     def _make(
         self, signature: _Signature, wanted: Sequence[bool], progress: Progress
-    ) -> tuple[Any, LocalProgram]:
+    ) -> tuple[Any, LocalPrograms]:
         """Traces, places and cuts a call; gives variables their places. Collective: pipeline."""
         progress.stage = f"the operations of {self.name} and their gradients"
         runtime, config = self.runtime, self.runtime.config
@@ -174,11 +174,11 @@ class Engine:
             default_partition=default,
             optimize=config.optimize,
         )
-        program = cut(traced, placed, self.placement.homes, pp_size)
+        plan = cut(traced, placed, self.placement.homes, pp_size)
         if pp_size > 1:
-            self._agree(program.digest())
+            self._agree(plan.digest())
         progress.stage = f"the passes of {self.name} in this process"
-        local = LocalProgram(program, pp_rank, runtime.unseeded)
+        local = LocalPrograms(plan, pp_rank, runtime.unseeded)
         self._variables.settle(self.placement.homes, every, default)
         if not self.is_partitioned:
             self.is_partitioned = True

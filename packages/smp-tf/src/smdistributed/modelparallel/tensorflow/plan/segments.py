@@ -51,8 +51,8 @@ class Transfer:
 
 
 @dataclass(eq=False)
-class Program:
-    """A trace, cut.
+class Plan:
+    """A trace, cut into segments; the same on all processes of a pipeline.
 
     Attributes:
         trace: what was cut.
@@ -89,7 +89,7 @@ class Program:
 
 def cut(
     trace: Trace, placed: Mapping[Any, int], homes: Mapping[int, int], num_partitions: int
-) -> Program:
+) -> Plan:
     """Returns a trace as segments.
 
     Args:
@@ -113,7 +113,7 @@ def cut(
         if op in pass_of:
             passes[pass_of[op]].append(op)
     transfers = _transfers(trace, pass_of, partitions, homes, num_partitions)
-    program = Program(
+    plan = Plan(
         trace,
         partitions,
         passes,
@@ -121,16 +121,16 @@ def cut(
         transfers,
         _segment_graph(passes, pass_of, partitions, num_partitions),
     )
-    program.output_passes = [pass_of.get(output.op) for output in trace.outputs]
+    plan.output_passes = [pass_of.get(output.op) for output in trace.outputs]
     readers: dict[str, set[Pass]] = defaultdict(set)
     for op, one in pass_of.items():
         for tensor in op.inputs:
             readers[tensor.name].add(one)
-    program.input_passes = [readers[x.name] for x in trace.inputs]
-    program.gradient_passes = [
+    plan.input_passes = [readers[x.name] for x in trace.inputs]
+    plan.gradient_passes = [
         set() if dy is None else readers[dy.name] for dy in trace.output_gradients
     ]
-    return program
+    return plan
 
 
 def _dependencies(op: Any) -> Iterable[Any]:

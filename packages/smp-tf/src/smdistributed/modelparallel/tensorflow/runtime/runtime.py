@@ -23,9 +23,9 @@ from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
 from smdistributed.modelparallel.common.comm.transport import (
     SingleProcessTransport,
+    Transport,
     started_by_mpi,
 )
-from smdistributed.modelparallel.common.comm.transport import Transport as ControlPlane
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -33,7 +33,7 @@ from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
-from smdistributed.modelparallel.tensorflow.execute.links import Transport, explained
+from smdistributed.modelparallel.tensorflow.execute.links import Links, explained
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
@@ -47,7 +47,7 @@ class TFRuntime(Runtime):
     """The state of the TensorFlow package in this process.
 
     Attributes:
-        tensors: carries tensors to other processes.
+        links: carry tensors to other processes.
         hooks: what this process does when it fails; None in a world of one.
         guard: of variables that live elsewhere.
         step_number: a variable that counts the steps, for random numbers.
@@ -59,7 +59,7 @@ class TFRuntime(Runtime):
         post_partition_hooks: to be run after partitioning.
     """
 
-    tensors: Transport
+    links: Links
     hooks: FailureHooks | None
     guard: AccessGuard
     step_number: Any
@@ -101,7 +101,7 @@ def start(
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("tensorflow", config)
-    transport: ControlPlane = MPITransport() if started_by_mpi() else SingleProcessTransport()
+    transport: Transport = MPITransport() if started_by_mpi() else SingleProcessTransport()
     replacements = ExitStack()
     hooks = None
     if transport.size > 1:
@@ -138,7 +138,7 @@ def start(
         topology=topology,
         transport=transport,
         communicator=communicator,
-        tensors=Transport(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
+        links=Links(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
         hooks=hooks,
         guard=guard,
         step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
@@ -151,7 +151,7 @@ def start(
         hooks.renew()
 
 
-def _bind_device(transport: ControlPlane) -> list[Any]:
+def _bind_device(transport: Transport) -> list[Any]:
     """Gives this process one GPU of its host, if there are any; returns those."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:

@@ -202,7 +202,7 @@ class StepFunction:
                 runtime.topology.pp_size,
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
-                runtime.tensors,
+                runtime.links,
             )
 
 
