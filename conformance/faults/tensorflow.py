@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks are forgotten",
-        "tensorflow/model/distributed.py",
+        "tensorflow/model/engine.py",
         "                hook()\n",
         "                pass\n",
         (
@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "variables of other processes are shown",
-        "tensorflow/model/distributed.py",
+        "tensorflow/model/engine.py",
         "if self.is_tracing or not self.is_partitioned:",
         "if True:",
         ("every_layer_lives_on_one_process_of_the_replica",),
@@ -136,7 +136,7 @@ MUTATIONS = (
     Mutation(
         "Python values do not count",
         "tensorflow/stepping/function.py",
-        "            *(_identity(leaf) for leaf in others),\n",
+        "            *(_identity(leaf) for leaf in structure.others),\n",
         "",
         ("a_step_is_traced_anew_for_new_shapes_and_python_values_only",),
     ),

@@ -37,7 +37,10 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         super().compile(*args, **{**kwargs, "jit_compile": False})
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Trains on one batch; returns the metrics."""
+        """Trains on one batch; returns the metrics.
+
+        Shape: (batch / dp_size, ...), of this replica.
+        """
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         gradients, loss, outputs = self._smp_step("train")(x, y, sample_weight)
         runtime = self._smp_engine.runtime
@@ -57,7 +60,10 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         return metrics
 
     def predict_step(self, data: Any) -> Any:
-        """Returns the outputs for one batch."""
+        """Returns the outputs for one batch.
+
+        Shape: (batch, ...) on every rank.
+        """
         x, _, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
         return _merged(self._smp_step("predict")(x))
 

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import autograph, graphs
+from smdistributed.modelparallel.tensorflow.record.structure import Structure
 
 #: Attributes of operations in a trace. They name the partition that the user asked for, the path
 #: of Keras layers in whose call the operation was made, and operations that follow their input.
@@ -32,7 +33,7 @@ class Trace:
         inputs: placeholders of the tensors that the call was given.
         outputs: the call's tensors, then the model's losses.
         num_losses: how many of the outputs are losses of layers.
-        structure: the call's result, with the index of an output for each tensor.
+        structure: of the call's result, whose tensors are outputs.
         output_gradients: placeholder of each output's gradient; None where it has none.
         variables: trainable ones, TensorFlow's.
         variable_gradients: of each; a tensor, ``tf.IndexedSlices`` or None.
@@ -49,7 +50,7 @@ class Trace:
     inputs: list[Any]
     outputs: list[Any]
     num_losses: int
-    structure: Any
+    structure: Structure
     output_gradients: list[Any]
     variables: list[Any]
     variable_gradients: list[Any]
@@ -118,12 +119,7 @@ def trace(
             result, losses = run(tensors)
         leaves = tf.nest.flatten(result, expand_composites=True)
         kept = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-        indices = iter(range(len(kept)))
-        seen["structure"] = (
-            result,
-            [next(indices) if tf.is_tensor(leaf) else leaf for leaf in leaves],
-            [tf.is_tensor(leaf) for leaf in leaves],
-        )
+        seen["structure"] = Structure(result)
         seen["losses"] = len(losses)
         with graphs.attributes({FOLLOWS: 1}):
             outputs = [tf.identity(tf.convert_to_tensor(each)) for each in [*kept, *losses]]

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.record.structure import Structure
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.inputs import split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
@@ -29,6 +30,8 @@ from smdistributed.modelparallel.tensorflow.stepping.results import (
     taken_apart,
     without_plain,
 )
+
+_Compiled = tuple[Any, list[Any], Structure]
 
 
 @dataclass
@@ -68,6 +71,8 @@ class StepFunction:
 
     Collective: every process of a pipeline, in the same order.
 
+    Shape: tensors of (batch, ...) become (microbatch, ...) for the body.
+
     Args:
         slot: holds the runtime from ``smp.init`` on.
         function: the user's function.
@@ -95,7 +100,7 @@ class StepFunction:
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
         self._options = {"autograph": False, **options}
-        self._compiled: dict[Any, tuple[Any, list[Any], list[Any]]] = {}
+        self._compiled: dict[Any, _Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
@@ -114,18 +119,17 @@ class StepFunction:
             )
         if not tf.executing_eagerly():
             return without_plain(self._build(runtime, args, kwargs))
-        leaves = tf.nest.flatten((args, kwargs))
-        tensors = [tf.convert_to_tensor(leaf) for leaf in leaves if _is_array(leaf)]
-        others = [leaf for leaf in leaves if not _is_array(leaf)]
+        structure = Structure((args, kwargs), _is_array, expand_composites=False)
+        arrays = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_array(leaf)]
         key = (
-            *(_identity(leaf) for leaf in others),
-            *(place for place, leaf in enumerate(leaves) if _is_array(leaf)),
+            *(_identity(leaf) for leaf in structure.others),
+            *structure.are_tensors,
         )
         if key not in self._compiled:
-            self._compiled[key] = self._compile((args, kwargs), leaves)
+            self._compiled[key] = self._compile(structure)
         compiled, rebuilds, _ = self._compiled[key]
         try:
-            number, made = compiled(*tensors)
+            number, made = compiled(*map(tf.convert_to_tensor, arrays))
         except Exception:
             if not rebuilds:
                 # A first trace that failed leaves a tf.function that refuses new variables.
@@ -133,31 +137,24 @@ class StepFunction:
             raise
         return rebuilds[int(number)](made)
 
-    def _compile(self, structure: Any, leaves: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+    def _compile(self, structure: Structure) -> _Compiled:
         """Returns the step as a tf.function of its tensors, for calls with the same other values.
 
         Returns:
             the function; what puts the result of each of its traces together from tensors; and the
-            other values, which must not be forgotten as long as they are known by their identity.
+            arguments, whose other values must not be forgotten as long as they are known by their
+            identity.
         """
         rebuilds: list[Any] = []
-        kept = [None if _is_array(leaf) else leaf for leaf in leaves]
 
         def run(*tensors: Any) -> Any:
-            rest = iter(tensors)
-            filled = [
-                next(rest) if is_tensor else other
-                for is_tensor, other in zip(are_tensors, kept, strict=True)
-            ]
-            args, kwargs = tf.nest.pack_sequence_as(structure_like, filled)
+            args, kwargs = structure.filled(tensors)
             result = self._build(self._slot.get(), args, kwargs)
             made: list[Any] = []
             rebuilds.append(taken_apart(result, made))
             return tf.constant(len(rebuilds) - 1), made
 
-        are_tensors = [_is_array(leaf) for leaf in leaves]
-        structure_like = tf.nest.pack_sequence_as(structure, kept)
-        return tf.function(run, **self._tf_options()), rebuilds, kept
+        return tf.function(run, **self._tf_options()), rebuilds, structure
 
     def _tf_options(self) -> dict[str, Any]:
         """Returns the options of ``tf.function``, for a function of all tensors in a row."""
