@@ -85,14 +85,16 @@ def case_unknown_partition() -> None:
             pass
 
     for index in (2, -1):
-        expect(ValueError, f"from 0 to 1; smp.partition got {index}", lambda i=index: within(i))
-    expect(TypeError, "index of a partition, an int; got '1'", lambda: within("1"))
+        expect(
+            ValueError, f"from 0 to 1; smp.partition received {index}", lambda i=index: within(i)
+        )
+    expect(TypeError, "index of a partition, an int; received '1'", lambda: within("1"))
 
     def of_an_absent_one(x: Any) -> Any:
         with smp.partition(7):
             return x * 2.0
 
-    expect(ValueError, "got 7", lambda: stepping(layers(of_an_absent_one))(ones(4)))
+    expect(ValueError, "received 7", lambda: stepping(layers(of_an_absent_one))(ones(4)))
 
 
 def case_model_outside_a_step() -> None:

@@ -52,7 +52,9 @@ def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     Source: smd_model_parallel_tensorflow.rst, register_post_partition_hook.
     """
     if not callable(hook):
-        raise TypeError(f"a post-partition hook is a function without arguments; got {hook!r}.")
+        raise TypeError(
+            f"a post-partition hook is a function without arguments; received {hook!r}."
+        )
     runtime = slot.get()
     if runtime.is_partitioned:
         warnings.warn(

@@ -29,6 +29,9 @@ def step(
         args: an ``input_signature``, the first that ``tf.function`` takes besides the function.
         kwargs: what ``tf.function`` takes.
 
+    Shape: an argument of (batch, ...) is (microbatch, ...) in the function. The sizes of
+        microbatches differ by at most one, larger first.
+
     Raises:
         ConfigError: an option names no argument of the function.
         TypeError: more than one argument by position besides.
@@ -38,7 +41,7 @@ def step(
     if len(args) > 1:
         raise TypeError(
             "smp.step takes non_split_inputs, input_split_axes and input_signature by position; "
-            f"got {len(args) - 1} more: give them by keyword."
+            f"received {len(args) - 1} more: give them by keyword."
         )
     options = dict(zip(("input_signature",), args, strict=False)) | kwargs
     function, names = non_split_inputs, None
@@ -54,6 +57,8 @@ def allreduce(value: Any) -> Any:
 
     For gradients after ``accumulate``, where the script does not call Horovod itself. With
     ``horovod: True`` this is Horovod's, else TensorFlow's own. Collective: the data-parallel group.
+
+    Shape: that of ``value``, which is the same on all ranks of the group.
     """
     return averaged(slot.get(), value)
 
@@ -68,6 +73,8 @@ def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[
     Args:
         gradients: of the trainable variables of this process: tensors, ``tf.IndexedSlices``, None.
         clip_norm: greatest norm.
+
+    Shape: those of the gradients; the norm is a scalar.
     """
     return whole.clip_by_global_norm(slot.get(), gradients, clip_norm)
 
@@ -76,5 +83,7 @@ def broadcast_variables(variables: Iterable[Any]) -> None:
     """Gives variables the values that the first rank of the data-parallel group has.
 
     After the first batch, for the model's and the optimizer's. Collective: the data-parallel group.
+
+    Shape: a variable has the same one on all ranks of the group.
     """
     broadcast_from_first(slot.get(), list(variables))

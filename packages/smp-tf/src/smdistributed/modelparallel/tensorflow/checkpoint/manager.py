@@ -56,12 +56,12 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         if not isinstance(checkpoint, tf.train.Checkpoint):
             raise TypeError(
                 "CheckpointManager takes a tf.train.Checkpoint, for example "
-                f"tf.train.Checkpoint(model=model, optimizer=optimizer); got {checkpoint!r}."
+                f"tf.train.Checkpoint(model=model, optimizer=optimizer); received {checkpoint!r}."
             )
         if max_to_keep is not None and (isinstance(max_to_keep, bool) or max_to_keep < 1):
             raise ValueError(
                 f"max_to_keep is the number of checkpoints to keep, 1 or more, or None for all; "
-                f"got {max_to_keep!r}."
+                f"received {max_to_keep!r}."
             )
         super().__init__(
             checkpoint, os.fspath(directory), max_to_keep, checkpoint_name=checkpoint_name

@@ -36,7 +36,9 @@ class CheckpointNames:
             self._names |= _names_of(name, model)
 
     def variables(self) -> Iterator[tuple[str, Any]]:
-        """Yields name and TensorFlow's variable.
+        """Yields name and TensorFlow's variable, for those of this process.
+
+        Shape: whole variables: a variable lives on one partition.
 
         Raises:
             NotPartitionedError: a model is not partitioned.

@@ -119,7 +119,8 @@ class Links:
     def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
         """Adds a send to the present graph; returns the operations, of which the last one sends.
 
-        A shape that is not known before the step goes first.
+        Shape: any of a known number of dimensions. One that is not known before the step goes
+            first, as int32 of (dimensions,).
         """
         if key.of_shapes is None:
             return [self._send(self._carried(tensor), target, key.number)]
@@ -131,6 +132,8 @@ class Links:
 
     def receive(self, like: Any, source: int, key: Key) -> tuple[Any, Any]:
         """Adds the receive of a tensor like one of another graph to the present graph.
+
+        Shape: that of ``like``; lengths that are not known before the step are received first.
 
         Returns:
             the tensor, and the operation that receives it.
@@ -151,6 +154,8 @@ class Links:
         """Adds the sum of a tensor over a group of ranks, all of which do the same, to the graph.
 
         Eagerly it is computed at once.
+
+        Shape: that of ``tensor``.
 
         Args:
             tensor: of one shape and dtype on all members.

@@ -67,6 +67,8 @@ class Replay:
     ) -> tuple[list[Any], Call]:
         """Adds a call; returns its outputs and what is known of it.
 
+        Shape: inputs of (microbatch, ...); outputs are those of the traced call, on all ranks.
+
         Args:
             local: what this process executes.
             inputs: tensors of the present graph.

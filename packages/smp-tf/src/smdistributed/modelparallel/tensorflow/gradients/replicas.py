@@ -22,6 +22,8 @@ def averaged(runtime: TFRuntime, value: Any) -> Any:
     Args:
         runtime: of this process.
         value: tensor, or ``tf.IndexedSlices``, which become dense.
+
+    Shape: that of ``value``, the same on all ranks of the group.
     """
     members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
     if len(members) == 1:

@@ -294,11 +294,13 @@ class _Resources:
 def check_index(index: int, num_partitions: int) -> None:
     """Raises unless ``smp.partition`` can take an index."""
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"smp.partition takes the index of a partition, an int; got {index!r}.")
+        raise TypeError(
+            f"smp.partition takes the index of a partition, an int; received {index!r}."
+        )
     if not 0 <= index < num_partitions:
         raise _NoPartitionError(
-            f"partitions are numbered from 0 to {num_partitions - 1}; smp.partition got {index}: "
-            "use one of these, or raise pipeline_parallel_degree."
+            f"partitions are numbered from 0 to {num_partitions - 1}; smp.partition received "
+            f"{index}: use one of these, or raise pipeline_parallel_degree."
         )
 
 

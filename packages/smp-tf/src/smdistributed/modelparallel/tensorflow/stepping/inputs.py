@@ -75,7 +75,10 @@ class _UnknownBatch(_Tensors):
 def split(
     rules: SplitRules, microbatches: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Microbatches, Sequence[Any]]:
-    """Returns the calls of the microbatches, and their weights, which may be tensors."""
+    """Returns the calls of the microbatches, and their weights, which may be tensors.
+
+    Shape: (batch, ...) to (microbatch, ...), along the axis that the rules name.
+    """
     leaves = tf.nest.flatten((args, kwargs))
     if not any(tf.is_tensor(leaf) and None in leaf.shape.as_list() for leaf in leaves):
         cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)

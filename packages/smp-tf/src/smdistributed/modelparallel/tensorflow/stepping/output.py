@@ -16,6 +16,8 @@ _METHODS = ("variable", "add_n", "accumulate_n")
 class StepOutput:
     """All microbatch versions of one tensor that a step function returned.
 
+    Shape: that of the function's result; (microbatch, ...) where it has the batch axis.
+
     Args:
         outputs: by microbatch; tensors, or ``tf.IndexedSlices``.
         weights: share of the batch in each microbatch; their sum is 1.
@@ -33,6 +35,8 @@ class StepOutput:
     def reduce_mean(self) -> Any:
         """Returns the mean over microbatches, weighted by their sizes.
 
+        Shape: that of one microbatch's tensor.
+
         Raises:
             ValueError: the shapes differ.
         """
@@ -41,6 +45,8 @@ class StepOutput:
     def reduce_sum(self) -> Any:
         """Returns the sum over microbatches.
 
+        Shape: that of one microbatch's tensor.
+
         Raises:
             ValueError: the shapes differ.
         """
@@ -48,6 +54,8 @@ class StepOutput:
 
     def concat(self) -> Any:
         """Returns the tensors joined along the first axis: the order of the batch.
+
+        Shape: (microbatch, ...) to (batch, ...).
 
         Raises:
             ValueError: they are scalars.
@@ -67,11 +75,16 @@ class StepOutput:
         return self.concat()
 
     def stack(self) -> Any:
-        """Returns the tensors under a new first axis, one entry a microbatch."""
+        """Returns the tensors under a new first axis, one entry a microbatch.
+
+        Shape: (...) to (microbatches, ...).
+        """
         return tf.stack([_dense(each) for each in self._outputs])
 
     def accumulate(self, method: str = "variable", var: Any = None) -> Any:
         """Returns the same as ``reduce_mean``, up to rounding.
+
+        Shape: that of one microbatch's tensor.
 
         Args:
             method: ``add_n``, ``accumulate_n``, or ``variable``, which adds each tensor as soon as
@@ -83,7 +96,7 @@ class StepOutput:
         """
         if method not in _METHODS:
             raise ValueError(
-                f"accumulate has the methods {', '.join(_METHODS)}; got {method!r}: use one."
+                f"accumulate has the methods {', '.join(_METHODS)}; received {method!r}: use one."
             )
         self._check_shapes("accumulate")
         parts = self._weighted()
@@ -105,7 +118,7 @@ class StepOutput:
         if not like.shape.is_compatible_with(var.shape) or like.dtype != var.dtype:
             raise ValueError(
                 f"var must have the shape and dtype of what is added up, {like.shape} and "
-                f"{like.dtype.name}; got {var.shape} and {tf.as_dtype(var.dtype).name}."
+                f"{like.dtype.name}; received {var.shape} and {tf.as_dtype(var.dtype).name}."
             )
         with tf.control_dependencies([var.assign(like)]):
             for part in parts[1:]:

@@ -23,7 +23,10 @@ def _is_result(value: Any) -> bool:
 
 
 def joined(results: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Returns the structure of the results with a StepOutput for each tensor."""
+    """Returns the structure of the results with a StepOutput for each tensor.
+
+    Shape: (microbatch, ...) in each StepOutput, as the body returned it.
+    """
 
     def join(*leaves: Any) -> Any:
         if _is_result(leaves[0]):
