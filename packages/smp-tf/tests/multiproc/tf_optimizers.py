@@ -1,4 +1,4 @@
-"""What a job trains to compare optimizers, and ways to ask for gradients, with plain TensorFlow."""
+"""What bodies train to compare optimizers, and ways to ask for gradients, with plain TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tf_world import MICROBATCHES, one_thread
+from tf_worlds import MICROBATCHES
 
 STEPS = 12
 LAYERS = 4
@@ -163,72 +163,52 @@ def _train(
     return Outcome(losses, extra, finite, weights)
 
 
-def train_plainly(names: list[str]) -> dict[str, Outcome]:
+def train_plainly(name: str) -> Outcome:
     """Trains with TensorFlow alone, on the same microbatches."""
-    one_thread()
-    found = {}
-    for name in names:
-        case = EVERY[name]
-        tf.keras.utils.set_random_seed(0)
-        model = _model(tf.keras.Model, case.policy)
-        x, y = _batch()
-        model(x)
+    case = EVERY[name]
+    model = _model(tf.keras.Model, case.policy)
+    x, y = _batch()
+    model(x)
 
-        def run(
-            optimizer: Any, case: Case = case, model: Any = model, x: Any = x, y: Any = y
-        ) -> Any:
-            compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
-            parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
-            results = [compute(*part) for part in parts]
-            gradients = [
-                tf.add_n([each / MICROBATCHES for each in group])
-                for group in zip(*(gradients for gradients, _ in results), strict=True)
-            ]
-            return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
+    def run(optimizer: Any) -> Any:
+        compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
+        parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
+        results = [compute(*part) for part in parts]
+        gradients = [
+            tf.add_n([each / MICROBATCHES for each in group])
+            for group in zip(*(gradients for gradients, _ in results), strict=True)
+        ]
+        return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
 
-        found[name] = _train(case, model, run, tf.clip_by_global_norm)
-    return found
+    return _train(case, model, run, tf.clip_by_global_norm)
 
 
-def train_distributed(names: list[str]) -> dict[str, Outcome]:
+def train_distributed(name: str) -> Outcome:
     """Trains over two partitions; to be called on every rank."""
-    one_thread()
     import smdistributed.modelparallel.tensorflow as smp
 
-    smp.init(
-        {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "communication_timeout": 60}
-    )
-    found = {}
-    for name in names:
-        case = EVERY[name]
-        tf.keras.utils.set_random_seed(0)
-        model = _model(smp.DistributedModel, case.policy)
-        x, y = _batch()
+    case = EVERY[name]
+    model = _model(smp.DistributedModel, case.policy)
+    x, y = _batch()
 
-        def run(
-            optimizer: Any, case: Case = case, model: Any = model, x: Any = x, y: Any = y
-        ) -> Any:
-            @smp.step
-            def compute(a: Any, b: Any) -> Any:
-                return _compute(case, model, optimizer, a, b)
+    def run(optimizer: Any) -> Any:
+        @smp.step
+        def compute(a: Any, b: Any) -> Any:
+            return _compute(case, model, optimizer, a, b)
 
-            gradients, loss = compute(x, y)
-            return [each.accumulate() for each in gradients], loss.reduce_mean()
+        gradients, loss = compute(x, y)
+        return [each.accumulate() for each in gradients], loss.reduce_mean()
 
-        found[name] = _train(case, model, run, smp.clip_by_global_norm)
-    return found
+    return _train(case, model, run, smp.clip_by_global_norm)
 
 
 def fit(distributed: bool) -> list[float]:
     """Trains a model in half precision by ``fit``; returns the losses."""
-    one_thread()
     base = tf.keras.Model
     if distributed:
         import smdistributed.modelparallel.tensorflow as smp
 
-        smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "communication_timeout": 60})
         base = smp.DistributedModel
-    tf.keras.utils.set_random_seed(0)
     model = _model(base, "mixed_float16")
     model.compile(optimizer=_scaling(), loss="mse")
     x, y = _batch()

@@ -1,31 +1,22 @@
-"""What jobs do that save, restore, export, and train with Keras's own loop."""
+"""What bodies do that save, restore, export, and train with Keras's own loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tf_models import PROBLEMS
-from tf_world import no_partition, one_thread
+from tf_training import no_partition
 
 STEPS = 3
 
 
-def start(config: Mapping[str, object]) -> Any:
-    """Starts the library; returns its module."""
-    one_thread()
+def trainer(name: str) -> tuple[Any, Any, Any]:
+    """Returns a model, its optimizer, and a function that trains one step in a tf.function."""
     import smdistributed.modelparallel.tensorflow as smp
 
-    smp.init({"microbatches": 4, "communication_timeout": 60, **config})
-    tf.keras.utils.set_random_seed(0)
-    return smp
-
-
-def trainer(smp: Any, name: str) -> tuple[Any, Any, Any]:
-    """Returns a model, its optimizer, and a function that trains one step in a tf.function."""
     part = smp.partition if smp.pp_size() > 1 else no_partition
     problem = PROBLEMS[name](smp.DistributedModel, part)
     model, optimizer = problem.model, tf.keras.optimizers.Adam(0.01)
@@ -46,10 +37,11 @@ def trainer(smp: Any, name: str) -> tuple[Any, Any, Any]:
     return model, optimizer, tf.function(train)
 
 
-def train_and_save(config: Mapping[str, object], name: str, directory: str) -> list[float]:
+def train_and_save(name: str, directory: str) -> list[float]:
     """Trains, saves, and trains on; returns the losses after the save."""
-    smp = start(config)
-    model, optimizer, train = trainer(smp, name)
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, optimizer, train = trainer(name)
     count = tf.Variable(0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, count=count)
     manager = smp.CheckpointManager(checkpoint, directory, max_to_keep=2)
@@ -65,12 +57,11 @@ def train_and_save(config: Mapping[str, object], name: str, directory: str) -> l
     return [float(train()) for _ in range(STEPS)]
 
 
-def restore_and_train(
-    config: Mapping[str, object], name: str, directory: str, when: str
-) -> list[float]:
-    """Restores in a new job; returns the losses of the steps after it."""
-    smp = start(config)
-    model, optimizer, train = trainer(smp, name)
+def restore_and_train(name: str, directory: str, when: str) -> list[float]:
+    """Restores; returns the losses of the steps after it."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, optimizer, train = trainer(name)
     count = tf.Variable(0)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, count=count)
     manager = smp.CheckpointManager(checkpoint, directory)
@@ -89,9 +80,10 @@ def restore_and_train(
     return losses
 
 
-def export(config: Mapping[str, object], name: str, folder: str) -> Any:
+def export(name: str, folder: str) -> Any:
     """Trains, saves the whole model, and returns what the model computes."""
-    smp = start(config)
+    import smdistributed.modelparallel.tensorflow as smp
+
     problem = PROBLEMS[name](smp.DistributedModel, smp.partition)
     model, optimizer = problem.model, tf.keras.optimizers.SGD(0.1)
     x, y = tf.nest.map_structure(tf.constant, problem.batch)
@@ -116,7 +108,6 @@ def export(config: Mapping[str, object], name: str, folder: str) -> Any:
 
 def load(name: str, folder: str) -> Any:
     """Loads an exported model with TensorFlow alone; returns what it computes."""
-    one_thread()
     problem = PROBLEMS[name](tf.keras.Model, None)
     loaded = tf.saved_model.load(folder)
     features = tf.constant(problem.batch[0])
@@ -126,15 +117,13 @@ def load(name: str, folder: str) -> Any:
     return outputs
 
 
-def fit(config: Mapping[str, object] | None) -> dict[str, Any]:
-    """Trains, evaluates and predicts with Keras's loop; with TensorFlow alone without config."""
-    smp = None
-    if config is None:
-        one_thread()
-        tf.keras.utils.set_random_seed(0)
-    else:
-        smp = start(config)
-    base = tf.keras.Model if smp is None else smp.DistributedModel
+def fit(distributed: bool) -> dict[str, Any]:
+    """Trains, evaluates and predicts with Keras's loop."""
+    base = tf.keras.Model
+    if distributed:
+        import smdistributed.modelparallel.tensorflow as smp
+
+        base = smp.DistributedModel
     layers = tf.keras.layers
 
     class Model(base):  # type: ignore[misc, valid-type]

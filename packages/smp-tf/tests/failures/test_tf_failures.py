@@ -36,24 +36,48 @@ class Cell(NamedTuple):
     culprit: int = 1
 
 
-CELLS = [
+#: What ends a process by itself may do so anywhere; an operation turns ``sys.exit`` into an error.
+PLACES = {
+    "kill": ("between", "executing"),
+    "stop": ("between", "executing"),
+    "exception": ("between", "executing", "building", "tracing"),
+    "exit": ("between", "building", "tracing"),
+}
+#: Every failure in every place, every failure and every place in jobs of both sizes.
+HALF = (
     Cell("kill", "between"),
-    Cell("kill", "executing"),
-    Cell("stop", "between"),
+    Cell("kill", "executing", 4, 2),
+    Cell("stop", "between", 4, 2),
     Cell("stop", "executing"),
     Cell("exception", "between"),
     Cell("exception", "executing"),
+    Cell("exception", "building", 4, 0),
     Cell("exception", "tracing"),
     Cell("exit", "between"),
     Cell("exit", "building"),
-    Cell("kill", "executing", 4, 2),
-    Cell("stop", "between", 4, 2),
-    Cell("exception", "building", 4, 0),
     Cell("exit", "tracing", 4, 3),
-]
+)
+WHOLE = (
+    *HALF,
+    *(
+        pytest.param(cell, marks=pytest.mark.slow)
+        for failure, places in PLACES.items()
+        for place in places
+        for cell in (Cell(failure, place), Cell(failure, place, 4, 2))
+        if (cell.failure, cell.place, cell.num_ranks) not in {each[:3] for each in HALF}
+    ),
+)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_half_of_the_cells_hold_all_pairs() -> None:
+    pairs = {(failure, place) for failure, places in PLACES.items() for place in places}
+    assert {(cell.failure, cell.place) for cell in HALF} == pairs
+    assert len({(cell.failure, cell.num_ranks) for cell in HALF}) == 2 * len(PLACES)
+    assert len({(cell.place, cell.num_ranks) for cell in HALF}) == 2 * len(PLACES["exception"])
+    assert len(WHOLE) == 2 * len(HALF)
+
+
+@pytest.mark.parametrize("cell", WHOLE, ids=lambda cell: "-".join(map(str, cell)))
 def test_all_other_ranks_end(cell: Cell, tmp_path: Path) -> None:
     hangs = cell.failure == "stop"
     timeout = HANG_SECONDS if hangs else NEVER_SECONDS
