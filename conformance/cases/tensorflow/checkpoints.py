@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conformance.adapters import adapter_of
-from conformance.cases.tf_training import stepped
+from conformance.cases.tensorflow.training import stepped
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -171,28 +171,15 @@ def resume_in_a_job(degree: int, folder: str, when: str) -> list[float]:
     return training.go(3)
 
 
-def _resumes(when: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(2, save_in_a_job, timeout=90, args=[2, folder]).results
-        resumed = run_ranks(2, resume_in_a_job, timeout=90, args=[2, folder, when]).results
-    np.testing.assert_allclose(resumed, saved, rtol=1e-6)
-
-
-@tensorflow_case("smp.CheckpointManager.restore", worlds=("new",))
-def a_new_job_restores_after_its_first_step(adapter: Any) -> None:
-    _resumes("after")
-
-
-@tensorflow_case("smp.CheckpointManager.restore", worlds=("new",))
-def a_new_job_restores_before_its_first_step(adapter: Any) -> None:
-    _resumes("before")
-
-
 @tensorflow_case(
     "smp.CheckpointManager.restore", "smp.register_post_partition_hook", worlds=("new",)
 )
-def a_new_job_restores_in_a_hook(adapter: Any) -> None:
-    _resumes("hook")
+def new_jobs_restore_before_their_first_step_in_a_hook_or_after(adapter: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = run_ranks(2, save_in_a_job, timeout=90, args=[2, folder]).results
+        for when in ("before", "hook", "after"):
+            resumed = run_ranks(2, resume_in_a_job, timeout=90, args=[2, folder, when]).results
+            np.testing.assert_allclose(resumed, saved, rtol=1e-6, err_msg=when)
 
 
 def resume_or_say_why(degree: int, folder: str) -> tuple[list[float], str]:

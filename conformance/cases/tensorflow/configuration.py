@@ -10,7 +10,7 @@ import pytest
 
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
-from conformance.cases.configuration import NEW, refused
+from conformance.cases.common.configuration import NEW, refused
 from conformance.registry import Body, Case, add, tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 

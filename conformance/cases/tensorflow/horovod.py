@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from conformance.cases.tf_training import plain_gradients, stepped
+from conformance.cases.tensorflow.training import plain_gradients, stepped
 from conformance.registry import tensorflow_case
 from conformance.worlds import HAS_HOROVOD
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance.adapters.base import WIDTH
-from conformance.cases.stepping import MICROBATCHES
+from conformance.cases.common.stepping import MICROBATCHES
 from conformance.registry import tensorflow_case
 
 _SOME = ("alone", "pipeline", "both")

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.adapters import adapter_of
 from conformance.adapters.base import WIDTH
-from conformance.cases.tf_model import run
+from conformance.cases.tensorflow.model import run
 from conformance.registry import tensorflow_case
-from smdistributed.modelparallel.common.testing import run_ranks
 
 
 @tensorflow_case(
@@ -121,22 +119,14 @@ def memory_balances_the_bytes_of_variables(adapter: Any) -> None:
         assert max(size for size, _ in found) <= 1.1 * _best(sizes), found
 
 
-def balanced_for_speed() -> list[tuple[int, int]]:
-    """Returns bytes and number of variables of each partition, with ``optimize`` speed."""
-    adapter: Any = adapter_of("tensorflow")
-    adapter.smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "optimize": "speed"})
+@tensorflow_case("config.optimize", "tensorflow.partitioner.0", worlds=("spread",))
+def speed_balances_the_number_of_variables(adapter: Any) -> None:
     model = _uneven(adapter)
     run(adapter, model)
-    return _sizes(adapter, model)
-
-
-@tensorflow_case("config.optimize", "tensorflow.partitioner.0", worlds=("new",))
-def speed_balances_the_number_of_variables(adapter: Any) -> None:
-    for sizes in run_ranks(2, balanced_for_speed, timeout=90).results:
-        counts = [count for _, count in sizes]
-        assert sum(counts) == 20
-        # Ten layers of two variables: five on each side, or one layer away from that.
-        assert abs(counts[0] - counts[1]) <= 4, sizes
+    counts = [count for _, count in _sizes(adapter, model)]
+    assert sum(counts) == 20
+    # Ten layers of two variables: five on each side, or one layer away from that.
+    assert abs(counts[0] - counts[1]) <= 4, counts
 
 
 @tensorflow_case("config.contiguous", "tensorflow.partitioner.1", worlds=("pipeline",))

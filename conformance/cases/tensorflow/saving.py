@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from conformance.adapters.base import Array
-from conformance.cases.tf_checkpoints import Training, shared_folder
-from conformance.cases.tf_model import run
+from conformance.cases.tensorflow.checkpoints import Training, shared_folder
+from conformance.cases.tensorflow.model import run
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 
 _ROW = "smp.DistributedModel.save_model"
-_SOME = ("alone", "pipeline", "both")
 
 
 def served(folder: str, x: Array) -> Array:
@@ -44,7 +43,7 @@ def _serves(adapter: Any, model: Any, folder: Path) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@tensorflow_case(_ROW, worlds=_SOME)
+@tensorflow_case(_ROW, worlds=("alone", "both"))
 def a_saved_model_is_whole_and_has_the_newest_weights(adapter: Any) -> None:
     with shared_folder(adapter) as folder:
         training = Training(adapter)
@@ -54,7 +53,7 @@ def a_saved_model_is_whole_and_has_the_newest_weights(adapter: Any) -> None:
         _serves(adapter, training.model, folder / "model")
 
 
-@tensorflow_case(_ROW, worlds=("alone", "pipeline"))
+@tensorflow_case(_ROW, worlds=("pipeline",))
 def the_folder_is_that_of_the_platform(adapter: Any) -> None:
     with shared_folder(adapter) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SM_MODEL_DIR", str(folder / "collected"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conformance.adapters.base import WIDTH
-from conformance.cases.stepping import MICROBATCHES
-from conformance.cases.tf_training import stepped
+from conformance.cases.common.stepping import MICROBATCHES
+from conformance.cases.tensorflow.training import stepped
 from conformance.registry import tensorflow_case
 
 _ROW = "tensorflow.step_function.3"

@@ -10,7 +10,7 @@ import pytest
 
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Array
-from conformance.cases.stepping import MICROBATCHES
+from conformance.cases.common.stepping import MICROBATCHES
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 

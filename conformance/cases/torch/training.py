@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.adapters.base import WIDTH
-from conformance.cases.torch_model import SPLIT, trained
+from conformance.cases.torch.model import SPLIT, trained
 from conformance.registry import torch_case
 
 
