@@ -53,7 +53,8 @@ _WHOLE = ("sequential", "functional", "mobilenet")
 _BY_HAND = tuple(name for name in ALL if name not in _WHOLE)
 #: The largest world first: it is the first that has to end for others.
 WAYS = {
-    "pp4": Way(FOUR, ALL, 4),
+    # Without the largest, which takes as long as the others together; see CROSSED.
+    "pp4": Way(FOUR, tuple(name for name in ALL if name != "mobilenet"), 4),
     "pp2": Way(TWO, ALL, 2),
     "pp2-as-on-gpus": Way(TWO, _FEW, 2, as_on_gpus=True),
     "pp2-manual": Way(TWO_BY_HAND, _BY_HAND, 2),

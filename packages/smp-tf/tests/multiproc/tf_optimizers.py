@@ -138,14 +138,28 @@ def _compute(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> tuple[An
 
 
 def _train(
-    case: Case, model: Any, run: Callable[[Any], tuple[list[Any], Any]], clip: Callable[..., Any]
+    case: Case,
+    model: Any,
+    prepare: Callable[[Any], Callable[[], tuple[list[Any], Any]]],
+    clip: Callable[..., Any],
 ) -> Outcome:
+    """Trains.
+
+    Args:
+        case: how.
+        model: what.
+        prepare: takes the optimizer; returns what computes gradients and loss of the batch.
+        clip: as ``tf.clip_by_global_norm``.
+    """
     optimizer = case.optimizer()
+    run = prepare(optimizer)
     losses, extra, finite = [], [], []
     for _ in range(STEPS):
-        gradients, loss = run(optimizer)
+        gradients, loss = run()
         if hasattr(optimizer, "build") and not getattr(optimizer, "built", True):
             optimizer.build(model.trainable_variables)
+            # The scale of losses is a variable from now on; it was a number in the graph.
+            run = prepare(optimizer)
         finite.append(all(bool(np.isfinite(each).all()) for each in gradients))
         gradients = _unscaled(optimizer, gradients)
         if case.clips:
@@ -170,17 +184,21 @@ def train_plainly(name: str) -> Outcome:
     x, y = _batch()
     model(x)
 
-    def run(optimizer: Any) -> Any:
+    def prepare(optimizer: Any) -> Any:
         compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
-        parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
-        results = [compute(*part) for part in parts]
-        gradients = [
-            tf.add_n([each / MICROBATCHES for each in group])
-            for group in zip(*(gradients for gradients, _ in results), strict=True)
-        ]
-        return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
 
-    return _train(case, model, run, tf.clip_by_global_norm)
+        def run() -> Any:
+            parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
+            results = [compute(*part) for part in parts]
+            gradients = [
+                tf.add_n([each / MICROBATCHES for each in group])
+                for group in zip(*(gradients for gradients, _ in results), strict=True)
+            ]
+            return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
+
+        return run
+
+    return _train(case, model, prepare, tf.clip_by_global_norm)
 
 
 def train_distributed(name: str) -> Outcome:
@@ -191,15 +209,18 @@ def train_distributed(name: str) -> Outcome:
     model = _model(smp.DistributedModel, case.policy)
     x, y = _batch()
 
-    def run(optimizer: Any) -> Any:
+    def prepare(optimizer: Any) -> Any:
         @smp.step
         def compute(a: Any, b: Any) -> Any:
             return _compute(case, model, optimizer, a, b)
 
-        gradients, loss = compute(x, y)
-        return [each.accumulate() for each in gradients], loss.reduce_mean()
+        def run() -> Any:
+            gradients, loss = compute(x, y)
+            return [each.accumulate() for each in gradients], loss.reduce_mean()
 
-    return _train(case, model, run, smp.clip_by_global_norm)
+        return run
+
+    return _train(case, model, prepare, smp.clip_by_global_norm)
 
 
 def fit(distributed: bool) -> list[float]:
