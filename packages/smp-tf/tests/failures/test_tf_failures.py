@@ -12,7 +12,7 @@ from smdistributed.modelparallel.common.testing import RanksFailedError, run_ran
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
 
-BODY = Path(__file__).parent / "bodies" / "failing_job.py"
+BODY = Path(__file__).parent / "failing_job.py"
 #: Warnings are shown: they tell what fails inside a step.
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 HANG_SECONDS = 6

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.launcher.first_failure import Banner
 from smdistributed.modelparallel.common.testing.fork_server import REQUEST_BYTES, Ending, Request
 
 #: Not with -m: the classes of requests would be others there than here.
-_SERVER = f"from {Request.__module__} import main; kept = main()"
+_SERVER = "import sys; sys.path += {}; from {} import main; kept = main()"
 
 
 class ForkedProcesses:
@@ -74,9 +74,11 @@ class ForkServer:
         self._words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
+        # What to import may be found where this process looks.
+        program = _SERVER.format(sys.path, Request.__module__)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _SERVER, str(theirs.fileno()), *preload],
+                [sys.executable, "-u", "-c", program, str(theirs.fileno()), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
