@@ -32,6 +32,17 @@ TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 TENSORFLOWS = ("2.15.1", "2.21.0")
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: Where pytest runs long, it says what took longest.
+LONGEST = "--durations=40"
+#: What the older TensorFlow is tried with in CI: state, loops, several segments a partition, and
+#: optimizers that Keras 3 lacks. Session ``tensorflow`` runs everything.
+KERAS_2_SMOKE = (
+    "packages/smp-tf/tests/multiproc",
+    "-k",
+    "pp2-cnn or pp2-lstm or pp2-zigzag or legacy or get_gradients",
+)
+#: Tests of these kinds start processes.
+PROCESSES = ("multiproc", "architectures", "failures")
 
 
 # Environments
@@ -143,17 +154,18 @@ def check_units(session: nox.Session, *packages: str) -> None:
 
 
 def check_processes(session: nox.Session, *packages: str) -> None:
-    places = suites("multiproc", packages) + suites("architectures", packages)
-    words = ("-m", "multiproc and not slow", *places, *session.posargs)
+    places = [place for kind in PROCESSES for place in suites(kind, packages)]
+    words = ("-m", "multiproc and not slow", LONGEST, *places, *session.posargs)
     session.run("pytest", *words, env=ONE_THREAD)
 
 
 def check_examples(session: nox.Session) -> None:
-    session.run("pytest", "examples/tests", *session.posargs, env=ONE_THREAD)
+    words = ("-m", "not slow", LONGEST, "examples/tests", *session.posargs)
+    session.run("pytest", *words, env=ONE_THREAD)
 
 
 def check_snippets(session: nox.Session) -> None:
-    session.run("pytest", "docs/tests", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", LONGEST, "docs/tests", *session.posargs, env=ONE_THREAD)
 
 
 def check_conformance(session: nox.Session, framework: str, *words: str) -> None:
@@ -193,9 +205,7 @@ def tests(session: nox.Session) -> None:
     check_docs(session)
     check_builds(session)
     # This environment has the newest TensorFlow; Keras 2 needs one of its own.
-    # The failure matrix takes minutes and hardly depends on the version.
-    words = ("--ignore-glob=*test_tf_failures.py",)
-    session.notify(f"tensorflow(tensorflow='{TENSORFLOWS[0]}')", posargs=words)
+    session.notify("keras2")
 
 
 @nox.session
@@ -225,6 +235,23 @@ def compatibility(session: nox.Session, torch: str) -> None:
     session.install("./packages/smp-common", "./packages/smp-torch")
     check_units(session, "smp-torch")
     check_processes(session, "smp-torch")
+
+
+@nox.session
+def failures(session: nox.Session) -> None:
+    """Run the whole failure matrix, of which CI runs half."""
+    install_groups(session, "test")
+    install_packages(session, *PACKAGES)
+    session.run("pytest", *suites("failures"), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """Run the tests of processes and examples that CI leaves out, the failure matrix aside."""
+    install_groups(session, "test", "architectures", "examples")
+    install_packages(session, *PACKAGES)
+    places = (*suites("multiproc"), *suites("architectures"), "examples/tests")
+    session.run("pytest", "-m", "slow", LONGEST, *places, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -344,10 +371,18 @@ def mutations(session: nox.Session, framework: str) -> None:
 @nox.session(python="3.11")
 @nox.parametrize("tensorflow", TENSORFLOWS)
 def tensorflow(session: nox.Session, tensorflow: str) -> None:
-    """Run the tests of smp-tf with the last TensorFlow that has Keras 2, and the newest."""
+    """Run all tests of smp-tf with the last TensorFlow that has Keras 2, and the newest."""
     install_tensorflow(session, tensorflow)
     check_units(session, "smp-tf")
     check_processes(session, "smp-tf")
+
+
+@nox.session(python="3.11")
+def keras2(session: nox.Session) -> None:
+    """Run the unit tests of smp-tf and some of its others with the last TensorFlow on Keras 2."""
+    install_tensorflow(session, TENSORFLOWS[0])
+    check_units(session, "smp-tf")
+    session.run("pytest", LONGEST, *KERAS_2_SMOKE, env=ONE_THREAD)
 
 
 @nox.session(python="3.11")
@@ -402,6 +437,7 @@ def gpu_tensorflow(session: nox.Session) -> None:
     """Run on CUDA devices those tests of smp-tf that can use them, as far as there are enough."""
     install_groups(session, "test")
     session.install("tensorflow[and-cuda]", "./packages/smp-common", "./packages/smp-tf")
-    names = ("equality", "lifecycle", "optimizers", "failures")
+    names = ("equality", "checkpoints", "optimizers")
     files = [f"packages/smp-tf/tests/multiproc/test_tf_{name}.py" for name in names]
-    session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
+    places = suites("failures", ("smp-tf",))
+    session.run("pytest", *files, *places, *session.posargs, env=ONE_THREAD)

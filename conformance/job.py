@@ -1,50 +1,44 @@
-"""What the processes of a world do: run cases one after another."""
+"""What the processes of a world do: start the library, then one case after another."""
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from _pytest.outcomes import Failed
-
-from smdistributed.modelparallel.common.errors import UnsupportedError
-
-# The package need not be installed: it is found beside itself, also by jobs that cases start.
-_ROOT = str(Path(__file__).parents[1])
-sys.path.insert(0, _ROOT)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
 
 from conformance import registry
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
 from conformance.outcome import Outcome, Status
 from conformance.worlds import WORLDS
+from smdistributed.modelparallel.common.errors import UnsupportedError
 
 
-def run(framework: str, world_name: str, names: Sequence[str]) -> dict[str, Outcome]:
-    """Runs cases in this process; to be called on every rank of a world.
-
-    Returns:
-        what became of each case here.
-    """
+def start(framework: str, world_name: str) -> Callable[[], None]:
+    """Makes this process one of a world; returns what is done before each case."""
     world = WORLDS[world_name]
-    cases = registry.load(framework)
+    registry.load(framework)
     adapter = adapter_of(framework)
     if world.is_started:
         adapter.smp.init(world.config_of(framework))
-    outcomes = {}
-    for name in names:
-        adapter.reset()
-        attempt = _attempt if world.is_started else _attempt_in_a_fork
-        outcomes[name] = attempt(cases[name], adapter)
-        gc.collect()  # every rank forgets the case's models at the same time
-    return outcomes
+    return adapter.reset
+
+
+def attempt(framework: str, world_name: str, name: str) -> Outcome:
+    """Runs a case on this rank.
+
+    Raises:
+        Exception: the case failed; the world is of no use any more.
+    """
+    case = registry.load(framework)[name]
+    adapter = adapter_of(framework)
+    if WORLDS[world_name].is_started:
+        return _attempt(case, adapter)
+    return _attempt_in_a_fork(case, adapter)
 
 
 def _attempt(case: registry.Case, adapter: Adapter) -> Outcome:
@@ -52,11 +46,9 @@ def _attempt(case: registry.Case, adapter: Adapter) -> Outcome:
         with warnings.catch_warnings():
             case.body(adapter)
     except UnsupportedError as error:
-        if not case.is_built:
-            return Outcome(Status.NOT_BUILT, str(error))
-        return Outcome(Status.FAILED, traceback.format_exc())
-    except (Exception, Failed):
-        return Outcome(Status.FAILED, traceback.format_exc())
+        if case.is_built:
+            raise
+        return Outcome(Status.NOT_BUILT, str(error))
     if not case.is_built:
         return Outcome(Status.FAILED, "this is built now: give it a case that tries it.")
     return Outcome(Status.PASSED)
@@ -68,8 +60,12 @@ def _attempt_in_a_fork(case: registry.Case, adapter: Adapter) -> Outcome:
     child = os.fork()
     if child == 0:
         os.close(source)
+        try:
+            outcome = _attempt(case, adapter)
+        except (Exception, Failed):
+            outcome = Outcome(Status.FAILED, traceback.format_exc())
         with os.fdopen(target, "wb") as pipe:
-            pickle.dump(_attempt(case, adapter), pipe)
+            pickle.dump(outcome, pipe)
         os._exit(0)
     os.close(target)
     with os.fdopen(source, "rb") as pipe:
@@ -77,5 +73,5 @@ def _attempt_in_a_fork(case: registry.Case, adapter: Adapter) -> Outcome:
     _, code = os.waitpid(child, 0)
     if not data:
         return Outcome(Status.FAILED, f"the process of the case ended with wait status {code}.")
-    outcome: Outcome = pickle.loads(data)
-    return outcome
+    found: Outcome = pickle.loads(data)
+    return found

@@ -102,6 +102,6 @@ def later(
 def load(framework: str) -> dict[str, Case]:
     """Imports all cases; returns those of a framework by name."""
     package = importlib.import_module("conformance.cases")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
     return {name: each for name, each in CASES.items() if framework in each.frameworks}

@@ -1,9 +1,10 @@
-"""Runs cases, one job a world, and gathers what became of them."""
+"""Runs cases, one world after another, and gathers what became of them."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from conformance import job
@@ -11,11 +12,10 @@ from conformance.adapters import missing
 from conformance.outcome import Outcome, Status, worst
 from conformance.registry import Case
 from conformance.worlds import WORLDS, World
-from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+from smdistributed.modelparallel.common import testing
 
-#: A start on a busy machine, and time for each case: those of TensorFlow trace a model.
-_START_SECONDS = 120
-_CASE_SECONDS = {"torch": 1, "tensorflow": 8}
+#: For one case on a busy machine: those of TensorFlow trace a model, some start a job.
+_CASE_SECONDS = 180
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
         if not names:
             return
         started = time.monotonic()
-        for name, outcome in _run_world(framework, world.name, names).items():
+        for name, outcome in _outcomes(framework, world, names):
             found[name].append(outcome)
         seconds = time.monotonic() - started
         note(f"{world.name}: {len(names)} cases on {world.num_ranks} ranks, {seconds:.0f} s")
@@ -54,24 +54,19 @@ def run(
     return {name: worst(outcomes) for name, outcomes in found.items()}
 
 
-def _run_world(framework: str, world_name: str, names: list[str]) -> dict[str, Outcome]:
-    """Returns the outcomes of one world; a case that ends its job leaves the others to another."""
-    world = WORLDS[world_name]
-    try:
-        ranks = run_ranks(
-            world.num_ranks,
-            job.run,
-            launcher="python" if world.num_ranks == 1 else "smprun",
-            timeout=_START_SECONDS + _CASE_SECONDS[framework] * len(names),
-            env={"OMP_NUM_THREADS": "1"},
-            args=[framework, world_name, names],
-        ).results
-    except RanksFailedError as error:
-        if len(names) == 1:
-            return {names[0]: Outcome(Status.FAILED, str(error))}
-        half = len(names) // 2
-        return {
-            **_run_world(framework, world_name, names[:half]),
-            **_run_world(framework, world_name, names[half:]),
-        }
-    return {name: worst([rank[name] for rank in ranks]) for name in names}
+def _outcomes(framework: str, world: World, names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    """Yields cases and what became of them in a world, which a case that fails may end."""
+    started = testing.World(
+        world.num_ranks,
+        job.start,
+        (framework, world.name),
+        "python" if world.num_ranks == 1 else "smprun",
+        {"OMP_NUM_THREADS": "1"},
+    )
+    with contextlib.closing(testing.Worlds()) as pool:
+        for name in names:
+            task = (framework, world.name, name)
+            try:
+                yield name, worst([*pool.run(started, job.attempt, *task, timeout=_CASE_SECONDS)])
+            except testing.RanksFailedError as error:
+                yield name, Outcome(Status.FAILED, str(error))

@@ -55,6 +55,11 @@ WORLDS = {
         ),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
-        World("spread", 4, {**_TWO, "placement_strategy": "spread"}, _REPLICAS),
+        World(
+            "spread",
+            4,
+            {**_TWO, "placement_strategy": "spread"},
+            {**_REPLICAS, "tensorflow": {**_REPLICAS["tensorflow"], "optimize": "speed"}},
+        ),
     )
 }

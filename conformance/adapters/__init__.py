@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 
 from conformance.adapters.base import Adapter
 
@@ -23,8 +23,9 @@ def missing(framework: str) -> str:
     return f"{_MODULES[framework]} has no engine yet"
 
 
+@functools.cache
 def adapter_of(framework: str) -> Adapter:
-    """Returns the adapter of a framework."""
+    """Returns the adapter of a framework, the same one at each call."""
     module = importlib.import_module(f"conformance.adapters.{framework}")
     adapter: Adapter = module.make()
     return adapter

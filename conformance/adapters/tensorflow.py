@@ -12,7 +12,7 @@ import tensorflow as tf
 import smdistributed.modelparallel.tensorflow as smp
 from conformance.adapters.base import WIDTH, Adapter, Array
 from smdistributed.modelparallel.common.config import Config
-from smdistributed.modelparallel.tensorflow.api import slot
+from smdistributed.modelparallel.tensorflow.api.start import slot
 
 NUM_LAYERS = 4
 _SHIFT = np.float32(0.5)

@@ -17,7 +17,7 @@ def shares(printed: str) -> list[float]:
     return [float(words[at + 1]) for at, word in enumerate(words) if word == "right"]
 
 
-@pytest.mark.parametrize("partition", ["manual", "auto"])
+@pytest.mark.parametrize("partition", ["manual", pytest.param("auto", marks=pytest.mark.slow)])
 def test_it_trains_resumes_and_writes_a_model_for_tensorflow(
     tmp_path: Path, partition: str
 ) -> None:

@@ -42,6 +42,7 @@ def test_two_partitions_give_the_losses_of_one_process(
         assert (tmp_path / picture).read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_without_tied_weights_nothing_is_rounded_differently(tmp_path: Path) -> None:
     train(tmp_path / "one", 1, "--steps", "12", "--untied")
     train(tmp_path / "two", 2, "--steps", "12", "--untied")
@@ -60,6 +61,7 @@ def test_interrupted_training_goes_on_with_the_same_losses(
     assert losses(tmp_path) == pytest.approx(alone, abs=1e-6, rel=0)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_batch(alone: dict[int, float], tmp_path: Path) -> None:
     # Each replica has half of every mini-batch, so only runs without dropout are comparable.
     train(tmp_path / "one", 1, "--steps", "4", "--dropout", "0")
@@ -67,6 +69,7 @@ def test_replicas_share_the_batch(alone: dict[int, float], tmp_path: Path) -> No
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-5, rel=0)
 
 
+@pytest.mark.slow
 def test_hugging_face_architecture(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = ("--steps", "4", "--hugging-face", "llama", "--dropout", "0")

@@ -100,9 +100,14 @@ def test_only_the_trusted_publisher_may_prove_who_it_is() -> None:
             publishes = (path.name, name) == ("publish.yml", "publish")
             assert job.get("permissions") == ({"id-token": "write"} if publishes else None)
     publish = load("publish.yml")["jobs"]["publish"]
-    assert set(publish["needs"]) == {"tests", "build"}
+    assert set(publish["needs"]) == {"tests", "thorough", "build"}
     assert publish["environment"] == "pypi"
     assert not any("password" in step.get("with", {}) for step in publish["steps"])
+
+
+def test_what_ci_leaves_out_is_run_before_a_release() -> None:
+    run = {each for words in nox_calls("publish.yml") for each in sessions(words)}
+    assert run >= {"failures", "thorough", "architectures", "mutations", "tensorflow"}
 
 
 def test_gpus_are_used_by_hand_only() -> None:

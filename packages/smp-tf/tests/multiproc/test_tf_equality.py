@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tf_models import PROBLEMS
-from tf_world import Result, Trained, train_all, train_plainly
+from tf_training import Trained, train, train_plainly
+from tf_worlds import (
+    FOUR,
+    MICROBATCHES,
+    ONE,
+    PLAIN,
+    TWO,
+    TWO_BY_HAND,
+    TWO_SIMPLE,
+    world,
+)
 
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import World, Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
-QUIET = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "OMP_NUM_THREADS": "1",
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "NVIDIA_TF32_OVERRIDE": "0",
-}
+#: To be asked for the numbers of a model that is trained in a way.
+Numbers = Callable[[str, str], list[Trained]]
 
 
-class World(NamedTuple):
-    num_ranks: int
-    config: dict[str, object]
+class Way(NamedTuple):
+    """A way to run models.
+
+    Attributes:
+        world: where.
+        names: of the models.
+        degree: number of partitions.
+        as_on_gpus: see ``train``.
+    """
+
+    world: World
     names: tuple[str, ...]
+    degree: int
     as_on_gpus: bool = False
 
 
@@ -35,18 +51,23 @@ _FEW = ("cnn", "dropout", "transformer", "zigzag")
 #: Models without places for ``smp.partition``.
 _WHOLE = ("sequential", "functional", "mobilenet")
 _BY_HAND = tuple(name for name in ALL if name not in _WHOLE)
-_MANUAL = {"auto_partition": False, "default_partition": 0}
-WORLDS = {
-    "one": World(1, {"pipeline_parallel_degree": 1}, ALL),
-    "pp2": World(2, {"pipeline_parallel_degree": 2}, ALL),
-    "pp2-manual": World(2, {"pipeline_parallel_degree": 2, **_MANUAL}, _BY_HAND),
-    "pp2-simple": World(2, {"pipeline_parallel_degree": 2, "pipeline": "simple", **_MANUAL}, _FEW),
-    "pp2-as-on-gpus": World(2, {"pipeline_parallel_degree": 2}, _FEW, as_on_gpus=True),
-    "pp4": World(4, {"pipeline_parallel_degree": 4}, ALL),
-    "pp2-horovod2": World(
-        4,
-        {"pipeline_parallel_degree": 2, "horovod": True, "microbatches": 2},
+#: The largest world first: it is the first that has to end for others.
+WAYS = {
+    # Without the largest, which takes as long as the others together; see CROSSED.
+    "pp4": Way(FOUR, tuple(name for name in ALL if name != "mobilenet"), 4),
+    "pp2": Way(TWO, ALL, 2),
+    "pp2-as-on-gpus": Way(TWO, _FEW, 2, as_on_gpus=True),
+    "pp2-manual": Way(TWO_BY_HAND, _BY_HAND, 2),
+    "pp2-simple": Way(TWO_SIMPLE, _FEW, 2),
+    "pp2-horovod2": Way(
+        world(
+            4,
+            pipeline_parallel_degree=2,
+            horovod=True,
+            microbatches=MICROBATCHES // 2,
+        ),
         ("transformer", "lstm"),
+        2,
     ),
 }
 #: Replicas add gradients up in another order; this model makes much of rounding. Layers of Keras 3
@@ -54,18 +75,20 @@ WORLDS = {
 _ALONE = ("mobilenet", "dropout") if hasattr(tf.keras, "Variable") else ("mobilenet",)
 #: All ways to run all models; takes long.
 CROSSED = {
-    f"pp{degree}-replicas{replicas}-{pipeline}-{'auto' if is_auto else 'manual'}": World(
-        degree * replicas,
-        {
-            "pipeline_parallel_degree": degree,
-            "pipeline": pipeline,
-            "horovod": replicas > 1,
-            "microbatches": 4 // replicas,
-            **({} if is_auto else _MANUAL),
-        },
+    f"pp{degree}-{'horovod' if replicas > 1 else 'replicas'}{replicas}-{pipeline}-"
+    f"{'auto' if is_auto else 'manual'}": Way(
+        world(
+            degree * replicas,
+            pipeline_parallel_degree=degree,
+            pipeline=pipeline,
+            horovod=replicas > 1,
+            microbatches=MICROBATCHES // replicas,
+            **({} if is_auto else {"auto_partition": False, "default_partition": 0}),
+        ),
         tuple(
             name for name in (ALL if is_auto else _BY_HAND) if replicas == 1 or name not in _ALONE
         ),
+        degree,
     )
     for degree, replicas in ((2, 1), (4, 1), (2, 2))
     for pipeline in ("interleaved", "simple")
@@ -73,37 +96,22 @@ CROSSED = {
 }
 
 
-@functools.cache
-def outcome(name: str) -> tuple[dict[str, Result], ...]:
-    world = {**WORLDS, **CROSSED}[name]
+@pytest.fixture(scope="module")
+def numbers(worlds: Worlds) -> Numbers:
     num_gpus = len(tf.config.list_physical_devices("GPU"))
-    if 0 < num_gpus < world.num_ranks:
-        pytest.skip(f"{world.num_ranks} GPUs are needed; there are {num_gpus}")
-    if world.config.get("horovod") and importlib.util.find_spec("horovod") is None:
-        pytest.skip("Horovod is not installed: nox -s horovod builds it")
-    return run_ranks(
-        world.num_ranks,
-        train_all,
-        launcher="python" if world.num_ranks == 1 else "smprun",
-        timeout=380,
-        args=[world.config, world.names, world.as_on_gpus],
-        env=QUIET,
-    ).results
 
+    @functools.cache
+    def of(way: str, name: str) -> list[Trained]:
+        if way == "one":
+            return list(worlds.run(ONE, train, name, timeout=120))
+        own = {**WAYS, **CROSSED}[way]
+        if 0 < num_gpus < own.world.num_ranks:
+            pytest.skip(f"{own.world.num_ranks} GPUs are needed; there are {num_gpus}")
+        if "horovod" in way and importlib.util.find_spec("horovod") is None:
+            pytest.skip("Horovod is not installed: nox -s horovod builds it")
+        return list(worlds.run(own.world, train, name, own.as_on_gpus, timeout=120))
 
-@functools.cache
-def plain() -> dict[str, Result]:
-    names = [name for name in ALL if name != "dropout"]
-    (result,) = run_ranks(
-        1, train_plainly, launcher="python", timeout=380, args=[names], env=QUIET
-    ).results
-    return result
-
-
-def trained(results: tuple[dict[str, Result], ...], name: str) -> list[Trained]:
-    failures = "\n".join(each[name].failure for each in results if each[name].failure)
-    assert not failures, failures
-    return [each[name].value for each in results]
+    return of
 
 
 def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) -> None:
@@ -128,38 +136,35 @@ def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) ->
 
 
 def _assert_close(
-    got: dict[int, Any], expected: dict[int, Any], tolerance: float, scale: float
+    received: dict[int, Any], expected: dict[int, Any], tolerance: float, scale: float
 ) -> None:
-    for position, array in got.items():
+    for position, array in received.items():
         other = expected[position]
         bound = tolerance * max(float(np.abs(other).max()), scale)
         np.testing.assert_allclose(array, other, rtol=0, atol=bound, err_msg=str(position))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "dropout"])
-def test_one_partition_gives_the_numbers_of_tensorflow(name: str) -> None:
-    (expected,) = trained((plain(),), name)
-    assert_same(trained(outcome("one"), name), expected, 1)
+def test_one_partition_gives_the_numbers_of_tensorflow(
+    worlds: Worlds, numbers: Numbers, name: str
+) -> None:
+    (expected,) = worlds.run(PLAIN, train_plainly, name, timeout=120)
+    assert_same(numbers("one", name), expected, 1)
 
 
-def check(world: str, name: str, degree: Any) -> None:
+def check(numbers: Numbers, way: str, name: str) -> None:
     if name == "mobilenet" and tf.config.list_physical_devices("GPU"):
         pytest.xfail("kernels of cuDNN round otherwise in each process, and the model is chaotic")
-    (expected,) = trained(outcome("one"), name)
-    assert_same(trained(outcome(world), name), expected, degree)
+    (expected,) = numbers("one", name)
+    assert_same(numbers(way, name), expected, {**WAYS, **CROSSED}[way].degree)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [(w, name) for w, world in WORLDS.items() if w != "one" for name in world.names],
-)
-def test_partitions_give_the_numbers_of_one(world: str, name: str) -> None:
-    check(world, name, WORLDS[world].config["pipeline_parallel_degree"])
+@pytest.mark.parametrize(("way", "name"), [(w, name) for w in WAYS for name in WAYS[w].names])
+def test_partitions_give_the_numbers_of_one(numbers: Numbers, way: str, name: str) -> None:
+    check(numbers, way, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "name"), [(w, name) for w, world in CROSSED.items() for name in world.names]
-)
-def test_every_way_gives_the_numbers_of_one(world: str, name: str) -> None:
-    check(world, name, CROSSED[world].config["pipeline_parallel_degree"])
+@pytest.mark.parametrize(("way", "name"), [(w, name) for w in CROSSED for name in CROSSED[w].names])
+def test_every_way_gives_the_numbers_of_one(numbers: Numbers, way: str, name: str) -> None:
+    check(numbers, way, name)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tensorflow as tf
-from _pytest.outcomes import Failed
-from tf_world import Result, one_thread
+from tf_worlds import TWO_BY_HAND
 
 from smdistributed.modelparallel.common.errors import (
     ConfigError,
     PartitionError,
     SMPError,
 )
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import Worlds, cases_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 WIDTH = 4
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def layers(between: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -62,11 +58,11 @@ def ones(size: int) -> Any:
 
 def case_wrong_batch_sizes() -> None:
     step = stepping(layers())
-    expect(ConfigError, r"is smaller than microbatches \(2\)", lambda: step(ones(1)))
+    expect(ConfigError, r"is smaller than microbatches \(4\)", lambda: step(ones(3)))
     expect(ConfigError, "the batch is empty", lambda: step(ones(0)))
     output = stepping(layers())(ones(5))
-    assert [len(each) for each in output.outputs] == [3, 2]
-    assert output.weights == [0.6, 0.4]
+    assert [len(each) for each in output.outputs] == [2, 1, 1, 1]
+    assert output.weights == [0.4, 0.2, 0.2, 0.2]
 
 
 def case_unequal_batch_sizes() -> None:
@@ -85,14 +81,16 @@ def case_unknown_partition() -> None:
             pass
 
     for index in (2, -1):
-        expect(ValueError, f"from 0 to 1; smp.partition got {index}", lambda i=index: within(i))
-    expect(TypeError, "index of a partition, an int; got '1'", lambda: within("1"))
+        expect(
+            ValueError, f"from 0 to 1; smp.partition received {index}", lambda i=index: within(i)
+        )
+    expect(TypeError, "index of a partition, an int; received '1'", lambda: within("1"))
 
     def of_an_absent_one(x: Any) -> Any:
         with smp.partition(7):
             return x * 2.0
 
-    expect(ValueError, "got 7", lambda: stepping(layers(of_an_absent_one))(ones(4)))
+    expect(ValueError, "received 7", lambda: stepping(layers(of_an_absent_one))(ones(4)))
 
 
 def case_model_outside_a_step() -> None:
@@ -192,43 +190,6 @@ def case_gradients_alone() -> None:
         assert len(gradients) == 2
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    return {
-        name.removeprefix("case_"): value
-        for name, value in globals().items()
-        if name.startswith("case_")
-    }
-
-
-def run_world() -> dict[str, Result]:
-    """Runs every case in this job; to be called on every rank."""
-    import smdistributed.modelparallel.tensorflow as smp
-
-    one_thread()
-    smp.init(
-        {
-            "pipeline_parallel_degree": 2,
-            "microbatches": 2,
-            "communication_timeout": 20,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
-    results = {}
-    for name, case in cases().items():
-        try:
-            results[name] = Result(value=case())
-        except (Exception, Failed):
-            results[name] = Result(failure=f"rank {smp.rank()}: {traceback.format_exc()}")
-    return results
-
-
-@functools.cache
-def outcome() -> tuple[dict[str, Result], ...]:
-    return run_ranks(2, run_world, timeout=150, env=QUIET).results
-
-
-@pytest.mark.parametrize("case", cases())
-def test_case(case: str) -> None:
-    failures = "\n".join(each[case].failure for each in outcome() if each[case].failure)
-    assert not failures, failures
+@pytest.mark.parametrize("case", cases_of(globals()))
+def test_case(worlds: Worlds, case: str) -> None:
+    worlds.run(TWO_BY_HAND, cases_of(globals())[case])

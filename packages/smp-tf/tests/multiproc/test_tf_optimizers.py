@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from test_tf_equality import QUIET
 from tf_optimizers import (
-    CASES,
     EVERY,
     LEGACY_CASES,
     SCALE,
@@ -19,52 +18,55 @@ from tf_optimizers import (
     train_distributed,
     train_plainly,
 )
+from tf_worlds import PLAIN, TWO
 
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
-NAMES = list(EVERY if has_legacy() else CASES)
 
 
-@functools.cache
-def plain() -> dict[str, Outcome]:
-    body = train_plainly
-    (result,) = run_ranks(1, body, launcher="python", timeout=120, args=[NAMES], env=QUIET).results
-    return result
+Trainings = Callable[[str], tuple[Outcome, tuple[Outcome, ...]]]
 
 
-@functools.cache
-def distributed() -> tuple[dict[str, Outcome], ...]:
-    return run_ranks(2, train_distributed, timeout=180, args=[NAMES], env=QUIET).results
+@pytest.fixture(scope="module")
+def trained(worlds: Worlds) -> Trainings:
+    """Returns what a case gives in one process, and in each of two."""
+
+    @functools.cache
+    def of(name: str) -> tuple[Outcome, tuple[Outcome, ...]]:
+        (plain,) = worlds.run(PLAIN, train_plainly, name)
+        return plain, worlds.run(TWO, train_distributed, name)
+
+    return of
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_two_partitions_train_as_tensorflow_does(name: str) -> None:
+def test_two_partitions_train_as_tensorflow_does(trained: Trainings, name: str) -> None:
     if name in LEGACY_CASES and not has_legacy():
         pytest.skip("Keras 3 has no legacy optimizers")
-    expected = plain()[name]
+    expected, ranks = trained(name)
     layers: list[int] = []
-    for rank in distributed():
-        got = rank[name]
-        np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
-        np.testing.assert_allclose(got.extra, expected.extra, rtol=1e-6)
-        assert got.weights
-        for number, arrays in got.weights.items():
+    for found in ranks:
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+        np.testing.assert_allclose(found.extra, expected.extra, rtol=1e-6)
+        assert found.weights
+        for number, arrays in found.weights.items():
             for array, other in zip(arrays, expected.weights[number], strict=True):
                 np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
-        layers += got.weights
+        layers += found.weights
     assert sorted(layers) == sorted(expected.weights)
 
 
-def test_an_overflow_in_one_partition_is_one_in_all() -> None:
-    scales = plain()["overflow"].extra
+def test_an_overflow_in_one_partition_is_one_in_all(trained: Trainings) -> None:
+    expected, ranks = trained("overflow")
+    scales = expected.extra
     assert min(scales) < SCALE, "no gradient overflowed"
     assert any(later > earlier for earlier, later in pairwise(scales)), "no step was made"
-    first, second = (rank["overflow"].finite for rank in distributed())
+    first, second = (rank.finite for rank in ranks)
     assert first != second, "no gradient overflowed in one partition alone"
 
 
-def test_fit_in_half_precision_gives_the_losses_of_keras() -> None:
-    (expected,) = run_ranks(1, fit, launcher="python", timeout=90, args=[False], env=QUIET).results
-    for got in run_ranks(2, fit, timeout=90, args=[True], env=QUIET).results:
-        np.testing.assert_allclose(got, expected, rtol=2e-3)
+def test_fit_in_half_precision_gives_the_losses_of_keras(worlds: Worlds) -> None:
+    (expected,) = worlds.run(PLAIN, fit, False)
+    for found in worlds.run(TWO, fit, True):
+        np.testing.assert_allclose(found, expected, rtol=2e-3)

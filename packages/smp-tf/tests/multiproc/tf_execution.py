@@ -9,12 +9,12 @@ from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import tensorflow as tf
 from tf_models import PROBLEMS
-from tf_world import one_thread
+from tf_worlds import MICROBATCHES
 
-MICROBATCHES = 4
 STEPS = 3
 LAYERS = 5
 #: With loops, several segments a partition, a shared layer, and state.
@@ -67,11 +67,7 @@ def counting(base: Any, counts: Counter[int]) -> Any:
 
 def execute() -> Executed:
     """Trains models; to be called on every rank."""
-    one_thread()
     import smdistributed.modelparallel.tensorflow as smp
-
-    config = {"microbatches": MICROBATCHES, "communication_timeout": 60}
-    smp.init({"pipeline_parallel_degree": 2, **config})
 
     def train(model: Any, batch: Any, loss_of: Callable[[Any, Any], Any]) -> None:
         @smp.step
@@ -93,7 +89,9 @@ def execute() -> Executed:
         ((traced, local),) = problem.model._smp_engine.programs.values()
         executed.whole[name] = _names(traced.operations)
         executed.own[name] = [
-            each for block in local.blocks for each in _names(block.function.graph.get_operations())
+            each
+            for program in local.programs
+            for each in _names(program.function.graph.get_operations())
         ]
     return executed
 
@@ -102,9 +100,28 @@ def _names(operations: Any) -> list[str]:
     return [op.name for op in operations if op.type not in ("Const", "Placeholder")]
 
 
-def peak_with_variable(num_bytes: int) -> int:
-    """Computes a step of a model with a variable on rank 1; returns this process's peak memory."""
-    one_thread()
+class Memory(NamedTuple):
+    """Bytes of this process.
+
+    Attributes:
+        present: in use.
+        peak: most that ever were.
+    """
+
+    present: int
+    peak: int
+
+
+def memory() -> Memory:
+    """Returns what this process uses."""
+    text = Path("/proc/self/status").read_text()
+    found = [re.search(rf"{name}:\s+(\d+) kB", text) for name in ("VmRSS", "VmHWM")]
+    present, peak = (int(each[1]) * 1024 for each in found if each)
+    return Memory(present, peak)
+
+
+def memory_of_variable(num_bytes: int) -> tuple[Memory, Memory]:
+    """Computes a step with a variable on rank 1; returns this process's memory before and after."""
     import smdistributed.modelparallel.tensorflow as smp
 
     class Table(tf.keras.layers.Layer):  # type: ignore[misc]
@@ -128,30 +145,17 @@ def peak_with_variable(num_bytes: int) -> int:
             with smp.partition(1):
                 return self.large(x)
 
-    smp.init(
-        {
-            "pipeline_parallel_degree": 2,
-            "microbatches": 2,
-            "communication_timeout": 60,
-            "auto_partition": False,
-            "default_partition": 0,
-        }
-    )
+    before = memory()
     model = Net()
-    smp.step(lambda x: model(x))(tf.ones([4, 8]))
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    smp.step(lambda x: model(x))(tf.ones([MICROBATCHES, 8]))
+    return before, memory()
 
 
 def build() -> str:
     """Returns what a rank prints while it builds the graph of a step."""
-    one_thread()
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow import progress
+    from smdistributed.modelparallel.tensorflow.stepping import progress
 
-    progress.INTERVAL_SECONDS = 0.02
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
     problem = PROBLEMS["transformer"](smp.DistributedModel, lambda index: nullcontext())
 
     @smp.step
@@ -159,6 +163,6 @@ def build() -> str:
         return problem.loss(y, problem.model(x))
 
     printed = io.StringIO()
-    with redirect_stderr(printed):
+    with redirect_stderr(printed), mock.patch.object(progress, "INTERVAL_SECONDS", 0.02):
         compute(*tf.nest.map_structure(tf.constant, problem.batch))
     return printed.getvalue()

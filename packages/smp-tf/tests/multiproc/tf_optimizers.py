@@ -1,4 +1,4 @@
-"""What a job trains to compare optimizers, and ways to ask for gradients, with plain TensorFlow."""
+"""What bodies train to compare optimizers, and ways to ask for gradients, with plain TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tf_world import MICROBATCHES, one_thread
+from tf_worlds import MICROBATCHES
 
 STEPS = 12
 LAYERS = 4
@@ -138,14 +138,28 @@ def _compute(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> tuple[An
 
 
 def _train(
-    case: Case, model: Any, run: Callable[[Any], tuple[list[Any], Any]], clip: Callable[..., Any]
+    case: Case,
+    model: Any,
+    prepare: Callable[[Any], Callable[[], tuple[list[Any], Any]]],
+    clip: Callable[..., Any],
 ) -> Outcome:
+    """Trains.
+
+    Args:
+        case: how.
+        model: what.
+        prepare: takes the optimizer; returns what computes gradients and loss of the batch.
+        clip: as ``tf.clip_by_global_norm``.
+    """
     optimizer = case.optimizer()
+    run = prepare(optimizer)
     losses, extra, finite = [], [], []
     for _ in range(STEPS):
-        gradients, loss = run(optimizer)
+        gradients, loss = run()
         if hasattr(optimizer, "build") and not getattr(optimizer, "built", True):
             optimizer.build(model.trainable_variables)
+            # The scale of losses is a variable from now on; it was a number in the graph.
+            run = prepare(optimizer)
         finite.append(all(bool(np.isfinite(each).all()) for each in gradients))
         gradients = _unscaled(optimizer, gradients)
         if case.clips:
@@ -163,21 +177,17 @@ def _train(
     return Outcome(losses, extra, finite, weights)
 
 
-def train_plainly(names: list[str]) -> dict[str, Outcome]:
+def train_plainly(name: str) -> Outcome:
     """Trains with TensorFlow alone, on the same microbatches."""
-    one_thread()
-    found = {}
-    for name in names:
-        case = EVERY[name]
-        tf.keras.utils.set_random_seed(0)
-        model = _model(tf.keras.Model, case.policy)
-        x, y = _batch()
-        model(x)
+    case = EVERY[name]
+    model = _model(tf.keras.Model, case.policy)
+    x, y = _batch()
+    model(x)
 
-        def run(
-            optimizer: Any, case: Case = case, model: Any = model, x: Any = x, y: Any = y
-        ) -> Any:
-            compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
+    def prepare(optimizer: Any) -> Any:
+        compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
+
+        def run() -> Any:
             parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
             results = [compute(*part) for part in parts]
             gradients = [
@@ -186,49 +196,40 @@ def train_plainly(names: list[str]) -> dict[str, Outcome]:
             ]
             return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
 
-        found[name] = _train(case, model, run, tf.clip_by_global_norm)
-    return found
+        return run
+
+    return _train(case, model, prepare, tf.clip_by_global_norm)
 
 
-def train_distributed(names: list[str]) -> dict[str, Outcome]:
+def train_distributed(name: str) -> Outcome:
     """Trains over two partitions; to be called on every rank."""
-    one_thread()
     import smdistributed.modelparallel.tensorflow as smp
 
-    smp.init(
-        {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "communication_timeout": 60}
-    )
-    found = {}
-    for name in names:
-        case = EVERY[name]
-        tf.keras.utils.set_random_seed(0)
-        model = _model(smp.DistributedModel, case.policy)
-        x, y = _batch()
+    case = EVERY[name]
+    model = _model(smp.DistributedModel, case.policy)
+    x, y = _batch()
 
-        def run(
-            optimizer: Any, case: Case = case, model: Any = model, x: Any = x, y: Any = y
-        ) -> Any:
-            @smp.step
-            def compute(a: Any, b: Any) -> Any:
-                return _compute(case, model, optimizer, a, b)
+    def prepare(optimizer: Any) -> Any:
+        @smp.step
+        def compute(a: Any, b: Any) -> Any:
+            return _compute(case, model, optimizer, a, b)
 
+        def run() -> Any:
             gradients, loss = compute(x, y)
             return [each.accumulate() for each in gradients], loss.reduce_mean()
 
-        found[name] = _train(case, model, run, smp.clip_by_global_norm)
-    return found
+        return run
+
+    return _train(case, model, prepare, smp.clip_by_global_norm)
 
 
 def fit(distributed: bool) -> list[float]:
     """Trains a model in half precision by ``fit``; returns the losses."""
-    one_thread()
     base = tf.keras.Model
     if distributed:
         import smdistributed.modelparallel.tensorflow as smp
 
-        smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "communication_timeout": 60})
         base = smp.DistributedModel
-    tf.keras.utils.set_random_seed(0)
     model = _model(base, "mixed_float16")
     model.compile(optimizer=_scaling(), loss="mse")
     x, y = _batch()

@@ -1,8 +1,4 @@
-"""A job that runs many trials: what each rank does.
-
-Not in the module of ``Trial``: ``run_ranks`` imports the module of a job's body anew, and a class
-of it would be another one than that of the job's arguments.
-"""
+"""A job that runs many trials: what each rank does."""
 
 from __future__ import annotations
 
@@ -28,6 +24,33 @@ _COMMUNICATION_SECONDS = 40
 _LAST_WORDS_SECONDS = 3
 
 
+def start(config: Mapping[str, object]) -> None:
+    """Starts the library in a process that is to run trials."""
+    torch.set_num_threads(1)
+    smp.init({"communication_timeout": _COMMUNICATION_SECONDS, **config})
+
+
+def attempt(trial: Trial) -> Record:
+    """Runs a trial; a failure is in the record."""
+    record = Record()
+    plain = smp.pp_size() == 1 and trial.variant is Variant.NO_DROPOUT
+    try:
+        run_trial(trial, record, plain=plain)
+    except AbsentError as error:
+        record.failure = Failure("absent", str(error))
+    except InapplicableError as error:
+        record.failure = Failure("inapplicable", str(error))
+    except (UnsupportedError, PartitionError) as error:
+        record.failure = _failure("refused", error)
+    except Exception as error:
+        record.failure = _failure("crash", error)
+    return record
+
+
+def _failure(kind: str, error: Exception) -> Failure:
+    return Failure(kind, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
 def run_job(
     config: Mapping[str, object], trials: Sequence[Trial], directory: Path, seconds: float
 ) -> None:
@@ -42,27 +65,11 @@ def run_job(
         directory: where records go: ``<trial>.<rank>``.
         seconds: what a trial may take.
     """
-    torch.set_num_threads(1)
-    smp.init({"communication_timeout": _COMMUNICATION_SECONDS, **config})
-    single = smp.pp_size() == 1
+    start(config)
     for trial in trials:
         path = directory / f"{trial.stem}.{smp.rank()}"
-        record = Record()
         with _time_out(stack_of(path), seconds):
-            try:
-                run_trial(trial, record, plain=single and trial.variant is Variant.NO_DROPOUT)
-            except AbsentError as error:
-                record.failure = Failure("absent", str(error))
-            except InapplicableError as error:
-                record.failure = Failure("inapplicable", str(error))
-            except (UnsupportedError, PartitionError) as error:
-                record.failure = Failure(
-                    "refused", f"{type(error).__name__}: {error}", traceback.format_exc()
-                )
-            except Exception as error:
-                record.failure = Failure(
-                    "crash", f"{type(error).__name__}: {error}", traceback.format_exc()
-                )
+            record = attempt(trial)
             _write(path, record)
             if record.failure and not _all_alike(directory, trial, record):
                 os._exit(1)

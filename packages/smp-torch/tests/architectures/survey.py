@@ -6,7 +6,6 @@ the next one; a trial that hangs ends its job when its time is up.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +19,17 @@ from verdict import Verdict, judge
 
 from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore",
-    # The arguments of a job are of classes of these modules.
-    "PYTHONPATH": os.pathsep.join(
-        [os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
 }
 _POLL_SECONDS = 2.0
+
+
+def config_of(num_ranks: int) -> dict[str, object]:
+    """Returns what ``smp.init`` is given."""
+    return {"pipeline_parallel_degree": num_ranks, "microbatches": 2}
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,14 @@ class Job:
                 raise error
 
     def _run(self, trials: Sequence[Trial]) -> RanksFailedError | None:
-        config = {"pipeline_parallel_degree": self.num_ranks, "microbatches": 2}
         try:
             run_ranks(
                 self.num_ranks,
                 run_job,
                 launcher="python" if self.num_ranks == 1 else "smprun",
                 timeout=60 + self.seconds * len(trials),
-                env=_ENVIRONMENT,
-                args=[config, trials, self.directory, self.seconds],
+                env=ENVIRONMENT,
+                args=[config_of(self.num_ranks), trials, self.directory, self.seconds],
             )
         except RanksFailedError as error:
             return error

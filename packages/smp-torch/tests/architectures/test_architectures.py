@@ -1,36 +1,49 @@
 """One architecture of each kind gives the numbers of one process.
 
-``nox -s architectures`` runs all of them.
+Each is tried in one way; the other ways are marked slow. ``nox -s architectures`` runs every
+architecture there is, not only those.
 """
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 import registry
-from survey import survey
+from job import attempt, start
+from survey import ENVIRONMENT, config_of
 from trial import Trial, Variant
-from verdict import Kind, Verdict
+from verdict import Kind, judge
+
+from smdistributed.modelparallel.common.testing import World, Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
 
-TRIALS = [Trial(name, variant) for name in registry.REPRESENTATIVE for variant in Variant]
+ALONE = World(1, start, (config_of(1),), launcher="python", env=ENVIRONMENT)
+SPLIT = World(2, start, (config_of(2),), env=ENVIRONMENT)
+SECONDS = 100
+#: One way a representative, so that each way is among them.
+QUICK = {
+    "gpt2": Variant.CACHE,
+    "gemma2": Variant.UNEVEN_PADDING,
+    "mixtral": Variant.DROPOUT,
+    "bert": Variant.UNEVEN_PADDING,
+    "t5": Variant.CACHE,
+    "bart": Variant.DROPOUT,
+    "vit": Variant.NO_DROPOUT,
+    "wav2vec2": Variant.DROPOUT,
+}
+TRIALS = [
+    pytest.param(
+        trial, id=trial.stem, marks=() if QUICK[trial.name] is trial.variant else pytest.mark.slow
+    )
+    for trial in (Trial(name, each) for name in registry.REPRESENTATIVE for each in Variant)
+]
 
 
-@functools.cache
-def verdicts() -> Mapping[Trial, Verdict]:
-    with tempfile.TemporaryDirectory() as directory:
-        return survey(TRIALS, 2, Path(directory))
-
-
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.stem)
-def test_architecture_gives_the_numbers_of_one_process(trial: Trial) -> None:
+@pytest.mark.parametrize("trial", TRIALS)
+def test_architecture_gives_the_numbers_of_one_process(worlds: Worlds, trial: Trial) -> None:
     pytest.importorskip("transformers")
-    verdict = verdicts()[trial]
+    (reference,) = worlds.run(ALONE, attempt, trial, timeout=SECONDS)
+    verdict = judge(reference, list(worlds.run(SPLIT, attempt, trial, timeout=SECONDS)))
     if verdict.kind in (Kind.ABSENT, Kind.INAPPLICABLE):
         pytest.skip(verdict.reason)
     assert verdict.kind is Kind.EXACT, f"{verdict.reason}\n{verdict.details}"

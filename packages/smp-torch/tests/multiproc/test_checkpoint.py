@@ -17,11 +17,11 @@ import pytest
 import torch
 from small_nets import WIDTH, DropoutNet
 from torch.nn import functional as F
-from world import compute_here, skip_without_devices
+from world import compute_here, run_fresh, skip_without_devices
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -114,11 +114,9 @@ def states_after_resume(shape: tuple[int, int], folder: str, partial: bool) -> A
 
 
 def run(shape: Shape, body: Any, *args: object) -> Any:
-    skip_without_devices(shape.num_ranks)
-    launcher = "python" if shape.num_ranks == 1 else "smprun"
-    return run_ranks(
-        shape.num_ranks, body, launcher=launcher, timeout=60, args=[tuple(shape), *args]
-    ).results
+    # One shape as users start it, so over MPI.
+    launcher: Launcher = "smprun" if shape == Shape(2, 2) else "fork"
+    return run_fresh(shape.num_ranks, body, tuple(shape), *args, launcher=launcher)
 
 
 class Saved:

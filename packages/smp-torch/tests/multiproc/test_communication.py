@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import NamedDict, Result, run_cases, values
+from world import NamedDict, run, run_fresh, world_of
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CommError
-from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError, run_ranks
+from smdistributed.modelparallel.common.testing import (
+    Launcher,
+    RanksFailedError,
+    Worlds,
+    cases_of,
+    run_ranks,
+)
 from smdistributed.modelparallel.torch.api.slot import slot
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
@@ -249,28 +255,13 @@ def case_the_last_a_rank_that_never_comes_is_named() -> float:
     return time.monotonic() - began
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    return {
-        name.removeprefix("case_"): value
-        for name, value in globals().items()
-        if name.startswith("case_")
-    }
+CONFIG = {"pipeline_parallel_degree": 2, "ddp": True, "communication_timeout": TIMEOUT_SECONDS}
 
 
-def run_world() -> Any:
-    config = {"pipeline_parallel_degree": 2, "ddp": True, "communication_timeout": TIMEOUT_SECONDS}
-    return run_cases(config, cases())
-
-
-@functools.cache
-def outcome(launcher: Launcher) -> tuple[dict[str, Result], ...]:
-    return run_ranks(4, run_world, launcher=launcher, timeout=100).results
-
-
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases_of(globals()))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_case(launcher: Launcher, case: str) -> None:
-    results = values(outcome(launcher), case)
+def test_case(worlds: Worlds, launcher: Launcher, case: str) -> None:
+    results = run(worlds, world_of(4, CONFIG, launcher), cases_of(globals())[case])
     if case == "ranks":
         assert [result[0] for result in results] == [0, 1, 2, 3]
         assert sorted(result[1:3] for result in results) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -294,7 +285,7 @@ def talk_alone() -> None:
 
 
 def test_a_world_of_one() -> None:
-    run_ranks(1, talk_alone, launcher="python", timeout=60)
+    run_fresh(1, talk_alone)
 
 
 SCRIPT = """

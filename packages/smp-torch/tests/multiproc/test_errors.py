@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import Result, run_cases, values
+from world import pipeline, run, run_fresh
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
-from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+from smdistributed.modelparallel.common.testing import RanksFailedError, Worlds, cases_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 WIDTH = 4
-CONFIG = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
 
 class Layers(nn.Module):
@@ -175,30 +174,13 @@ def case_decision_from_inputs_that_changes() -> None:
     assert torch.equal(one, other)
 
 
-def cases() -> dict[str, Callable[[], Any]]:
-    return {
-        name.removeprefix("case_"): value
-        for name, value in globals().items()
-        if name.startswith("case_")
-    }
-
-
-def run_world() -> Any:
-    return run_cases(CONFIG, cases())
-
-
-@functools.cache
-def outcome() -> tuple[dict[str, Result], ...]:
-    return run_ranks(2, run_world, timeout=100).results
-
-
-@pytest.mark.parametrize("case", cases())
-def test_case(case: str) -> None:
-    values(outcome(), case)
+@pytest.mark.parametrize("case", cases_of(globals()))
+def test_case(worlds: Worlds, case: str) -> None:
+    run(worlds, pipeline(2, 2), cases_of(globals())[case])
 
 
 def differ(difference: str) -> None:
-    smp.init({**CONFIG, "communication_timeout": 20})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "communication_timeout": 20})
     torch.manual_seed(0)
     model = smp.DistributedModel(Layers())
     train(model)
@@ -216,6 +198,6 @@ def differ(difference: str) -> None:
 )
 def test_what_differs_between_ranks_is_named(difference: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as raised:
-        run_ranks(2, differ, timeout=60, args=[difference])
+        run_fresh(2, differ, difference)
     assert "rank 1" in str(raised.value)
     assert "no end within" not in str(raised.value)

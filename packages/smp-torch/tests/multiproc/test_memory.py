@@ -10,37 +10,31 @@ import checkpointing_cases
 import memory_cases
 import pytest
 import torch
-from world import run_cases, values
+from world import pipeline, run, run_fresh
 
-from smdistributed.modelparallel.common.testing import Launcher, run_ranks
+from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 
-def run_checkpointing(degree: int) -> Any:
-    config = {"pipeline_parallel_degree": degree, "microbatches": 4}
-    return run_cases(config, checkpointing_cases.cases())
-
-
-@functools.cache
-def checkpointing(degree: int) -> Any:
-    launcher = "python" if degree == 1 else "smprun"
-    args = [degree]
-    return run_ranks(degree, run_checkpointing, launcher=launcher, timeout=150, args=args).results
+def run_checkpointing(case: str) -> Any:
+    return checkpointing_cases.cases()[case]()
 
 
 @pytest.mark.parametrize("case", checkpointing_cases.cases())
 @pytest.mark.parametrize("degree", [1, 2, 3])
-def test_checkpointing_keeps_the_numbers_and_less_memory(degree: int, case: str) -> None:
+def test_checkpointing_keeps_the_numbers_and_less_memory(
+    worlds: Worlds, degree: int, case: str
+) -> None:
     if case == "transformers":
         pytest.importorskip("transformers")
-    values(checkpointing(degree), case)
+    run(worlds, pipeline(degree), run_checkpointing, case, timeout=150)
 
 
 def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
     layers, width = 100, 1024
     tiny, large = (
-        run_ranks(4, memory_cases.delayed_model, timeout=150, args=[4, size, layers]).results
+        run_fresh(4, memory_cases.delayed_model, 4, size, layers, timeout=150)
         for size in (8, width)
     )
     for without, rank in zip(tiny, large, strict=True):
@@ -54,14 +48,7 @@ def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
 def test_a_delayed_model_trains_saves_and_resumes_like_any_other(
     degree: int, tmp_path: Path
 ) -> None:
-    launcher: Launcher = "python" if degree == 1 else "smprun"
-    ranks = run_ranks(
-        degree,
-        memory_cases.delayed_training,
-        launcher=launcher,
-        timeout=100,
-        args=[degree, str(tmp_path)],
-    ).results
+    ranks = run_fresh(degree, memory_cases.delayed_training, degree, str(tmp_path), timeout=100)
     for found in ranks:
         assert found["delayed"] == found["immediate"]
         assert found["resumed"] == found["immediate"][2:]
@@ -73,8 +60,7 @@ def test_a_delayed_model_trains_saves_and_resumes_like_any_other(
 
 @functools.cache
 def training(active_microbatches: int) -> Any:
-    args = [2, active_microbatches]
-    return run_ranks(2, memory_cases.training, timeout=150, args=args).results
+    return run_fresh(2, memory_cases.training, 2, active_microbatches, timeout=150)
 
 
 def test_a_rank_holds_nothing_of_the_others_after_training() -> None:

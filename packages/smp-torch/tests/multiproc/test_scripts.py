@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from world import Result, run_cases, values
+from world import manual_pipeline, run
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import Worlds, cases_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -54,7 +53,7 @@ def build(kind: type[nn.Linear] = nn.Linear) -> smp.DistributedModel:
     return smp.DistributedModel(model)
 
 
-def post_step_hook() -> None:
+def case_post_step_hook() -> None:
     model = build()
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     seen: list[tuple[Any, Any, bool]] = []
@@ -72,7 +71,7 @@ def post_step_hook() -> None:
     assert seen == [(model, optimizer, True)]
 
 
-def post_partition_hook() -> None:
+def case_post_partition_hook() -> None:
     model = build()
     seen: list[bool] = []
     model.register_post_partition_hook(lambda: seen.append(model.partitioned))
@@ -82,7 +81,7 @@ def post_partition_hook() -> None:
     assert seen == [True]
 
 
-def is_tracing() -> list[str]:
+def messages_of_tracing() -> list[str]:
     model = build(Curious)
     notes = Notes()
     logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def is_tracing() -> list[str]:
     return notes.messages
 
 
-def chains_of_module() -> None:
+def case_chains_of_module() -> None:
     model = build()
     train(model, torch.randn(4, 4))
     assert model.module.module.module is model.get_module()
@@ -106,35 +105,15 @@ def chains_of_module() -> None:
     assert [name for name, _ in model.default_reducer_named_parameters()] == local
 
 
-CASES: dict[str, Callable[[], Any]] = {
-    "post_step_hook": post_step_hook,
-    "post_partition_hook": post_partition_hook,
-    "is_tracing": is_tracing,
-    "chains_of_module": chains_of_module,
-}
+WORLD = manual_pipeline(2, microbatches=2)
 
 
-def body() -> dict[str, Result]:
-    config = {
-        "pipeline_parallel_degree": 2,
-        "microbatches": 2,
-        "auto_partition": False,
-        "default_partition": 0,
-    }
-    return run_cases(config, CASES)
+@pytest.mark.parametrize("case", cases_of(globals()))
+def test_case(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLD, cases_of(globals())[case])
 
 
-@pytest.fixture(scope="module")
-def results() -> Any:
-    return run_ranks(2, body, timeout=90).results
-
-
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"is_tracing"}))
-def test_case(name: str, results: Any) -> None:
-    values(results, name)
-
-
-def test_only_the_own_module_runs_for_real_and_is_not_traced_then(results: Any) -> None:
-    first, second = values(results, "is_tracing")
+def test_only_the_own_module_runs_for_real_and_is_not_traced_then(worlds: Worlds) -> None:
+    first, second = run(worlds, WORLD, messages_of_tracing)
     assert first == []
     assert second == ["(False, True)"] * 2

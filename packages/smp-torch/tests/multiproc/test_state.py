@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import Result, compute_here, run_cases, values
+from world import compute_here, manual_pipeline, run, run_fresh
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import (
@@ -20,7 +20,7 @@ from smdistributed.modelparallel.common.errors import (
     CommError,
     NotPartitionedError,
 )
-from smdistributed.modelparallel.common.testing import run_ranks
+from smdistributed.modelparallel.common.testing import Worlds, cases_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -299,7 +299,7 @@ def case_duplicate_parameters_are_named() -> None:
         smp.DistributedOptimizer(plain)
 
 
-def case_files(folder: str) -> None:
+def files(folder: str) -> None:
     own = {"rank": smp.pp_rank(), "tensor": torch.ones(2)}
     smp.save(own, f"{folder}/own", partial=True)
     smp.save(own, f"{folder}/three", v3=True)
@@ -331,28 +331,13 @@ def case_files(folder: str) -> None:
         smp.save(1, f"{folder}/none/x")
 
 
-def cases(folder: str) -> dict[str, Callable[[], Any]]:
-    found = {
-        name.removeprefix("case_"): value
-        for name, value in globals().items()
-        if name.startswith("case_")
-    }
-    return {**found, "files": lambda: case_files(folder)}
+@pytest.mark.parametrize("case", cases_of(globals()))
+def test_case(worlds: Worlds, case: str) -> None:
+    run(worlds, manual_pipeline(2, microbatches=2), cases_of(globals())[case])
 
 
-def run_world(folder: str) -> Any:
-    return run_cases(CONFIG, cases(folder))
-
-
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Result], ...]:
-    folder = str(tmp_path_factory.mktemp("files"))
-    return run_ranks(2, run_world, timeout=110, args=[folder]).results
-
-
-@pytest.mark.parametrize("case", cases(""))
-def test_case(case: str, outcome: Any) -> None:
-    values(outcome, case)
+def test_files(worlds: Worlds, tmp_path: Path) -> None:
+    run(worlds, manual_pipeline(2, microbatches=2), files, str(tmp_path))
 
 
 def come_alone() -> str:
@@ -369,6 +354,6 @@ def come_alone() -> str:
 
 
 def test_an_incomplete_set_of_ranks_is_an_error() -> None:
-    message, _ = run_ranks(2, come_alone, timeout=60).results
+    message, _ = run_fresh(2, come_alone)
     assert "rank 1" in message
     assert "allgather" in message

@@ -1,28 +1,21 @@
-"""One job that runs many cases: a start costs seconds, a case milliseconds."""
+"""The worlds that the tests of smp-torch run in, and new jobs for what needs fresh processes."""
 
 from __future__ import annotations
 
-import gc
-import traceback
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from _pytest.outcomes import Failed
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.testing import Launcher, World, Worlds, run_ranks
 
 Case = Callable[[], Any]
 
-
-@dataclass(frozen=True)
-class Result:
-    """What a case did on one rank: its value, or the traceback of its failure."""
-
-    value: Any = None
-    failure: str = ""
+#: What processes of launcher ``fork`` have from their beginning.
+PRELOAD = ("preloaded",)
 
 
 class NamedDict(dict[str, int]):
@@ -46,24 +39,72 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
-def run_cases(config: Mapping[str, object], cases: Mapping[str, Case]) -> dict[str, Result]:
-    """Runs every case in this job; to be called on every rank."""
+def start(config: Mapping[str, object]) -> Callable[[], object]:
+    """Starts the library on a rank; returns what makes cases independent of those before them."""
     smp.init({"communication_timeout": 20, **config})
     compute_here()
-    results = {}
-    for name, case in cases.items():
-        torch.manual_seed(0)
-        try:
-            results[name] = Result(value=case())
-        except (Exception, Failed):
-            results[name] = Result(failure=f"rank {smp.rank()}: {traceback.format_exc()}")
-        # Every rank forgets the case's models at the same time.
-        gc.collect()
-    return results
+    return functools.partial(torch.manual_seed, 0)
 
 
-def values(results: tuple[dict[str, Result], ...], name: str) -> list[Any]:
-    """Returns what a case returned on each rank; raises with all tracebacks if it failed."""
-    failures = "\n".join(each[name].failure for each in results if each[name].failure)
-    assert not failures, failures
-    return [each[name].value for each in results]
+def world_of(num_ranks: int, config: Mapping[str, object], launcher: Launcher = "fork") -> World:
+    """Returns the world of a configuration; files that ask for the same share it."""
+    launcher = without_fork(num_ranks, launcher)
+    args = (dict(sorted(config.items())),)
+    return World(num_ranks, start, args, launcher=launcher, preload=PRELOAD)
+
+
+def pipeline(
+    degree: int, microbatches: int = 4, *, launcher: Launcher = "smprun", **config: object
+) -> World:
+    """Returns a world whose processes are one pipeline, started as users do it: over MPI."""
+    given = {"pipeline_parallel_degree": degree, "microbatches": microbatches, **config}
+    return world_of(degree, given, "fork" if degree == 1 else launcher)
+
+
+def manual_pipeline(degree: int, microbatches: int = 4, **config: object) -> World:
+    """Returns one in which modules are where ``smp.set_partition`` says, else on rank 0.
+
+    Its ranks are copies of one process, which talk as under torchrun.
+    """
+    placed = {"auto_partition": False, "default_partition": 0}
+    return pipeline(degree, microbatches, launcher="fork", **placed, **config)
+
+
+def replicas(pipelines: int, degree: int, microbatches: int = 4) -> World:
+    """Returns a world of equal pipelines that share the batch."""
+    given = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "ddp": True}
+    return world_of(pipelines * degree, given, "smprun" if degree > 1 else "fork")
+
+
+def without_fork(num_ranks: int, launcher: Launcher) -> Launcher:
+    """Returns what stands for ``fork`` where there are GPUs: what has used one must not fork."""
+    if launcher != "fork" or not torch.cuda.is_available():
+        return launcher
+    return "python" if num_ranks == 1 else "torchrun"
+
+
+def run(
+    worlds: Worlds, world: World, body: Callable[..., Any], *args: object, timeout: float = 60
+) -> tuple[Any, ...]:
+    """Runs a body in a world; returns the values by rank."""
+    skip_without_devices(world.num_ranks)
+    return worlds.run(world, body, *args, timeout=timeout)
+
+
+def run_fresh(
+    num_ranks: int,
+    body: Callable[..., Any],
+    *args: object,
+    launcher: Launcher = "fork",
+    timeout: float = 60,
+) -> tuple[Any, ...]:
+    """Runs a body in new processes, which call ``smp.init`` themselves; returns the values."""
+    skip_without_devices(num_ranks)
+    return run_ranks(
+        num_ranks,
+        body,
+        launcher=without_fork(num_ranks, launcher),
+        timeout=timeout,
+        args=args,
+        preload=PRELOAD,
+    ).results

@@ -4,19 +4,20 @@ Use it as ``import smdistributed.modelparallel.tensorflow as smp``.
 """
 
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
-from smdistributed.modelparallel.tensorflow.api import (
-    CheckpointManager,
+from smdistributed.modelparallel.tensorflow.api.building import (
     DistributedModel,
+    partition,
+    register_post_partition_hook,
+)
+from smdistributed.modelparallel.tensorflow.api.checkpoints import CheckpointManager
+from smdistributed.modelparallel.tensorflow.api.start import facade, init
+from smdistributed.modelparallel.tensorflow.api.training import (
     allreduce,
     broadcast_variables,
     clip_by_global_norm,
-    facade,
-    init,
-    partition,
-    register_post_partition_hook,
     step,
 )
-from smdistributed.modelparallel.tensorflow.step_output import StepOutput
+from smdistributed.modelparallel.tensorflow.stepping.output import StepOutput
 
 is_initialized = facade.is_initialized
 rank = facade.rank

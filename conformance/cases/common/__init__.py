@@ -1,0 +1,1 @@
+"""What both frameworks promise."""

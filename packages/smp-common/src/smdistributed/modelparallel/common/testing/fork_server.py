@@ -1,0 +1,203 @@
+"""The launcher ``fork``: a server imports a framework once, and its copies are the ranks of jobs.
+
+Importing a framework takes seconds, a copy of a process milliseconds. The copies have torchrun's
+environment, or that of ``python`` alone if there is one; a rank that fails ends the others. Only
+what is safe to fork may be imported: PyTorch on the CPU is, as long as nothing computes;
+TensorFlow and MPI are not. All ranks have the server's hash seed, so what must not depend on the
+order of a set is tested under another launcher, and ``OMP_NUM_THREADS`` is that of the server.
+
+No rank outlives the server, and the server ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+
+from smdistributed.modelparallel.common.launcher import bootstrap
+
+#: The longest request: an environment and a command line.
+REQUEST_BYTES = 1 << 18
+_PR_SET_PDEATHSIG = 1
+_TICK_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to start.
+
+    Attributes:
+        num_ranks: how many processes.
+        program: a script and its arguments.
+        environ: all that is in their environment, but for what torchrun sets.
+        port: where they meet.
+    """
+
+    num_ranks: int
+    program: tuple[str, ...]
+    environ: dict[str, str]
+    port: int
+
+    def environ_of(self, rank: int) -> dict[str, str]:
+        """Returns the environment of one rank."""
+        if self.num_ranks == 1:
+            return self.environ
+        return self.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RUN_ID": "fork",
+        }
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended: the rank that failed first, and its exit code as ``Popen`` has it."""
+
+    rank: int
+    code: int
+
+
+@dataclass
+class _Job:
+    """Ranks by the process ids of those that run, and what became of the first that failed."""
+
+    link: socket.socket
+    alive: dict[int, int] = field(default_factory=dict)
+    ending: Ending = field(default_factory=lambda: Ending(0, 0))
+
+    def reap(self) -> None:
+        """Takes note of ranks that have ended; one that failed ends the others."""
+        for pid, rank in list(self.alive.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.alive[pid]
+                code = os.waitstatus_to_exitcode(status)
+                _kill_group(pid)  # what the rank has started itself
+                if code and not self.ending.code:
+                    self.ending = Ending(rank, code)
+                    self.kill()
+
+    def kill(self) -> None:
+        """Kills every rank."""
+        for pid in self.alive:
+            _kill_group(pid)
+            with contextlib.suppress(ProcessLookupError):  # before it has a group of its own
+                os.kill(pid, signal.SIGKILL)
+
+    def tell(self) -> None:
+        """Says how the job ended, unless nobody wants to know any more."""
+        with self.link, contextlib.suppress(OSError):
+            self.link.send(pickle.dumps(self.ending))
+
+
+class _Server:
+    """Waits for requests, in the one thread of a process that may be copied at any moment."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._jobs: list[_Job] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ, None)
+
+    def serve(self) -> Request | None:
+        """Returns in each new rank what it has to run; in the server itself None, at the end."""
+        while True:
+            for key, _ in self._selector.select(_TICK_SECONDS if self._jobs else None):
+                job = key.data
+                if job is not None:  # nobody writes there: the client has given the job up
+                    self._selector.unregister(key.fileobj)
+                    job.kill()
+                    continue
+                data, descriptors, _, _ = socket.recv_fds(self._link, REQUEST_BYTES, 3)
+                if not data:
+                    self._end()
+                    return None
+                request = self._start(pickle.loads(data), descriptors)
+                if request is not None:
+                    return request
+            self._reap()
+
+    def _start(self, request: Request, descriptors: list[int]) -> Request | None:
+        job = _Job(socket.socket(fileno=descriptors[0]))
+        streams = descriptors[1:]
+        server = os.getpid()
+        for rank in range(request.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._leave(job)
+                _become_rank(request.environ_of(rank), streams, server)
+                return request
+            job.alive[pid] = rank
+        for stream in streams:
+            os.close(stream)
+        self._jobs.append(job)
+        self._selector.register(job.link, selectors.EVENT_READ, job)
+        return None
+
+    def _leave(self, job: _Job) -> None:
+        """Closes, in a copy, what is the server's."""
+        self._selector.close()
+        self._link.close()
+        for each in (*self._jobs, job):
+            each.link.close()
+
+    def _reap(self) -> None:
+        for job in list(self._jobs):
+            job.reap()
+            if not job.alive:
+                self._jobs.remove(job)
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(job.link)
+                job.tell()
+
+    def _end(self) -> None:
+        for job in self._jobs:
+            job.kill()
+
+
+def _become_rank(environ: dict[str, str], streams: list[int], server: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:
+        os._exit(1)
+    os.setsid()
+    for number, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main() -> object:
+    """Serves; and in each copy of the process runs the program of a request.
+
+    A copy returns from here and ends as any interpreter does, with its exit handlers.
+    """
+    link = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    link.send(b"r")
+    request = _Server(link).serve()
+    if request is None:
+        os._exit(0)  # without exit handlers of what was imported: nothing has been done with it
+    return bootstrap.run(list(request.program))

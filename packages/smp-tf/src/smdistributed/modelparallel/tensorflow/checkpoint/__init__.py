@@ -1,0 +1,1 @@
+"""Checkpoints that do not depend on how a model is cut."""

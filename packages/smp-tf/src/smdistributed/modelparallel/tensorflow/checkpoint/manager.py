@@ -1,0 +1,185 @@
+"""``CheckpointManager``: checkpoints of a model that is spread over processes.
+
+Every partition writes what lives there, through the crash-safe directory of smp-common; names do
+not depend on the partition, so that a checkpoint can be restored with another number of partitions.
+
+Source: smd_model_parallel_tensorflow.rst, CheckpointManager.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
+from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.checkpoint.names import (
+    CheckpointNames,
+    build_optimizers,
+)
+from smdistributed.modelparallel.tensorflow.compat.checkpoints import write_checkpoint_state
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+
+
+class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
+    """Saves and restores a ``tf.train.Checkpoint`` whose model is spread over processes.
+
+    Args:
+        runtime: of this process.
+        checkpoint: of the model, the optimizer, and variables of one's own.
+        directory: where to; all processes see the same one.
+        max_to_keep: number of checkpoints kept; None keeps all.
+        checkpoint_name: beginning of the names.
+
+    Raises:
+        TypeError: ``checkpoint`` is no ``tf.train.Checkpoint``.
+        ValueError: ``max_to_keep`` is below 1.
+    """
+
+    def __init__(
+        self,
+        runtime: TFRuntime,
+        checkpoint: Any,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        checkpoint_name: str,
+    ) -> None:
+        if not isinstance(checkpoint, tf.train.Checkpoint):
+            raise TypeError(
+                "CheckpointManager takes a tf.train.Checkpoint, for example "
+                f"tf.train.Checkpoint(model=model, optimizer=optimizer); received {checkpoint!r}."
+            )
+        if max_to_keep is not None and (isinstance(max_to_keep, bool) or max_to_keep < 1):
+            raise ValueError(
+                f"max_to_keep is the number of checkpoints to keep, 1 or more, or None for all; "
+                f"received {max_to_keep!r}."
+            )
+        super().__init__(
+            checkpoint, os.fspath(directory), max_to_keep, checkpoint_name=checkpoint_name
+        )
+        self._runtime = runtime
+        self._keep = max_to_keep
+        self._name = checkpoint_name
+        self._files = CheckpointDirectory(
+            directory,
+            rank=runtime.rank,
+            gather=lambda each: runtime.communicator.allgather(each, CommGroup.WORLD),
+        )
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the checkpoints of this name in the directory, the oldest first."""
+        return [self._path(number) for number in sorted(self._numbers())]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest checkpoint of this name; None before the first."""
+        return self.checkpoints[-1] if self._numbers() else None
+
+    def save(self, checkpoint_number: int | None = None, **options: Any) -> str:
+        """Writes a new checkpoint and removes old ones; returns its path when all is on disk.
+
+        Collective: every process.
+
+        Args:
+            checkpoint_number: part of its name; by default one more than the highest.
+            options: what ``tf.train.CheckpointManager.save`` takes besides; without effect.
+
+        Raises:
+            CheckpointError: on all processes, when any could not write.
+            NotPartitionedError: before the first call of a step function.
+        """
+        if options:
+            warnings.warn(f"save ignores {', '.join(options)}.", stacklevel=2)
+        number = int(checkpoint_number or max(self._numbers(), default=0) + 1)
+        self.checkpoint.save_counter.assign(number)
+        files = {}
+        if self._runtime.coordinates.dp_rank == 0:
+            name = f"part-{self._runtime.coordinates.pp_rank}.npz"
+            files[name] = functools.partial(_write, dict(self._variables()))
+        self._files.write_partial(f"{self._name}-{number}", files, keep=self._keep)
+        doing = f"Noting {self._name}-{number} in {self.directory}"
+        self._files.everywhere(doing, self._write_state)
+        return self._path(number)
+
+    def restore(self) -> str | None:
+        """Restores the newest checkpoint; returns its path, or None if there is none.
+
+        At any time: before the model is partitioned it is remembered, and done in the first call of
+        a step function, before anything is computed. Collective: every process.
+
+        Raises:
+            CheckpointError: it is damaged, or does not have what the model needs.
+        """
+        found = self.latest_checkpoint
+        if found is None:
+            return None
+        read = functools.partial(self._read, os.path.basename(found))
+        if self._runtime.is_partitioned:
+            read()
+        else:
+            self._runtime.post_partition_hooks.append(read)
+        return found
+
+    def restore_or_initialize(self) -> str | None:
+        """Same as ``restore``: variables have their initial values otherwise."""
+        return self.restore()
+
+    def _read(self, tag: str) -> None:
+        checkpoint = self._files.resolve(tag)
+        self._files.everywhere(f"Restoring {tag}", lambda: self._assign(checkpoint))
+
+    def _assign(self, checkpoint: Checkpoint) -> None:
+        parts = {name: np.load(checkpoint.open(name)) for name in sorted(checkpoint.paths)}
+        places = {key: part for part in parts.values() for key in part.files}
+        build_optimizers(self.checkpoint, places)
+        variables = dict(self._variables())
+        missing = sorted(set(variables) - set(places))
+        if missing:
+            raise CheckpointError(
+                f"checkpoint '{checkpoint.tag}' lacks {len(missing)} variables of this process "
+                f"({', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}): restore it into "
+                "the model and optimizer that it was saved from."
+            )
+        for key, variable in variables.items():
+            value = places[key][key]
+            if tuple(value.shape) != tuple(variable.shape):
+                raise CheckpointError(
+                    f"{key} has the shape {tuple(variable.shape)}; checkpoint '{checkpoint.tag}' "
+                    f"has {value.shape}: restore it into the model that it was saved from."
+                )
+            dtype = variable.dtype.as_numpy_dtype
+            variable.assign(value if value.dtype == dtype else value.view(dtype))
+
+    def _variables(self) -> Iterator[tuple[str, Any]]:
+        yield "smp/step_number", self._runtime.step_number
+        yield from CheckpointNames(self.checkpoint).variables()
+
+    def _numbers(self) -> list[int]:
+        prefix = f"{self._name}-"
+        names = [one.tag.name for one in self._files.checkpoints() if one.tag.is_partial]
+        numbers = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        return [int(number) for number in numbers if number.isdigit()]
+
+    def _path(self, number: int) -> str:
+        return str(Path(self.directory, f"{self._name}-{number}"))
+
+    def _write_state(self) -> None:
+        """Writes the text file ``checkpoint`` that TensorFlow's managers keep; on one rank."""
+        paths = self.checkpoints
+        if self._runtime.rank == 0:
+            write_checkpoint_state(self.directory, paths[-1], paths)
+
+
+def _write(variables: Mapping[str, Any], stream: BinaryIO) -> None:
+    arrays = {key: tf.convert_to_tensor(variable).numpy() for key, variable in variables.items()}
+    np.savez(stream, **arrays)

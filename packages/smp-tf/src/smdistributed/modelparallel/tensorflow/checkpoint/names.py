@@ -1,0 +1,156 @@
+"""What a ``tf.train.Checkpoint`` holds, by names that do not depend on how a model is cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel
+
+
+class CheckpointNames:
+    """Names the variables of a checkpoint that live in this process.
+
+    A variable of a model is named by its path of layers, numbered where two have the same; state
+    that an optimizer has of it by that name; other variables by where they are in the checkpoint.
+
+    Args:
+        checkpoint: to be named.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._children = _children(checkpoint)
+        self._models = {
+            name: child
+            for name, child in self._children.items()
+            if isinstance(child, DistributedModel)
+        }
+        #: By ``id`` of TensorFlow's variable, of the models.
+        self._names: dict[int, str] = {}
+        for name, model in self._models.items():
+            self._names |= _names_of(name, model)
+
+    def variables(self) -> Iterator[tuple[str, Any]]:
+        """Yields name and TensorFlow's variable, for those of this process.
+
+        Shape: whole variables: a variable lives on one partition.
+
+        Raises:
+            NotPartitionedError: a model is not partitioned.
+            UnsupportedError: something in the checkpoint cannot be saved.
+        """
+        for name, child in self._children.items():
+            if isinstance(child, DistributedModel):
+                for variable in map(keras.variable_of, child.variables):
+                    yield self._names[id(variable)], variable
+            elif is_optimizer(child):
+                yield from self._optimizer(name, child)
+            else:
+                yield from self._others(name, child)
+
+    def local(self) -> dict[str, Any]:
+        """Returns the trainable variables of the models in this process, as Keras has them."""
+        return {
+            self._names[id(keras.variable_of(variable))]: variable
+            for model in self._models.values()
+            for variable in model.trainable_variables
+            if id(keras.variable_of(variable)) in self._names
+        }
+
+    def _optimizer(self, name: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
+        slots = keras.optimizer_slots(optimizer)
+        for key, variable in self.local().items():
+            place = keras.slot_key(optimizer, variable)
+            for slot, own in slots.items():
+                if place in own:
+                    yield f"{name}/{slot}/{key}", keras.variable_of(own[place])
+        of_slots = {id(each) for own in slots.values() for each in own.values()}
+        for variable in keras.optimizer_variables(optimizer):
+            if id(variable) not in of_slots:
+                yield (
+                    f"{name}/{_plain(variable).rsplit('/', maxsplit=1)[-1]}",
+                    keras.variable_of(variable),
+                )
+
+    def _others(self, name: str, child: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(child, tf.data.Iterator):
+            raise UnsupportedError(
+                f"the checkpoint has an iterator of a dataset ({name}), which cannot be saved: "
+                "count the steps in a variable, and skip as many batches after a restart."
+            )
+        seen: set[int] = set()
+        stack = [(name, child)]
+        while stack:
+            path, one = stack.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, tf.Variable) or (
+                keras.IS_KERAS_3 and isinstance(one, tf.keras.Variable)
+            ):
+                yield path, keras.variable_of(one)
+                continue
+            stack += [(f"{path}/{key}", each) for key, each in sorted(_children(one).items())]
+
+
+def is_optimizer(value: Any) -> bool:
+    """Tells whether a value is an optimizer of Keras, new or legacy."""
+    kinds: tuple[Any, ...] = (tf.keras.optimizers.Optimizer,)
+    legacy = getattr(getattr(tf.keras.optimizers, "legacy", None), "Optimizer", None)
+    if isinstance(legacy, type):
+        kinds += (legacy,)
+    return isinstance(value, kinds)
+
+
+def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
+    """Makes optimizers of a checkpoint have the state that a saved one has values for.
+
+    They have it from their first update on; before that it is made here.
+    """
+    local = CheckpointNames(checkpoint).local()
+    for name, child in _children(checkpoint).items():
+        if not is_optimizer(child):
+            continue
+        parts = [each.split("/", 2) for each in names if each.startswith(f"{name}/")]
+        known = {part[2] for part in parts if len(part) == 3}
+        variables = [variable for key, variable in local.items() if key in known]
+        if not known:
+            continue
+        if not variables:
+            # This process trains nothing but has an optimizer like the others.
+            models = [m for m in _children(checkpoint).values() if isinstance(m, DistributedModel)]
+            variables = models[0].trainable_variables
+        keras.build_optimizer(child, variables)
+
+
+def _names_of(name: str, model: Any) -> dict[int, str]:
+    engine = model._smp_engine
+    if not engine.is_partitioned:
+        raise NotPartitionedError(
+            f"the model {model.name} has no variables to be saved or restored before it is "
+            "partitioned, which the first call of a step function does: save after that."
+        )
+    _, every = engine.everywhere()
+    counts: Counter[str] = Counter()
+    names: dict[int, str] = {}
+    for variable in every:
+        path = _plain(variable)
+        number = counts[path]
+        counts[path] += 1
+        names[id(keras.variable_of(variable))] = f"{name}/{path}" + (f"#{number}" if number else "")
+    return names
+
+
+def _plain(variable: Any) -> str:
+    path = getattr(variable, "path", None) or variable.name
+    return str(path).split(":", maxsplit=1)[0]
+
+
+def _children(value: Any) -> Mapping[str, Any]:
+    children: Mapping[str, Any] = tf.train.TrackableView.children(value)
+    return children

@@ -1,0 +1,40 @@
+"""Gradients of our own, and what tapes see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
+
+_gradient_count = 0
+
+
+def with_gradient(
+    originals: Sequence[Any], gradient: Callable[..., Sequence[Any]], label: str
+) -> list[Any]:
+    """Returns the tensors, with a gradient of our own, for tapes and ``tf.gradients`` alike.
+
+    Args:
+        originals: tensors of the present graph.
+        gradient: takes a gradient (or None) for each, returns one (or None) for each.
+        label: part of the names of the operation and its gradient.
+    """
+    global _gradient_count
+    _gradient_count += 1
+    name = f"{label}{_gradient_count}"
+    ops.RegisterGradient(name)(lambda operation, *gradients: gradient(*gradients))
+    graph = ops.get_default_graph()
+    with record.stop_recording(), graph.gradient_override_map({"IdentityN": name}):
+        results = tf.identity_n(list(originals), name=label)
+    record.record_operation(name, results, list(originals), gradient)
+    return list(results)
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Within, no tape sees what is done."""
+    manager: contextlib.AbstractContextManager[None] = record.stop_recording()
+    return manager

@@ -1,0 +1,62 @@
+"""TensorFlow's servers, through which processes reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.training.server_lib import ClusterSpec
+
+_DERIVED = b"type.googleapis.com/tensorflow.DerivedStatus"
+
+
+def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
+    """Starts this process's server, through which TensorFlow's collectives reach the others.
+
+    Args:
+        addresses: ``host:port`` of every process.
+        rank: of this one.
+        use_nccl: carry tensors on GPUs with NCCL.
+    """
+    cluster = ClusterSpec({"smp": list(addresses)})
+    eager = context.context()
+    eager.configure_collective_ops(
+        collective_leader="/job:smp/replica:0/task:0",
+        use_nccl_communication=use_nccl,
+        device_filters=[f"/job:smp/task:{rank}"],
+    )
+    eager.enable_collective_ops(
+        tensorflow_server_pb2.ServerDef(
+            cluster=cluster.as_cluster_def(),
+            default_session_config=eager.config,
+            job_name="smp",
+            task_index=rank,
+            protocol="grpc",
+        )
+    )
+
+
+def silent_processes(ranks: Sequence[int], timeout_seconds: float) -> list[int]:
+    """Returns those of the processes whose server does not answer.
+
+    Args:
+        ranks: processes to ask, after ``join_cluster``.
+        timeout_seconds: how long to wait for each.
+    """
+    found = []
+    for rank in ranks:
+        try:
+            context.context().check_collective_ops_peer_health(
+                f"/job:smp/replica:0/task:{rank}", round(1000 * timeout_seconds)
+            )
+        except tf.errors.OpError:
+            found.append(rank)
+    return found
+
+
+def is_consequence(error: Any) -> bool:
+    """Tells whether TensorFlow cancelled something since another operation here had failed."""
+    return _DERIVED in error.experimental_payloads

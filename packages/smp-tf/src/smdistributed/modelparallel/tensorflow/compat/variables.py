@@ -1,0 +1,72 @@
+"""Variables without memory, and who reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from smdistributed.modelparallel.tensorflow.compat.autograph import not_converted
+
+Variable = Any
+
+
+def variable_bytes(handle: Any) -> int:
+    """Returns the size of the variable behind a handle; unknown dimensions count as 1."""
+    data = handle._handle_data.shape_and_type[0]
+    count: int = math.prod(max(int(dimension.size), 1) for dimension in data.shape.dim)
+    return count * int(tf.as_dtype(data.dtype).size)
+
+
+def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
+    """Returns a variable without memory, of the shape and dtype of ``like``.
+
+    Args:
+        like: a tensor of any graph.
+        arguments: of the call that was to create the variable.
+    """
+    with tf.init_scope():
+        return resource_variable_ops.UninitializedVariable(
+            trainable=arguments.get("trainable", True),
+            name=arguments.get("name"),
+            shape=like.shape,
+            dtype=like.dtype.base_dtype,
+            synchronization=arguments.get("synchronization"),
+            aggregation=arguments.get("aggregation"),
+        )
+
+
+def free(variable: Variable) -> None:
+    """Gives the memory of a variable back; it has no value from now on."""
+    tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
+
+
+@contextlib.contextmanager
+def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
+    """Within, ``check`` is called with every variable that Python code reads or writes."""
+    names = ("_read_variable_op", "assign", "assign_add", "assign_sub", "sparse_read")
+    kinds = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
+    # Eager variables are of the second class, which has some of these methods of its own.
+    saved = [
+        (kind, name, vars(kind)[name]) for kind in kinds for name in names if name in vars(kind)
+    ]
+
+    def checking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def access(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            check(self)
+            return original(self, *args, **kwargs)
+
+        unconverted: Callable[..., Any] = not_converted(access)
+        return unconverted
+
+    for kind, name, original in saved:
+        setattr(kind, name, checking(original))
+    try:
+        yield
+    finally:
+        for kind, name, original in saved:
+            setattr(kind, name, original)

@@ -1,0 +1,297 @@
+"""Tensors between two processes, inside graphs, by TensorFlow's own collectives.
+
+From the memory of the host over gRPC, a broadcast in a group of two. From GPU to GPU by NCCL, which
+carries floating-point numbers: a sum with zeros, because TensorFlow lets a receiving broadcast
+write to memory that kernels started earlier may still use. Each transfer of a step function has a
+key of its own, the same on both sides. NCCL knows no keys: it pairs what the two sides start in one
+order, one at a time, so that operations on GPUs are put in an order by ``in_order``.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.compat import graphs, processes
+
+_CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+#: What goes from GPU to GPU; integers live in the memory of the host, mostly.
+_BY_NCCL = (tf.float32, tf.float16, tf.float64)
+#: What stands for a dtype that the collectives do not carry: of the same bits, or wide enough.
+_CARRIERS = {
+    tf.bfloat16: tf.float16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+}
+_TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
+#: A process that works answers at once, whatever it executes.
+_HEALTH_SECONDS = 2.0
+_NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
+
+
+#: TensorFlow keeps the shape of a collective by its key, so that a transfer whose shape is known in
+#: the step only needs a key for each shape: it has this many, in a range of their own.
+_KEYS_OF_SHAPES = 4096
+_FIRST_OF_SHAPES = 1 << 28
+#: Keys of sums are apart as well, those of each kind of group in a range of their own.
+_FIRST_SUM = 1 << 30
+_KEYS_OF_SUMS = 1 << 26
+
+
+class Key(NamedTuple):
+    """Names a transfer, the same on both sides.
+
+    Attributes:
+        number: of the tensor; of its shape where that is sent.
+        of_shapes: first of the keys of the tensor, one of which its shape chooses; or None.
+    """
+
+    number: int
+    of_shapes: int | None
+
+
+class Links:
+    """Sends and receives of this process.
+
+    Args:
+        rank: global rank of this process.
+        size: number of processes.
+        timeout_seconds: how long a transfer waits.
+        has_gpu: every process has one.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, has_gpu: bool) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+        self._has_gpu = has_gpu
+        self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._next_key = 0
+        self._next_of_shapes = _FIRST_OF_SHAPES
+        self._num_sums: Counter[CommGroup] = Counter()
+
+    def new_key(self, like: Any) -> Key:
+        """Returns the key of a transfer of tensors like one. Every rank of a pipeline asks alike.
+
+        Raises:
+            UnsupportedError: not even the number of dimensions is known.
+        """
+        self._next_key += 1
+        if like.shape.is_fully_defined():
+            return Key(self._next_key, None)
+        if like.shape.rank is None:
+            raise UnsupportedError(
+                f"{like.name} goes from one partition to another, but its number of dimensions is "
+                "not known before the step: give it one with tf.ensure_shape, or keep its reader "
+                "on the same partition."
+            )
+        self._next_of_shapes += _KEYS_OF_SHAPES
+        return Key(self._next_key, self._next_of_shapes)
+
+    def needs_order(self, like: Any) -> bool:
+        """Tells whether transfers of tensors like one must be given to ``in_order``."""
+        return self._by_nccl(self._carrier(like.dtype))
+
+    def in_order(self, operations: Sequence[Any]) -> None:
+        """Lets operations of the present graph start one after the other, after all before.
+
+        All processes must do that in a consistent order.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        for operation in operations:
+            earlier = self._newest.get(graph)
+            if earlier is not None:
+                graphs.add_control_input(operation, earlier)
+            self._newest[graph] = operation
+
+    def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
+        """Adds a send to the present graph; returns the operations, of which the last one sends.
+
+        Shape: any of a known number of dimensions. One that is not known before the step goes
+            first, as int32 of (dimensions,).
+        """
+        if key.of_shapes is None:
+            return [self._send(self._carried(tensor), target, key.number)]
+        shape = tf.shape(tensor)
+        return [
+            self._send(shape, target, key.number),
+            self._send(self._carried(tensor), target, _chosen(key.of_shapes, shape)),
+        ]
+
+    def receive(self, like: Any, source: int, key: Key) -> tuple[Any, Any]:
+        """Adds the receive of a tensor like one of another graph to the present graph.
+
+        Shape: that of ``like``; lengths that are not known before the step are received first.
+
+        Returns:
+            the tensor, and the operation that receives it.
+        """
+        dtype = self._carrier(like.dtype)
+        if key.of_shapes is None:
+            shape = tf.constant(like.shape.as_list(), tf.int32)
+            received = self._receive(shape, dtype, source, key.number)
+        else:
+            rank = like.shape.rank
+            shape = self._receive(tf.constant([rank], tf.int32), tf.int32, source, key.number)
+            shape.set_shape([rank])
+            received = self._receive(shape, dtype, source, _chosen(key.of_shapes, shape))
+        received.set_shape(like.shape)
+        return _as_dtype(received, like.dtype), received.op
+
+    def all_reduce(self, tensor: Any, kind: CommGroup, members: Sequence[int]) -> Any:
+        """Adds the sum of a tensor over a group of ranks, all of which do the same, to the graph.
+
+        Eagerly it is computed at once.
+
+        Shape: that of ``tensor``.
+
+        Args:
+            tensor: of one shape and dtype on all members.
+            kind: of the group. Members make as many sums of a kind; other ranks may make more.
+            members: of the group, this rank among them.
+        """
+        place = list(CommGroup).index(kind)
+        self._num_sums[kind] += 1
+        total = self._sum(
+            tensor,
+            len(members),
+            self._size * (self._size + 1 + place) + min(members),
+            _FIRST_SUM + place * _KEYS_OF_SUMS + self._num_sums[kind],
+        )
+        if not tf.executing_eagerly() and self.needs_order(tensor):
+            self.in_order([total.op])
+        return total
+
+    def _send(self, tensor: Any, target: int, key: Any) -> Any:
+        name = f"smp_to_rank_{target}"
+        if self._by_nccl(tensor.dtype):
+            return self._sum(tensor, 2, self._pair(target), key, name).op
+        with tf.device("/CPU:0"):
+            return tf.raw_ops.CollectiveBcastSendV2(
+                input=tensor,
+                group_size=2,
+                group_key=2 * self._pair(target),
+                instance_key=key,
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            ).op
+
+    def _receive(self, shape: Any, dtype: Any, source: int, key: Any) -> Any:
+        name = f"smp_from_rank_{source}"
+        if self._by_nccl(dtype):
+            return self._sum(tf.zeros(shape, dtype), 2, self._pair(source), key, name)
+        with tf.device("/CPU:0"):
+            return tf.raw_ops.CollectiveBcastRecvV2(
+                T=dtype,
+                group_size=2,
+                group_key=2 * self._pair(source),
+                instance_key=key,
+                shape=shape,
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            )
+
+    def _sum(self, tensor: Any, size: int, group: int, key: Any, name: str = "smp_sum") -> Any:
+        is_on_gpu = self._by_nccl(tensor.dtype)
+        with tf.device("/GPU:0" if is_on_gpu else "/CPU:0"):
+            return tf.raw_ops.CollectiveReduceV2(
+                input=tensor,
+                group_size=size,
+                group_key=2 * group + is_on_gpu,  # the members of a group are of one kind
+                instance_key=key,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                timeout_seconds=self._timeout_seconds,
+                name=name,
+            )
+
+    def _by_nccl(self, dtype: Any) -> bool:
+        return self._has_gpu and dtype in _BY_NCCL
+
+    def _carrier(self, dtype: Any) -> Any:
+        if dtype in _CARRIED:
+            return dtype
+        if self._has_gpu and dtype == tf.bfloat16:
+            return tf.float32  # a sum as float16 would change some bits
+        if dtype not in _CARRIERS:
+            raise UnsupportedError(
+                f"tensors of {dtype.name} cannot go from one partition to another: keep the "
+                "operations that make and read it on one partition (smp.partition), or cast it."
+            )
+        return _CARRIERS[dtype]
+
+    def _carried(self, tensor: Any) -> Any:
+        return _as_dtype(tensor, self._carrier(tensor.dtype))
+
+    def _pair(self, peer: int) -> int:
+        return 1 + min(self._rank, peer) * self._size + max(self._rank, peer)
+
+
+def _chosen(first: int, shape: Any) -> Any:
+    """Returns the key for a shape, out of those of a transfer."""
+    place = tf.constant(0)
+    for length in tf.unstack(shape):
+        place = (place * 31 + length) % _KEYS_OF_SHAPES
+    return first + place
+
+
+def _as_dtype(tensor: Any, dtype: Any) -> Any:
+    """Returns a tensor as one of another dtype: of the same bits, or of another size."""
+    if tensor.dtype == dtype:
+        return tensor
+    return tf.bitcast(tensor, dtype) if tensor.dtype.size == dtype.size else tf.cast(tensor, dtype)
+
+
+def explained(error: BaseException, rank: int, size: int) -> CommError | None:
+    """Returns what an error of TensorFlow says of other processes; None if it says nothing.
+
+    Args:
+        error: any error.
+        rank: of this process.
+        size: number of processes.
+    """
+    kinds = (
+        tf.errors.UnavailableError,
+        tf.errors.DeadlineExceededError,
+        tf.errors.AbortedError,
+        tf.errors.CancelledError,
+        tf.errors.InternalError,
+    )
+    if not isinstance(error, kinds):
+        return None
+    text = str(error)
+    found = [*_NODE.findall(text), *_TASK.findall(text)]
+    peers = sorted({int(each) for each in found} - {rank})
+    if not peers:
+        return None
+    if isinstance(error, tf.errors.CancelledError) and processes.is_consequence(error):
+        return CommError(
+            f"an operation of rank {rank} failed in a step, but TensorFlow gives the error of a "
+            "transfer that it cancelled for that: see its messages above, which "
+            "TF_CPP_MIN_LOG_LEVEL=1 shows.",
+            rank=rank,
+        )
+    what = "has ended"
+    if isinstance(error, tf.errors.DeadlineExceededError):
+        what = "did not answer in time (communication_timeout)"
+        # Those that wait for a silent process are waited for, too, and whose time is up first is
+        # chance.
+        others = [each for each in range(size) if each != rank]
+        peers = processes.silent_processes(others, _HEALTH_SECONDS) or peers
+    ranks = ", ".join(map(str, peers))
+    return CommError(
+        f"a transfer of rank {rank} failed: rank {ranks} {what}.", rank=rank, missing_ranks=peers
+    )

@@ -1,0 +1,180 @@
+"""Calls of a model in the graph of a step: programs, transfers, and gradients.
+
+Each call of the model in the body of a step function becomes the forward programs of this
+process, with receives before and sends after them; where the body asks for gradients, the backward
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
+from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
+from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
+from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
+from smdistributed.modelparallel.tensorflow.record.tracing import results_of, tensors_in
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model for one microbatch, in the graph of a step.
+
+    Attributes:
+        local: what this process executes.
+        inputs: tensors that the call was given.
+        results: the operation whose outputs are the results of the call.
+        operations: of each pass of this process that is in the graph.
+        transfers: operation of each transfer of this process that must be put in an order.
+        gradients: the gradients that the body computed of the outputs; None until it asks.
+        returned: operations that bring gradients of the call.
+    """
+
+    local: LocalPrograms
+    inputs: list[Any]
+    results: Any = None
+    operations: dict[Pass, Any] = field(default_factory=dict)
+    transfers: dict[Transfer, Any] = field(default_factory=dict)
+    gradients: list[Any] | None = None
+    returned: set[Any] = field(default_factory=set)
+
+
+class Replay:
+    """Adds the calls of one step function to its graph.
+
+    Args:
+        links: of this process.
+        ranks: global rank of every partition in this pipeline.
+    """
+
+    def __init__(self, links: Links, ranks: Sequence[int]) -> None:
+        self._links = links
+        self._ranks = ranks
+
+    def call(
+        self,
+        local: LocalPrograms,
+        inputs: Sequence[Any],
+        key: Any,
+        anchor: Any,
+    ) -> tuple[list[Any], Call]:
+        """Adds a call; returns its outputs and what is known of it.
+
+        Shape: inputs of (microbatch, ...); outputs are those of the traced call, on all ranks.
+
+        Args:
+            local: what this process executes.
+            inputs: tensors of the present graph.
+            key: of random operations, int64 of shape [2].
+            anchor: a variable that stands for the missing ones where this process trains none.
+        """
+        trace = local.plan.trace
+        graph = tf.compat.v1.get_default_graph()
+        call = Call(local, list(inputs))
+        values: dict[str, Any] = {}
+        for placeholder, tensor in zip(trace.inputs, inputs, strict=True):
+            values[placeholder.name] = tensor
+        needed = {tensor.name for program in local.programs for tensor in program.inputs}
+        for name, outside in trace.captured.items():
+            if name in needed:
+                values[name] = graphs.capture(graph, outside)
+                if name in local.written:
+                    # The order of passes decides about it, not that in which they are made here.
+                    values[name] = tf.identity(values[name])
+        values |= constants(graph, list(results_of(trace)))
+        keys = {transfer: self._links.new_key(transfer.tensor) for transfer in local.plan.transfers}
+        with unrecorded():
+            self._run(call, Kind.FORWARD, values, keys, key)
+            outputs = [values[output.name] for output in trace.outputs]
+        mine = [
+            (variable, gradient)
+            for variable, gradient in zip(trace.variables, trace.variable_gradients, strict=True)
+            if variable._smp_home.is_here
+        ]
+        reads = [variable.read_value() for variable, _ in mine]
+        if not reads:
+            reads = [anchor.read_value()]
+        originals = [*outputs, *inputs, *reads]
+
+        def gradient(*upstream: Any) -> list[Any]:
+            if call.gradients is not None:
+                raise SMPError(
+                    "gradients of one call of the model were asked for twice in a step function: "
+                    "ask for all of them at once, of the sum of the losses if there are several."
+                )
+            call.gradients = [
+                dy if dy is not None else tf.zeros_like(output)
+                for dy, output in zip(upstream, outputs, strict=False)
+            ]
+            for dy, given in zip(trace.output_gradients, call.gradients, strict=True):
+                if dy is not None:
+                    values[dy.name] = tf.convert_to_tensor(given)
+            with unrecorded():
+                self._run(call, Kind.BACKWARD, values, keys, key)
+
+                def found(wanted: Any) -> Any:
+                    parts = [values[tensor.name] for tensor in tensors_in(wanted)]
+                    call.returned |= {part.op for part in parts}
+                    if isinstance(wanted, tf.IndexedSlices):
+                        return tf.IndexedSlices(*parts)
+                    return parts[0] if parts else None
+
+                of_inputs = [found(each) for each in trace.input_gradients]
+                of_variables = [found(each) for _, each in mine] or [tf.zeros([])]
+            return [None] * len(outputs) + of_inputs + of_variables
+
+        results = with_gradient(originals, gradient, "SmpCall")
+        call.results = results[0].op
+        return results[: len(outputs)], call
+
+    def _run(
+        self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[Transfer, Key], key: Any
+    ) -> None:
+        """Adds the programs of a phase, with its transfers."""
+        local = call.local
+        graph = tf.compat.v1.get_default_graph()
+        # A transfer that no operation here needs must take place all the same: the other side waits
+        # for it.
+        kept: list[Any] = []
+        for transfer in local.received:
+            if transfer.phase is phase:
+                received, operation = self._links.receive(
+                    transfer.tensor, self._ranks[transfer.source], keys[transfer]
+                )
+                kept.append(operation)
+                if self._links.needs_order(transfer.tensor):
+                    call.transfers[transfer] = operation
+                values[transfer.tensor.name] = received
+        for transfer in local.sent:
+            if transfer.phase is phase and transfer.made_in[0] is not phase:
+                kept += self._send(call, transfer, values, keys)
+        for program in local.programs:
+            if program.one[0] is not phase:
+                continue
+            operands = [values[tensor.name] for tensor in program.inputs]
+            operation = graphs.call(program.function, [key, *operands])
+            call.operations[program.one] = operation
+            for tensor, made in zip(program.outputs, operation.outputs, strict=True):
+                made.set_shape(tensor.shape)
+                values[tensor.name] = made
+            for transfer in local.sent:
+                if transfer.phase is phase and transfer.made_in == program.one:
+                    kept += self._send(call, transfer, values, keys)
+        graphs.keep(graph, kept)
+
+    def _send(
+        self, call: Call, transfer: Transfer, values: dict[str, Any], keys: dict[Transfer, Key]
+    ) -> list[Any]:
+        operations = self._links.send(
+            values[transfer.tensor.name], self._ranks[transfer.target], keys[transfer]
+        )
+        if self._links.needs_order(transfer.tensor):
+            call.transfers[transfer] = operations[-1]
+        return operations

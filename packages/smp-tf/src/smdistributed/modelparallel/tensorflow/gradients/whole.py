@@ -1,0 +1,56 @@
+"""What can be said of a model's gradients only with those of all its partitions.
+
+A process has the gradients of its own variables. Their norm, and whether any of them overflowed,
+are the whole model's, so that all processes clip alike and skip the same updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+
+
+def clip_by_global_norm(
+    runtime: TFRuntime, gradients: Sequence[Any], clip_norm: Any
+) -> tuple[list[Any], Any]:
+    """Returns gradients of this process, scaled as one process would do it, and their norm.
+
+    Args:
+        runtime: of this process.
+        gradients: tensors, ``tf.IndexedSlices`` or None.
+        clip_norm: greatest norm of the gradients of all partitions together.
+    """
+    present = [each for each in gradients if each is not None]
+    own = tf.cast(tf.linalg.global_norm(present), tf.float32) if present else tf.zeros([])
+    norm = tf.sqrt(_over_partitions(runtime, tf.square(own)))
+    clipped, _ = tf.clip_by_global_norm(list(gradients), clip_norm, use_norm=norm)
+    return clipped, norm
+
+
+def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
+    """Within, Keras's optimizers clip and check the gradients of a whole model."""
+
+    def clip(gradients: Sequence[Any], clip_norm: Any, variables: Sequence[Any]) -> Sequence[Any]:
+        if any(home_of(variable) is not None for variable in variables):
+            return clip_by_global_norm(runtime, gradients, clip_norm)[0]
+        return list(tf.clip_by_global_norm(list(gradients), clip_norm)[0])
+
+    def is_finite(own: Any) -> Any:
+        return _over_partitions(runtime, 1.0 - tf.cast(own, tf.float32)) == 0.0
+
+    return keras.whole_model(clip, is_finite)
+
+
+def _over_partitions(runtime: TFRuntime, value: Any) -> Any:
+    """Returns a sum over the partitions of this process's pipeline. Collective: the pipeline."""
+    if runtime.topology.pp_size == 1:
+        return value
+    return runtime.links.all_reduce(value, CommGroup.PP_GROUP, runtime.pipeline_ranks)

@@ -1,0 +1,1 @@
+"""``DistributedModel``, and what Keras does with it."""

@@ -1,0 +1,143 @@
+"""``DistributedModel``: a Keras model whose operations are spread over processes.
+
+Source: smd_model_parallel_tensorflow.rst, DistributedModel.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow.model.engine import Engine
+from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
+from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+
+
+class _OutsideStepError(SMPError, RuntimeError):
+    """A model was called where it cannot be."""
+
+
+class DistributedModel(KerasTraining):
+    """A model whose operations are spread over the processes of a pipeline.
+
+    Subclass it and write ``call``, or give it a model of Keras (functional, sequential, or of any
+    class). It is called in step functions only, on every process; its results are on all of them,
+    whichever computed them. ``trainable_variables``, ``variables`` and ``weights`` are those of
+    this process once the model is partitioned, which the first call does.
+
+    Args:
+        args: a Keras model to be spread, or what ``tf.keras.Model`` takes.
+        kwargs: what ``tf.keras.Model`` takes.
+
+    Raises:
+        NotInitializedError: before ``smp.init``.
+    """
+
+    _smp_slot: RuntimeSlot[TFRuntime]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        wrapped = None
+        if len(args) == 1 and isinstance(args[0], tf.keras.Model):
+            wrapped, args = args[0], ()
+            kwargs.setdefault("name", f"distributed_{wrapped.name}")
+        super().__init__(*args, **kwargs)
+        if wrapped is not None:
+            self.wrapped = wrapped
+        engine = Engine(
+            self._smp_slot.get(),
+            self.name,
+            super().__call__,
+            lambda: (
+                list(super(DistributedModel, self).trainable_variables),
+                list(super(DistributedModel, self).variables),
+            ),
+            lambda: list(super(DistributedModel, self).losses),
+        )
+        # Not an attribute of the model for Keras: nothing in it is a layer or a variable.
+        object.__setattr__(self, "_smp_engine", engine)
+
+    def save_model(self, save_path: str | os.PathLike[str] = DEFAULT_FOLDER) -> None:
+        """Writes the whole model with its present weights as a SavedModel.
+
+        ``tf.saved_model.load(save_path).serve(...)`` computes what ``call`` does, without training.
+        Collective: every process; the first partition of the first replica writes.
+
+        Args:
+            save_path: folder; ``SM_MODEL_DIR`` of the environment takes the place of the default.
+
+        Raises:
+            NotPartitionedError: before the first call of a step function.
+            CheckpointError: it could not be written; on all processes.
+        """
+        save_model(self._smp_engine, save_path)
+
+    def call(self, inputs: Any, training: Any = None, **kwargs: Any) -> Any:
+        """Computes the outputs; to be written by the user.
+
+        Raises:
+            NotImplementedError: it was not.
+        """
+        wrapped = getattr(self, "wrapped", None)
+        if wrapped is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs a method call(inputs, training=None) that computes "
+                "its outputs, or a Keras model as the argument of smp.DistributedModel."
+            )
+        return wrapped(inputs, training=training, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model in a step function. Collective: every process of the pipeline.
+
+        Shape: of the present microbatch, whole, on every rank.
+
+        Raises:
+            RuntimeError: outside a step function.
+        """
+        engine: Engine = self._smp_engine
+        if engine.is_tracing:
+            return super().__call__(*args, **kwargs)
+        if engine.runtime.current_step is None:
+            raise _OutsideStepError(
+                f"the DistributedModel {self.name} was called outside a step function: call it in "
+                "a function decorated with @smp.step."
+            )
+        return engine.call(args, kwargs)
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The trainable variables of this process; never empty after partitioning.
+
+        Where no trainable variable lives it is one of the library's, whose gradient is zero.
+        """
+        engine: Engine = self._smp_engine
+        found = engine.local(super().trainable_variables)
+        if engine.is_partitioned and not engine.is_tracing and not found:
+            engine.anchor_variable()
+            found = [engine.anchor]
+        return found
+
+    @property
+    def non_trainable_variables(self) -> list[Any]:
+        """The other variables of this process."""
+        engine: Engine = self._smp_engine
+        return engine.local(super().non_trainable_variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables of the model that have a value in this process."""
+        engine: Engine = self._smp_engine
+        return engine.local(super().variables)
+
+    @property
+    def losses(self) -> list[Any]:
+        """The losses of layers (regularisation, ``add_loss``) of the call before, in a step."""
+        engine: Engine = self._smp_engine
+        step = engine.runtime.current_step
+        if engine.is_tracing or step is None:
+            return list(super().losses)
+        return list(step.losses)

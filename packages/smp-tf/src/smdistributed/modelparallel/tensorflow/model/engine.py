@@ -1,0 +1,204 @@
+"""What executes a model: its traces, and what this process has of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.compat import autograph, keras
+from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
+from smdistributed.modelparallel.tensorflow.execute.replay import Replay
+from smdistributed.modelparallel.tensorflow.model.signature import (
+    Signature,
+    example,
+    is_differentiable,
+    signature,
+)
+from smdistributed.modelparallel.tensorflow.parameters.variables import (
+    Home,
+    ModelVariables,
+    home_of,
+)
+from smdistributed.modelparallel.tensorflow.plan.placement import Placement, place
+from smdistributed.modelparallel.tensorflow.plan.segments import Plan, cut
+from smdistributed.modelparallel.tensorflow.record.tracing import LayerNames, Trace, trace
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
+
+_Variables = Callable[[], tuple[list[Any], list[Any]]]
+
+
+@dataclass(eq=False)
+class Engine:
+    """What executes one DistributedModel.
+
+    Attributes:
+        runtime: of this process.
+        name: of the model.
+        run: the model's own call.
+        collect: returns its trainable and all its variables, wherever they live.
+        losses: returns the losses of its layers after a call.
+        is_tracing: whether the model's own call is being traced.
+        is_partitioned: whether variables have their places.
+        anchor: see ``anchor_variable``.
+        layer_names: of its layers.
+        placement: what is decided about it.
+        example: positional arguments of its first call, as specs, and the others.
+        steps: step functions of Keras's training loop.
+        programs: trace and what this process executes, by signature.
+    """
+
+    runtime: TFRuntime
+    name: str
+    run: Callable[..., Any]
+    collect: _Variables
+    losses: Callable[[], list[Any]]
+    is_tracing: bool = False
+    is_partitioned: bool = False
+    anchor: Any = None
+    layer_names: LayerNames = field(default_factory=LayerNames)
+    placement: Placement = field(default_factory=Placement)
+    example: Any = None
+    steps: dict[str, Any] = field(default_factory=dict)
+    programs: dict[tuple[Any, ...], tuple[Trace, LocalPrograms]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._variables = ModelVariables(
+            self.runtime.coordinates.pp_rank, self.runtime.pipeline_ranks
+        )
+        self._replay = Replay(self.runtime.links, self.runtime.pipeline_ranks)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Adds a call of the model to the step whose graph is being made."""
+        step = self.runtime.current_step
+        asked = signature(args, kwargs)
+        wanted = tuple(is_differentiable(tensor) for tensor in asked.tensors)
+        key = (*asked.key, wanted)
+        if key not in self.programs:
+            with tf.init_scope():
+                self.programs[key] = self._make(asked, wanted, step.progress)
+        if self.example is None:
+            self.example = example(args, kwargs)
+        traced, local = self.programs[key]
+        outputs, call = self._replay.call(
+            local, asked.tensors, step.random_key(), self.anchor_variable()
+        )
+        step.calls[-1].append(call)
+        num_results = len(outputs) - traced.num_losses
+        step.losses = outputs[num_results:]
+        return traced.structure.filled(outputs)
+
+    def anchor_variable(self) -> Any:
+        """Returns the variable that stands for the missing ones where nothing is trained.
+
+        Its gradient is zero. Without it such a process would never be asked for gradients, and the
+        others would wait for its part of the backward pass.
+        """
+        if self.anchor is None:
+            with tf.init_scope():
+                kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
+                self.anchor = kind(0.0, name="smp_anchor")
+            partition = self.runtime.coordinates.pp_rank
+            home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
+            keras.variable_of(self.anchor)._smp_home = home
+        return keras.variable_of(self.anchor)
+
+    def local(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns those of the variables that have a value in this process."""
+        if self.is_tracing or not self.is_partitioned:
+            return list(variables)
+        return [v for v in variables if (home := home_of(v)) is None or home.is_here]
+
+    def _make(
+        self, asked: Signature, wanted: Sequence[bool], progress: Progress
+    ) -> tuple[Trace, LocalPrograms]:
+        """Traces, places and cuts a call; gives variables their places. Collective: pipeline."""
+        runtime = self.runtime
+        progress.stage = f"the operations of {self.name} and their gradients"
+        traced, every = self._traced(asked, wanted)
+        count = len(traced.operations)
+        progress.stage = f"the partitions of the {count} operations of {self.name}"
+        plan = self._planned(traced)
+        progress.stage = f"the passes of {self.name} in this process"
+        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded)
+        self._variables.settle(self.placement.homes, every, self._default_partition)
+        if not self.is_partitioned:
+            self.is_partitioned = True
+            runtime.is_partitioned = True
+            for hook in runtime.post_partition_hooks:
+                hook()
+            runtime.post_partition_hooks.clear()
+        return traced, local
+
+    def _traced(self, asked: Signature, wanted: Sequence[bool]) -> tuple[Trace, list[Any]]:
+        """Returns the trace of a call, and all variables of the model."""
+
+        def run(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+            args, kwargs = asked.arguments(tensors)
+            return self.run(*args, **kwargs), self.losses()
+
+        self.is_tracing = True
+        try:
+            with self.runtime.guard.suspended():
+                traced = trace(
+                    self.name,
+                    self.layer_names,
+                    autograph.converted(run),
+                    [tf.TensorSpec(t.shape, t.dtype) for t in asked.tensors],
+                    wanted,
+                    self._variables.create,
+                    self._collect,
+                )
+            _, every = self.collect()
+        finally:
+            self.is_tracing = False
+        return traced, every
+
+    def _planned(self, traced: Trace) -> Plan:
+        """Returns the plan of a trace, the same on all processes. Collective: pipeline."""
+        config, pp_size = self.runtime.config, self.runtime.topology.pp_size
+        placed = place(
+            traced,
+            self.placement,
+            num_partitions=pp_size,
+            is_automatic=config.auto_partition,
+            default_partition=self._default_partition,
+            optimize=config.optimize,
+        )
+        plan = cut(traced, placed, self.placement.homes, pp_size)
+        if pp_size > 1:
+            self._agree(plan.digest())
+        return plan
+
+    @property
+    def _default_partition(self) -> int:
+        config = self.runtime.config
+        return 0 if config.auto_partition else config.default_partition
+
+    def everywhere(self) -> tuple[list[Any], list[Any]]:
+        """Returns the trainable and all variables of the model, wherever they live."""
+        saved, self.is_tracing = self.is_tracing, True
+        try:
+            return self.collect()
+        finally:
+            self.is_tracing = saved
+
+    def _collect(self) -> tuple[list[Any], list[Any]]:
+        trainable, every = self.collect()
+        return [keras.variable_of(v) for v in trainable], [keras.variable_of(v) for v in every]
+
+    def _agree(self, digest: str) -> None:
+        digests = self.runtime.communicator.allgather(digest, CommGroup.PP_GROUP)
+        if len(set(digests)) > 1:
+            ranks = self.runtime.pipeline_ranks
+            differ = [r for r, each in zip(ranks, digests, strict=True) if each != digests[0]]
+            raise PartitionError(
+                "all processes of a pipeline must build the same model; the operations of "
+                f"{self.name} differ between rank {ranks[0]} and rank "
+                f"{', '.join(map(str, differ))}: make the model independent of the rank."
+            )

@@ -1,0 +1,101 @@
+"""``save_model``: the whole model as a SavedModel that TensorFlow alone loads.
+
+Source: smd_model_parallel_tensorflow.rst, DistributedModel.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import CheckpointError, NotPartitionedError
+from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.tensorflow.compat import autograph, keras
+from smdistributed.modelparallel.tensorflow.compat.variables import free
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+
+#: What the platform collects.
+DEFAULT_FOLDER = "/opt/ml/model"
+
+
+def save_model(engine: Any, save_path: str | os.PathLike[str]) -> None:
+    """Writes the whole model with its present weights; see ``DistributedModel.save_model``."""
+    runtime = engine.runtime
+    if not engine.is_partitioned:
+        raise NotPartitionedError(
+            f"the model {engine.name} has no variables to be saved before the first call of a step "
+            "function: save it after that."
+        )
+    if os.fspath(save_path) == DEFAULT_FOLDER:
+        save_path = os.environ.get("SM_MODEL_DIR") or DEFAULT_FOLDER
+    folder = Path(save_path)
+    failure = None
+    if runtime.coordinates.dp_rank == 0:
+        writes = runtime.coordinates.pp_rank == 0
+        borrowed = _collect(engine, writes)
+        if writes:
+            try:
+                _write(engine, folder)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+            for variable in borrowed:
+                free(variable)
+    failures = runtime.communicator.allgather(failure, CommGroup.WORLD)
+    if any(failures):
+        reason = next(each for each in failures if each)
+        raise CheckpointError(f"the model could not be written to {folder}: {reason}")
+
+
+def _collect(engine: Any, receives: bool) -> list[Any]:
+    """Brings all variables to the first partition; returns those that do not live there."""
+    runtime = engine.runtime
+    borrowed = []
+    with runtime.guard.suspended():
+        for variable in map(keras.variable_of, engine.everywhere()[1]):
+            home = home_of(variable)
+            if home is None or home.partition == 0:
+                continue
+            if home.is_here:
+                runtime.communicator.send(variable.numpy(), 0, RankType.PP_RANK)
+            elif receives:
+                value = runtime.communicator.recv_from(home.partition, RankType.PP_RANK)
+                variable.assign(value)
+                borrowed.append(variable)
+    return borrowed
+
+
+def _write(engine: Any, folder: Path) -> None:
+    """Writes the model, whose variables are all here."""
+    specs, keywords = engine.example
+
+    def serve(*inputs: Any) -> Any:
+        return engine.run(*tf.nest.pack_sequence_as(specs, list(inputs)), **keywords)
+
+    flat = [
+        tf.TensorSpec([None, *each.shape[1:]], each.dtype, name=f"input_{place}")
+        for place, each in enumerate(tf.nest.flatten(specs))
+    ]
+    module = tf.Module()
+    module.variables_ = [keras.variable_of(each) for each in engine.everywhere()[1]]
+    saved, engine.is_tracing = engine.is_tracing, True
+    try:
+        with engine.runtime.guard.suspended():
+            module.serve = tf.function(autograph.converted(serve), input_signature=flat)
+            named = tf.function(_as_dict(module.serve), input_signature=flat)
+            signatures = {"serving_default": named.get_concrete_function()}
+            tf.saved_model.save(module, str(folder), signatures=signatures)
+    finally:
+        engine.is_tracing = saved
+
+
+def _as_dict(function: Any) -> Any:
+    """Returns the function with a dict of outputs, which signatures need."""
+
+    def named(*inputs: Any) -> dict[str, Any]:
+        outputs = tf.nest.flatten(function(*inputs))
+        return {f"output_{place}": each for place, each in enumerate(outputs)}
+
+    return named

@@ -1,0 +1,105 @@
+"""``fit``, ``evaluate`` and ``predict`` of Keras on a model that is spread over processes.
+
+Keras calls these steps for each batch; each is one call of a step function. Gradients are averaged
+over microbatches, and over replicas, before the one update of a batch.
+
+Source: smd_model_parallel_change_log.rst, 1.4.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.gradients.replicas import averaged
+from smdistributed.modelparallel.tensorflow.stepping.function import step
+
+
+class KerasTraining(tf.keras.Model):  # type: ignore[misc]
+    """What Keras's training loop calls of a DistributedModel."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Configures the model for training, as ``tf.keras.Model.compile`` does.
+
+        Raises:
+            UnsupportedError: ``jit_compile`` or ``run_eagerly`` is asked for: a step is one graph,
+                whose transfers XLA does not compile.
+        """
+        for name in ("jit_compile", "run_eagerly"):
+            if kwargs.get(name) is True:
+                raise UnsupportedError(
+                    f"a DistributedModel cannot be compiled with {name}=True: leave it out. XLA is "
+                    "switched on with tf.config.optimizer.set_jit(True)."
+                )
+        super().compile(*args, **{**kwargs, "jit_compile": False})
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Trains on one batch; returns the metrics.
+
+        Shape: (batch / dp_size, ...), of this replica.
+        """
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        gradients, loss, outputs = self._smp_step("train")(x, y, sample_weight)
+        runtime = self._smp_engine.runtime
+        pairs = zip(gradients, self.trainable_variables, strict=True)
+        given, trained = zip(*((g, v) for g, v in pairs if g is not None), strict=True)
+        means = [averaged(runtime, gradient.accumulate()) for gradient in given]
+        means = keras.unscaled(self.optimizer, means)
+        self.optimizer.apply_gradients(zip(means, trained, strict=True))
+        metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
+        return metrics
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Evaluates one batch; returns the metrics."""
+        x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
+        loss, outputs = self._smp_step("test")(x, y, sample_weight)
+        metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
+        return metrics
+
+    def predict_step(self, data: Any) -> Any:
+        """Returns the outputs for one batch.
+
+        Shape: (batch, ...) on every rank.
+        """
+        x, _, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+        return _merged(self._smp_step("predict")(x))
+
+    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
+        """Keras would call the model here to make its variables; the first step does that."""
+
+    def _smp_step(self, kind: str) -> Any:
+        steps = self._smp_engine.steps
+        if kind not in steps:
+            steps[kind] = step(self._smp_slot, getattr(self, f"_smp_{kind}_body"))
+        return steps[kind]
+
+    def _smp_train_body(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = self(x, **self._smp_training(True))
+            loss = self._smp_loss_of(x, y, outputs, sample_weight)
+            scaled = keras.scaled(self.optimizer, loss, self.trainable_variables)
+        return tape.gradient(scaled, self.trainable_variables), loss, outputs
+
+    def _smp_test_body(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        outputs = self(x, **self._smp_training(False))
+        return self._smp_loss_of(x, y, outputs, sample_weight), outputs
+
+    def _smp_predict_body(self, x: Any) -> Any:
+        return self(x, **self._smp_training(False))
+
+    def _smp_training(self, value: bool) -> dict[str, bool]:
+        return {"training": value} if keras.takes_training(self) else {}
+
+    def _smp_loss_of(self, x: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
+        return self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+
+    def _smp_metrics(self, x: Any, y: Any, sample_weight: Any, loss: Any, outputs: Any) -> Any:
+        keras.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])
+        return self.compute_metrics(x, y, _merged(outputs), sample_weight)
+
+
+def _merged(outputs: Any) -> Any:
+    return tf.nest.map_structure(lambda each: each.merge(), outputs)

@@ -1,0 +1,1 @@
+"""Where each operation runs: partitions, and the segments between two transfers."""

@@ -1,0 +1,1 @@
+"""What a model computes, recorded once as a graph with its gradients."""

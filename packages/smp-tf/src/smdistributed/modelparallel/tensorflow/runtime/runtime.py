@@ -1,0 +1,188 @@
+"""Starting and ending the library in one process.
+
+``start`` joins the job through the MPI launcher that started the process, or makes a world of one;
+then every process starts a TensorFlow server, through which tensors travel in steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
+from smdistributed.modelparallel.common.comm.communicator import Communicator
+from smdistributed.modelparallel.common.comm.mpi import MPITransport
+from smdistributed.modelparallel.common.comm.transport import (
+    SingleProcessTransport,
+    Transport,
+    started_by_mpi,
+)
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.failure import FailureHooks, explaining
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.simulator import Timeline
+from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.tensorflow.compat import autograph, processes
+from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
+from smdistributed.modelparallel.tensorflow.execute.links import Links, explained
+from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
+from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
+
+#: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
+#: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
+_FEWEST_THREADS = 4
+
+
+@dataclass(kw_only=True)
+class TFRuntime(Runtime):
+    """The state of the TensorFlow package in this process.
+
+    Attributes:
+        links: carry tensors to other processes.
+        hooks: what this process does when it fails; None in a world of one.
+        guard: of variables that live elsewhere.
+        step_number: a variable that counts the steps, for random numbers.
+        unseeded: what random operations without seeds draw from; the same on all processes.
+        replacements: what ends with the library: functions that stand replaced, and the watch.
+        current_step: the step function whose graph is being made.
+        timeline: plan of the step whose graph was made last.
+        is_partitioned: whether some model is.
+        post_partition_hooks: to be run after partitioning.
+    """
+
+    links: Links
+    hooks: FailureHooks | None
+    guard: AccessGuard
+    step_number: Any
+    unseeded: int
+    replacements: ExitStack = field(default_factory=ExitStack)
+    current_step: Any = None
+    timeline: Timeline | None = None
+    is_partitioned: bool = False
+    post_partition_hooks: list[Callable[[], Any]] = field(default_factory=list)
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """Global rank of every partition in this pipeline."""
+        return list(self.topology.members(CommGroup.PP_GROUP, self.rank))
+
+    def close(self) -> None:
+        """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        self.replacements.close()
+        self.transport.close(self._stop_horovod)
+        if self.hooks is not None:
+            self.hooks.uninstall()
+
+    def _stop_horovod(self) -> None:
+        """Ends Horovod's thread, which uses MPI until then."""
+        if self.config.horovod:
+            import horovod.tensorflow as hvd
+
+            hvd.shutdown()
+
+
+def start(
+    slot: RuntimeSlot[TFRuntime], config: Mapping[str, object] | str | os.PathLike[str] | None
+) -> None:
+    """Fills ``slot``: reads the configuration, joins the job, starts this process's server.
+
+    Collective: every process.
+    """
+    if slot.is_filled:
+        warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
+        return
+    settings = configuration.load("tensorflow", config)
+    transport: Transport = MPITransport() if started_by_mpi() else SingleProcessTransport()
+    replacements = ExitStack()
+    hooks = None
+    if transport.size > 1:
+        hooks = FailureHooks(transport.rank)
+        hooks.install()
+        replacements.enter_context(
+            explaining(lambda error: explained(error, transport.rank, transport.size))
+        )
+    settings.check_world(transport.size, "tensorflow")
+    topology = settings.topology(transport.size)
+    communicator = Communicator(transport, topology, settings.communication_timeout)
+    gpus = _bind_device(transport)
+    if settings.horovod:
+        _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
+    patience = settings.communication_timeout
+    if transport.size > 1:
+        _have_threads()
+        address = f"{own_address(transport)}:{free_port()}"
+        addresses = communicator.allgather(address, CommGroup.WORLD)
+        processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
+        communicator.barrier(CommGroup.WORLD)
+        watch = Watch(transport.rank, transport.size, patience)
+        watch.start()
+        replacements.callback(watch.stop)
+        patience = watch.latest_seconds
+    autograph.leave_unconverted("smdistributed")
+    guard = AccessGuard()
+    replacements.enter_context(checked_access(guard.check))
+    unseeded = secrets.randbits(60)
+    if transport.size > 1:
+        unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]
+    runtime = TFRuntime(
+        config=settings,
+        topology=topology,
+        transport=transport,
+        communicator=communicator,
+        links=Links(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
+        hooks=hooks,
+        guard=guard,
+        step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
+        unseeded=unseeded,
+        replacements=replacements,
+    )
+    slot.fill(runtime)
+    atexit.register(runtime.close)
+    if hooks is not None:
+        hooks.renew()
+
+
+def _bind_device(transport: Transport) -> list[Any]:
+    """Gives this process one GPU of its host, if there are any; returns those."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return []
+    if transport.local_size > len(gpus):
+        raise UnsupportedError(
+            f"every process needs a GPU of its own: {transport.local_size} processes on host "
+            f"{transport.hostname}, {len(gpus)} GPUs. Start at most {len(gpus)} processes a host, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU."
+        )
+    own = gpus[transport.local_rank]
+    tf.config.set_visible_devices(own, "GPU")
+    tf.config.experimental.set_memory_growth(own, True)
+    return [own]
+
+
+def _have_threads() -> None:
+    """Gives TensorFlow threads for transfers beside the one that computes, if it has not begun."""
+    asked = tf.config.threading.get_inter_op_parallelism_threads()
+    fewest = max(_FEWEST_THREADS, asked or os.cpu_count() or 1)
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(fewest)
+    except RuntimeError:
+        warnings.warn(
+            "TensorFlow computed something before smp.init, which can no longer set the number of "
+            f"threads to {fewest}: call smp.init first, or transfers may wait for computation.",
+            stacklevel=4,
+        )
+
+
+def _start_horovod(members: tuple[int, ...]) -> None:
+    import horovod.tensorflow as hvd  # its absence is an error of the configuration
+
+    hvd.init(comm=list(members))

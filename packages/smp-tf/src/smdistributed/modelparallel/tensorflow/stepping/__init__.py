@@ -1,0 +1,1 @@
+"""A step function: arguments as microbatches, the body for each, one result."""

@@ -1,0 +1,230 @@
+"""The step decorator: one call of the user's function becomes a pipelined mini-batch.
+
+Source: smd_model_parallel_common_api.rst, The Library's Core APIs;
+smd_model_parallel_tensorflow.rst.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
+from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.execute.order import impose_order
+from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.stepping.inputs import split
+from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
+from smdistributed.modelparallel.tensorflow.stepping.results import (
+    joined,
+    taken_apart,
+    without_plain,
+)
+
+_Compiled = tuple[Any, list[Any], Structure]
+
+
+@dataclass
+class StepInProgress:
+    """A step function whose graph is being made.
+
+    Attributes:
+        step_number: int64 tensor.
+        progress: of this graph.
+        first_microbatch: number of this replica's first microbatch among those of all replicas.
+        microbatch: index of the present one.
+        calls: of the model, by microbatch.
+        losses: of the model's layers in its last call.
+    """
+
+    step_number: Any
+    progress: Progress
+    first_microbatch: int
+    microbatch: int = 0
+    calls: list[list[Call]] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+
+    def random_key(self) -> Any:
+        """Returns a key that is another one for each call of the model, int64 of shape [2].
+
+        Replicas draw what one process would draw for all their microbatches, one after the other.
+        """
+        place = (self.first_microbatch + self.microbatch) * 1000 + len(self.calls[-1])
+        return tf.stack([self.step_number, tf.constant(place, tf.int64)])
+
+
+class StepFunction:
+    """A decorated step function; call it like the function it wraps, eagerly or in a tf.function.
+
+    Each call splits the tensor arguments into microbatches, computes the body for each, pipelined
+    over the partitions, and returns the body's result with a ``StepOutput`` for each tensor.
+
+    Collective: every process of a pipeline, in the same order.
+
+    Shape: tensors of (batch, ...) become (microbatch, ...) for the body.
+
+    Args:
+        slot: holds the runtime from ``smp.init`` on.
+        function: the user's function.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch axis by argument name; 0 for all others.
+        options: of ``tf.function``, used where the step function is called eagerly.
+
+    Raises:
+        ConfigError: an option names no argument of the function.
+    """
+
+    def __init__(
+        self,
+        slot: RuntimeSlot[TFRuntime],
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str] | None,
+        input_split_axes: Mapping[str, int] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._slot = slot
+        self._name = getattr(function, "__name__", repr(function))
+        self._body = autograph.converted(function)
+        self._rules = SplitRules(
+            signature_of(function), non_split_inputs or (), input_split_axes or {}
+        )
+        self._options = {"autograph": False, **options}
+        self._compiled: dict[Any, _Compiled] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one mini-batch."""
+        return autograph.not_converted(self._call)(args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds like a function, so that methods can be step functions."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime = self._slot.get()
+        if runtime.current_step is not None:
+            raise SMPError(
+                f"step function {self._name} was called from inside another step function; call "
+                "one after the other, or undecorate the inner one."
+            )
+        if not tf.executing_eagerly():
+            return without_plain(self._build(runtime, args, kwargs))
+        structure = Structure((args, kwargs), _is_array, expand_composites=False)
+        arrays = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_array(leaf)]
+        key = (
+            *(_identity(leaf) for leaf in structure.others),
+            *structure.are_tensors,
+        )
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(structure)
+        compiled, rebuilds, _ = self._compiled[key]
+        try:
+            number, made = compiled(*map(tf.convert_to_tensor, arrays))
+        except Exception:
+            if not rebuilds:
+                # A first trace that failed leaves a tf.function that refuses new variables.
+                del self._compiled[key]
+            raise
+        return rebuilds[int(number)](made)
+
+    def _compile(self, structure: Structure) -> _Compiled:
+        """Returns the step as a tf.function of its tensors, for calls with the same other values.
+
+        Returns:
+            the function; what puts the result of each of its traces together from tensors; and the
+            arguments, whose other values must not be forgotten as long as they are known by their
+            identity.
+        """
+        rebuilds: list[Any] = []
+
+        def run(*tensors: Any) -> Any:
+            args, kwargs = structure.filled(tensors)
+            result = self._build(self._slot.get(), args, kwargs)
+            made: list[Any] = []
+            rebuilds.append(taken_apart(result, made))
+            return tf.constant(len(rebuilds) - 1), made
+
+        return tf.function(run, **self._tf_options()), rebuilds, structure
+
+    def _tf_options(self) -> dict[str, Any]:
+        """Returns the options of ``tf.function``, for a function of all tensors in a row."""
+        options = dict(self._options)
+        if options.get("input_signature") is not None:
+            options["input_signature"] = tf.nest.flatten(options["input_signature"])
+        return options
+
+    def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Adds the step to the present graph."""
+        cut, weights = split(self._rules, runtime.config.microbatches, args, kwargs)
+        results = []
+        progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
+        with progress:
+            first = runtime.coordinates.dp_rank * len(cut.calls)
+            step = StepInProgress(runtime.step_number.assign_add(1), progress, first)
+            runtime.current_step = step
+            try:
+                for microbatch, (some, named) in enumerate(cut.calls):
+                    step.microbatch = microbatch
+                    step.calls.append([])
+                    progress.stage = f"microbatch {microbatch + 1} of {len(cut.calls)}"
+                    with tf.name_scope(f"microbatch_{microbatch}"):
+                        results.append(self._body(*some, **named))
+                progress.stage = "the order of its passes"
+                self._finish(runtime, step)
+            finally:
+                runtime.current_step = None
+        return joined(results, weights)
+
+    def _finish(self, runtime: TFRuntime, step: StepInProgress) -> None:
+        """Puts the passes of all microbatches in order."""
+        if not any(step.calls):
+            raise SMPError(
+                f"step function {self._name} did not call a DistributedModel; its results must "
+                "depend on the model: call the model in it, or remove the decorator."
+            )
+        if runtime.topology.pp_size > 1:
+            runtime.timeline = impose_order(
+                step.calls,
+                runtime.coordinates.pp_rank,
+                runtime.topology.pp_size,
+                runtime.config.pipeline,
+                runtime.config.active_microbatches,
+                runtime.links,
+            )
+
+
+def step(
+    slot: RuntimeSlot[TFRuntime],
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
+
+    def decorate(function: Callable[..., Any]) -> StepFunction:
+        return StepFunction(slot, function, non_split_inputs, input_split_axes, options)
+
+    return decorate if function is None else decorate(function)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (tf.Tensor, np.ndarray))
+
+
+def _identity(value: Any) -> Any:
+    """Returns what tells values that are no tensors apart: plain ones by value, or as objects."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return type(value), value
+    return id(value)

@@ -1,0 +1,88 @@
+"""The arguments of a step as microbatches, also of a batch whose size is known in the step only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.microbatch import (
+    Microbatches,
+    SplitRules,
+    split_arguments,
+)
+
+
+class _Tensors:
+    """TensorFlow's tensors, as smp-common cuts them."""
+
+    def is_tensor(self, value: object) -> bool:
+        return bool(tf.is_tensor(value)) or isinstance(value, np.ndarray)
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return tuple(value.shape)
+
+    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        begin = [0] * len(value.shape)
+        size = [-1] * len(value.shape)
+        begin[axis], size[axis] = start, length
+        return tf.slice(value, begin, size)
+
+
+class _UnknownBatch(_Tensors):
+    """Tensors of a batch whose size is known in the step only.
+
+    They stand for tensors of one example a microbatch; the parts are those of the real size.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self.size: Any = None
+
+    def shape(self, value: Any) -> Sequence[int]:
+        return (self._microbatches,) * len(value.shape)
+
+    def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        size = tf.shape(value)[axis]
+        if self.size is None:
+            message = f"a batch must have at least {self._microbatches} examples, one a microbatch"
+            with tf.control_dependencies(
+                [tf.debugging.assert_greater_equal(size, self._microbatches, message)]
+            ):
+                self.size = tf.identity(size)
+        message = "all split arguments of a step must have the same batch size"
+        with tf.control_dependencies([tf.debugging.assert_equal(size, self.size, message)]):
+            begin, end = self.bound(start), self.bound(start + 1)
+        part = super().narrow(value, axis, begin, end - begin)
+        shape = value.shape.as_list()
+        shape[axis] = None
+        part.set_shape(shape)
+        return part
+
+    def bound(self, microbatch: int) -> Any:
+        """Returns where a microbatch begins: their sizes differ by at most one, larger first."""
+        each, larger = self.size // self._microbatches, self.size % self._microbatches
+        return microbatch * each + tf.minimum(microbatch, larger)
+
+    def weight(self, microbatch: int) -> Any:
+        """Returns the share of the batch that a microbatch has."""
+        part = self.bound(microbatch + 1) - self.bound(microbatch)
+        return tf.cast(part, tf.float64) / tf.cast(self.size, tf.float64)
+
+
+def split(
+    rules: SplitRules, microbatches: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Microbatches, Sequence[Any]]:
+    """Returns the calls of the microbatches, and their weights, which may be tensors.
+
+    Shape: (batch, ...) to (microbatch, ...), along the axis that the rules name.
+    """
+    leaves = tf.nest.flatten((args, kwargs))
+    if not any(tf.is_tensor(leaf) and None in leaf.shape.as_list() for leaf in leaves):
+        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
+        return cut, cut.weights
+    tensors = _UnknownBatch(microbatches)
+    cut = split_arguments(tensors, rules, microbatches, args, kwargs)
+    return cut, [tensors.weight(number) for number in range(microbatches)]

@@ -1,0 +1,76 @@
+"""What the body returned for each microbatch, as the one result of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.tensorflow.stepping.output import StepOutput
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What a step returns that is no tensor: a value, or one a microbatch."""
+
+    value: Any
+
+
+def _is_result(value: Any) -> bool:
+    return bool(tf.is_tensor(value)) or isinstance(value, (tf.IndexedSlices, tf.Variable))
+
+
+def joined(results: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns the structure of the results with a StepOutput for each tensor.
+
+    Shape: (microbatch, ...) in each StepOutput, as the body returned it.
+    """
+
+    def join(*leaves: Any) -> Any:
+        if _is_result(leaves[0]):
+            return StepOutput(leaves, weights)
+        if isinstance(leaves[0], (int, float)) and not isinstance(leaves[0], bool):
+            return _Plain(list(leaves))
+        return _Plain(leaves[0] if all(leaf == leaves[0] for leaf in leaves) else list(leaves))
+
+    return tf.nest.map_structure(join, *results)
+
+
+def without_plain(structure: Any) -> Any:
+    """Returns a result with Python's values in place."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf.value if isinstance(leaf, _Plain) else leaf, structure
+    )
+
+
+def taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Adds the tensors of a result to a list; returns what builds the result from such a list."""
+    leaves: list[StepOutput | _Plain] = tf.nest.flatten(result)
+    places: list[tuple[int, int, Sequence[float]] | _Plain] = []
+    for leaf in leaves:
+        if isinstance(leaf, _Plain):
+            places.append(leaf)
+            continue
+        begin = len(tensors)
+        tensors += leaf.outputs
+        end = len(tensors)
+        if any(tf.is_tensor(weight) for weight in leaf.weights):
+            tensors += leaf.weights
+            places.append((begin, end, ()))
+        else:
+            places.append((begin, end, leaf.weights))
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        built: list[StepOutput | _Plain] = []
+        for place in places:
+            if isinstance(place, _Plain):
+                built.append(place)
+                continue
+            begin, end, weights = place
+            weights = weights or values[end : 2 * end - begin]
+            built.append(StepOutput(values[begin:end], weights))
+        return without_plain(tf.nest.pack_sequence_as(result, built))
+
+    return rebuild

@@ -1,0 +1,105 @@
+"""The failure matrix: whatever ends one rank ends the job, soon, with a cause on the screen."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
+
+BODY = Path(__file__).parent / "failing_job.py"
+#: Warnings are shown: they tell what fails inside a step.
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "1"}
+HANG_SECONDS = 6
+#: So long that a test that needs it to end fails.
+NEVER_SECONDS = 100
+BOUND_SECONDS = 10
+CAUSES = {
+    "kill": "signal 9",
+    "stop": "did not answer",
+    "exception": "planted failure",
+    "exit": "sys.exit(3)",
+}
+
+
+class Cell(NamedTuple):
+    """Who fails where; see the body for the places."""
+
+    failure: str
+    place: str
+    num_ranks: int = 2
+    culprit: int = 1
+
+
+#: What ends a process by itself may do so anywhere; an operation turns ``sys.exit`` into an error.
+PLACES = {
+    "kill": ("between", "executing"),
+    "stop": ("between", "executing"),
+    "exception": ("between", "executing", "building", "tracing"),
+    "exit": ("between", "building", "tracing"),
+}
+#: Every failure in every place, every failure and every place in jobs of both sizes.
+HALF = (
+    Cell("kill", "between"),
+    Cell("kill", "executing", 4, 2),
+    Cell("stop", "between", 4, 2),
+    Cell("stop", "executing"),
+    Cell("exception", "between"),
+    Cell("exception", "executing"),
+    Cell("exception", "building", 4, 0),
+    Cell("exception", "tracing"),
+    Cell("exit", "between"),
+    Cell("exit", "building"),
+    Cell("exit", "tracing", 4, 3),
+)
+WHOLE = (
+    *HALF,
+    *(
+        pytest.param(cell, marks=pytest.mark.slow)
+        for failure, places in PLACES.items()
+        for place in places
+        for cell in (Cell(failure, place), Cell(failure, place, 4, 2))
+        if (cell.failure, cell.place, cell.num_ranks) not in {each[:3] for each in HALF}
+    ),
+)
+
+
+def test_half_of_the_cells_hold_all_pairs() -> None:
+    pairs = {(failure, place) for failure, places in PLACES.items() for place in places}
+    assert {(cell.failure, cell.place) for cell in HALF} == pairs
+    assert len({(cell.failure, cell.num_ranks) for cell in HALF}) == 2 * len(PLACES)
+    assert len({(cell.place, cell.num_ranks) for cell in HALF}) == 2 * len(PLACES["exception"])
+    assert len(WHOLE) == 2 * len(HALF)
+
+
+@pytest.mark.parametrize("cell", WHOLE, ids=lambda cell: "-".join(map(str, cell)))
+def test_all_other_ranks_end(cell: Cell, tmp_path: Path) -> None:
+    hangs = cell.failure == "stop"
+    timeout = HANG_SECONDS if hangs else NEVER_SECONDS
+    with pytest.raises(RanksFailedError) as raised:
+        run_ranks(
+            cell.num_ranks,
+            BODY,
+            timeout=90,
+            env=ENV,
+            args=[cell.failure, cell.place, cell.culprit, timeout, tmp_path],
+        )
+    ended = time.time()
+    message = str(raised.value)
+    assert (tmp_path / "event").exists(), message
+    seconds = ended - float((tmp_path / "event").read_text())
+    print(f"{cell}: {seconds:.1f} s")
+    assert seconds < BOUND_SECONDS + (HANG_SECONDS if hangs else 0), message
+    last = raised.value.outcome.stderr.splitlines()[-1]
+    assert last.startswith(f"smprun: rank {cell.culprit} "), message
+    # Where an operation fails TensorFlow may give the error of a transfer that it cancelled for it.
+    is_lost = cell.failure == "exception" and "that it cancelled for that" in last
+    words = raised.value.outcome.stderr if is_lost else last
+    assert CAUSES[cell.failure] in words, message
+    if cell.failure == "exit":
+        assert raised.value.outcome.exit_code == 3

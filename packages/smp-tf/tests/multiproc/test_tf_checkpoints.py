@@ -1,0 +1,82 @@
+"""Checkpoints, exported models, and Keras's own training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tf_checkpoints
+from tf_worlds import FOUR, ONE, PLAIN, TWO, TWO_REPLICAS
+
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    directory = str(tmp_path_factory.mktemp("checkpoints"))
+    losses, same = worlds.run(TWO, tf_checkpoints.train_and_save, "dropout", directory)
+    assert losses == same
+    return directory, losses
+
+
+@pytest.mark.parametrize("when", ["before", "in a hook", "after a step"])
+def test_a_restored_model_goes_on_to_the_last_bit(worlds: Worlds, saved: Any, when: str) -> None:
+    directory, losses = saved
+    for found in worlds.run(TWO, tf_checkpoints.restore_and_train, "dropout", directory, when):
+        assert found == losses
+
+
+@pytest.mark.parametrize("name", ["cnn", "sequential"])
+def test_tensorflow_alone_loads_what_save_model_wrote(
+    worlds: Worlds, tmp_path: Path, name: str
+) -> None:
+    folder = str(tmp_path / "model")
+    expected, same = worlds.run(TWO, tf_checkpoints.export, name, folder)
+    np.testing.assert_array_equal(expected, same)
+    (found,) = worlds.run(PLAIN, tf_checkpoints.load, name, folder)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def fitted_plainly(worlds: Worlds) -> dict[str, Any]:
+    (result,) = worlds.run(PLAIN, tf_checkpoints.fit, False)
+    return result  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("world", [TWO, ONE], ids=["two", "one"])
+def test_fit_evaluate_and_predict_give_the_numbers_of_keras(
+    worlds: Worlds, fitted_plainly: dict[str, Any], world: World
+) -> None:
+    expected = fitted_plainly
+    for found in worlds.run(world, tf_checkpoints.fit, True):
+        assert set(found["history"]) == set(expected["history"])
+        for key, values in expected["history"].items():
+            np.testing.assert_allclose(found["history"][key], values, rtol=1e-4, err_msg=key)
+        for key, value in expected["scores"].items():
+            np.testing.assert_allclose(found["scores"][key], value, rtol=1e-4, err_msg=key)
+        np.testing.assert_allclose(found["predicted"], expected["predicted"], rtol=1e-3, atol=1e-4)
+
+
+def test_replicas_save_once_and_go_on(worlds: Worlds, tmp_path: Path) -> None:
+    # Without dropout, of which replicas draw different masks, and without slices of embeddings.
+    directory, name = str(tmp_path), "zigzag"
+    losses, _ = worlds.run(TWO, tf_checkpoints.train_and_save, name, directory)
+    for found in worlds.run(
+        TWO_REPLICAS, tf_checkpoints.restore_and_train, name, directory, "before"
+    ):
+        np.testing.assert_allclose(found, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("world", [ONE, FOUR], ids=["one", "four"])
+def test_a_checkpoint_is_restored_with_another_number_of_partitions(
+    worlds: Worlds, saved: Any, world: World
+) -> None:
+    directory, losses = saved
+    for found in worlds.run(
+        world, tf_checkpoints.restore_and_train, "dropout", directory, "before"
+    ):
+        np.testing.assert_allclose(found, losses, rtol=1e-6)

@@ -1,0 +1,155 @@
+"""What bodies do that save, restore, export, and train with Keras's own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tf_models import PROBLEMS
+from tf_training import no_partition
+
+STEPS = 3
+
+
+def trainer(name: str) -> tuple[Any, Any, Any]:
+    """Returns a model, its optimizer, and a function that trains one step in a tf.function."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    part = smp.partition if smp.pp_size() > 1 else no_partition
+    problem = PROBLEMS[name](smp.DistributedModel, part)
+    model, optimizer = problem.model, tf.keras.optimizers.Adam(0.01)
+    x, y = tf.nest.map_structure(tf.constant, problem.batch)
+
+    @smp.step
+    def compute(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = problem.loss(y, model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    def train() -> Any:
+        gradients, loss = compute(x, y)
+        gradients = [smp.allreduce(each.accumulate()) for each in gradients]
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return smp.allreduce(loss.reduce_mean())
+
+    return model, optimizer, tf.function(train)
+
+
+def train_and_save(name: str, directory: str) -> list[float]:
+    """Trains, saves, and trains on; returns the losses after the save."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, optimizer, train = trainer(name)
+    count = tf.Variable(0)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, count=count)
+    manager = smp.CheckpointManager(checkpoint, directory, max_to_keep=2)
+    for _ in range(STEPS):
+        train()
+        count.assign_add(1)
+        path = manager.save()
+    assert path == str(Path(directory, "ckpt-3"))
+    assert manager.latest_checkpoint == path
+    assert [Path(each).name for each in manager.checkpoints] == ["ckpt-2", "ckpt-3"]
+    text = Path(directory, "checkpoint").read_text()
+    assert 'model_checkpoint_path: "ckpt-3"' in text, text
+    return [float(train()) for _ in range(STEPS)]
+
+
+def restore_and_train(name: str, directory: str, when: str) -> list[float]:
+    """Restores; returns the losses of the steps after it."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, optimizer, train = trainer(name)
+    count = tf.Variable(0)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, count=count)
+    manager = smp.CheckpointManager(checkpoint, directory)
+    order: list[str] = []
+    if when == "before":
+        assert manager.restore() == str(Path(directory, "ckpt-3"))
+        smp.register_post_partition_hook(lambda: order.append("hook"))
+    elif when == "in a hook":
+        smp.register_post_partition_hook(manager.restore)
+    else:
+        train()
+        manager.restore()
+    losses = [float(train()) for _ in range(STEPS)]
+    assert int(count) == STEPS
+    assert order == (["hook"] if when == "before" else [])
+    return losses
+
+
+def export(name: str, folder: str) -> Any:
+    """Trains, saves the whole model, and returns what the model computes."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    problem = PROBLEMS[name](smp.DistributedModel, smp.partition)
+    model, optimizer = problem.model, tf.keras.optimizers.SGD(0.1)
+    x, y = tf.nest.map_structure(tf.constant, problem.batch)
+
+    @smp.step
+    def compute(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = problem.loss(y, model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    @smp.step
+    def predict(x: Any) -> Any:
+        return model(x, training=False)
+
+    gradients = [each.accumulate() for each in compute(x, y)]
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    before = predict(x).merge().numpy()
+    model.save_model(folder)
+    np.testing.assert_array_equal(predict(x).merge().numpy(), before)
+    return before
+
+
+def load(name: str, folder: str) -> Any:
+    """Loads an exported model with TensorFlow alone; returns what it computes."""
+    problem = PROBLEMS[name](tf.keras.Model, None)
+    loaded = tf.saved_model.load(folder)
+    features = tf.constant(problem.batch[0])
+    outputs = loaded.serve(features).numpy()
+    (served,) = loaded.signatures["serving_default"](input_0=features).values()
+    np.testing.assert_array_equal(served.numpy(), outputs)
+    return outputs
+
+
+def fit(distributed: bool) -> dict[str, Any]:
+    """Trains, evaluates and predicts with Keras's loop."""
+    base = tf.keras.Model
+    if distributed:
+        import smdistributed.modelparallel.tensorflow as smp
+
+        base = smp.DistributedModel
+    layers = tf.keras.layers
+
+    class Model(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(name="fitted")
+            self.layers_ = [layers.Dense(8, "tanh", name=f"dense_{i}") for i in range(3)]
+            self.head = layers.Dense(4, kernel_regularizer=tf.keras.regularizers.L2(0.01))
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            for layer in self.layers_:
+                x = layer(x)
+            return self.head(x)
+
+    model = Model()
+    model.compile(
+        optimizer=tf.keras.optimizers.Adam(0.01),
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    x = np.random.RandomState(0).standard_normal((40, 6)).astype("float32")
+    y = (x[:, :4]).argmax(axis=1)
+    # 40 examples in batches of 16: the last one has 8.
+    history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    scores = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    return {
+        "history": {key: list(map(float, values)) for key, values in history.history.items()},
+        "scores": {key: float(value) for key, value in scores.items()},
+        "predicted": model.predict(x, batch_size=16, verbose=0),
+    }

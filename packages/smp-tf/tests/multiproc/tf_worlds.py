@@ -1,0 +1,76 @@
+"""The worlds in which bodies of smp-tf run, and what each body begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.testing import World
+
+MICROBATCHES = 4
+QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "OMP_NUM_THREADS": "1",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
+
+def one_thread() -> None:
+    """Makes TensorFlow use one thread for each of its two pools."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def start_plainly() -> Callable[[], None]:
+    """Sets a process up that does without the library."""
+    one_thread()
+    return _forget
+
+
+def start(config: dict[str, object]) -> Callable[[], None]:
+    """Starts the library; returns what makes a body find what it would in a new process."""
+    one_thread()
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"microbatches": MICROBATCHES, "communication_timeout": 60, **config})
+    return _forget_models
+
+
+def _forget() -> None:
+    # Keras numbers layers without names, by which checkpoints know variables.
+    tf.keras.backend.clear_session()
+    tf.keras.utils.set_random_seed(0)
+
+
+def _forget_models() -> None:
+    _forget()
+    runtime = library()
+    runtime.step_number.assign(0)
+    runtime.is_partitioned = False
+    runtime.post_partition_hooks.clear()
+
+
+def library() -> Any:
+    """Returns the state of the library in this process."""
+    from smdistributed.modelparallel.tensorflow.api.start import slot
+
+    return slot.get()
+
+
+def world(num_ranks: int, **config: object) -> World:
+    """Returns the world of a configuration."""
+    launcher = "python" if num_ranks == 1 else "smprun"
+    return World(num_ranks, start, (config,), launcher, QUIET)
+
+
+_MANUAL = {"auto_partition": False, "default_partition": 0}
+PLAIN = World(1, start_plainly, launcher="python", env=QUIET)
+ONE = world(1, pipeline_parallel_degree=1)
+TWO = world(2, pipeline_parallel_degree=2)
+TWO_BY_HAND = world(2, pipeline_parallel_degree=2, **_MANUAL)
+TWO_SIMPLE = world(2, pipeline_parallel_degree=2, pipeline="simple", **_MANUAL)
+FOUR = world(4, pipeline_parallel_degree=4)
+TWO_REPLICAS = world(4, pipeline_parallel_degree=2)

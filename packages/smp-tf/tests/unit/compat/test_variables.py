@@ -1,0 +1,35 @@
+"""Variables without memory, and who reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.tensorflow.compat.variables import checked_access, variable_bytes
+
+
+def test_variables_are_measured_by_their_handles() -> None:
+    assert variable_bytes(tf.Variable(tf.zeros([3, 5], tf.float64)).handle) == 120
+
+
+def test_access_of_variables_is_checked_and_then_no_longer() -> None:
+    variable = tf.Variable(1.0)
+    seen: list[Any] = []
+    accesses = (
+        lambda: variable.assign(2.0),
+        lambda: variable.assign_add(1.0),
+        lambda: variable.assign_sub(1.0),
+        lambda: variable.read_value(),
+        lambda: tf.convert_to_tensor(variable),
+    )
+    with checked_access(seen.append):
+        for access in accesses:
+            seen.clear()
+            access()
+            assert seen
+            assert all(each is variable for each in seen)
+    seen.clear()
+    for access in accesses:
+        access()
+    assert not seen
