@@ -19,7 +19,9 @@ VERSION = "2.13.0"
 
 def pip_install(*requirements: str) -> bool:
     """Installs with pip; returns whether it succeeded."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *requirements]
+    # Python compiles what it imports, which is a small part of PyTorch.
+    flags = ("--quiet", "--no-compile")
+    command = [sys.executable, "-m", "pip", "install", *flags, *requirements]
     return subprocess.run(command, check=False).returncode == 0
 
 

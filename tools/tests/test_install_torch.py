@@ -28,16 +28,16 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_without_a_gpu_the_cpu_build_is_looked_for_first(tried: list[str]) -> None:
     assert not install_torch.install("2.15.0")
     cpu, uv, through_uv, plain = tried
-    assert cpu == "pip install --quiet torch==2.15.0+cpu"
-    assert uv == "pip install --quiet uv"
+    assert cpu == "pip install --quiet --no-compile torch==2.15.0+cpu"
+    assert uv == "pip install --quiet --no-compile uv"
     assert through_uv.endswith("--torch-backend=cpu torch==2.15.0")
-    assert plain == "pip install --quiet torch==2.15.0"
+    assert plain == "pip install --quiet --no-compile torch==2.15.0"
 
 
 def test_a_gpu_takes_the_plain_build(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     install_torch.install("2.15.0")
-    assert tried == ["pip install --quiet torch==2.15.0"]
+    assert tried == ["pip install --quiet --no-compile torch==2.15.0"]
 
 
 def test_a_chosen_requirement_is_all_that_is_tried(
@@ -45,4 +45,4 @@ def test_a_chosen_requirement_is_all_that_is_tried(
 ) -> None:
     monkeypatch.setenv("SMP_TORCH", "torch==2.12.*")
     install_torch.install("2.15.0")
-    assert tried == ["pip install --quiet torch==2.12.*"]
+    assert tried == ["pip install --quiet --no-compile torch==2.12.*"]
