@@ -176,7 +176,7 @@ def case_decision_from_inputs_that_changes() -> None:
 
 @pytest.mark.parametrize("case", cases_of(globals()))
 def test_case(worlds: Worlds, case: str) -> None:
-    run(worlds, pipeline(2, 2), cases_of(globals())[case])
+    run(worlds, pipeline(2, 2, launcher="fork"), cases_of(globals())[case])
 
 
 def differ(difference: str) -> None:

@@ -16,7 +16,7 @@ MICROBATCHES = gradient_cases.MICROBATCHES
 WORLDS = {
     "dp2": replicas(2, 1, MICROBATCHES),
     "pp2": pipeline(2, MICROBATCHES),
-    "pp4": pipeline(4, MICROBATCHES),
+    "pp4": pipeline(4, MICROBATCHES, launcher="fork"),
     "pp2-dp2": replicas(2, 2, MICROBATCHES),
 }
 #: The groups of cases that a world runs.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,10 @@ from smdistributed.modelparallel.common.comm.transport import (
     FAREWELL_SECONDS,
     PeersMissingError,
     Transport,
+)
+from smdistributed.modelparallel.torch.compat.private import (
+    past_dispatch_modes,
+    past_function_modes,
 )
 
 #: Above every channel's two tags.
@@ -46,6 +50,12 @@ class TorchTransport(Transport):
         self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
     ) -> None:
         """See ``Transport.send``."""
+        with _on_host():
+            self._send(payload, destinations, channel, timeout_seconds)
+
+    def _send(
+        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
+    ) -> None:
         wait = _Deadline(timeout_seconds)
         header = torch.tensor([len(payload)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
@@ -64,6 +74,12 @@ class TorchTransport(Transport):
         self, sources: Sequence[int], channel: int, timeout_seconds: float
     ) -> list[bytes | bytearray]:
         """See ``Transport.receive``."""
+        with _on_host():
+            return self._receive(sources, channel, timeout_seconds)
+
+    def _receive(
+        self, sources: Sequence[int], channel: int, timeout_seconds: float
+    ) -> list[bytes | bytearray]:
         wait = _Deadline(timeout_seconds)
         data, acknowledgement = 2 * channel, 2 * channel + 1
         headers = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
@@ -87,15 +103,27 @@ class TorchTransport(Transport):
     def close(self, release: Callable[[], None]) -> None:
         """See ``Transport.close``."""
         started = []
-        for rank in range(self.size):
-            if rank != self.rank:
-                byte = torch.zeros(1, dtype=torch.uint8)
-                sent = self._group.send([byte], rank, _FAREWELL_TAG)
-                heard = self._group.recv([byte.clone()], rank, _FAREWELL_TAG)
-                started.append((rank, [sent, heard]))
+        with _on_host():
+            for rank in range(self.size):
+                if rank != self.rank:
+                    byte = torch.zeros(1, dtype=torch.uint8)
+                    sent = self._group.send([byte], rank, _FAREWELL_TAG)
+                    heard = self._group.recv([byte.clone()], rank, _FAREWELL_TAG)
+                    started.append((rank, [sent, heard]))
         with contextlib.suppress(PeersMissingError):
             _Deadline(FAREWELL_SECONDS).for_all(started)
         release()
+
+
+@contextlib.contextmanager
+def _on_host() -> Iterator[None]:
+    """Makes and reads real tensors in the memory of this process.
+
+    A message may be exchanged while a step is recorded on fakes, and a script may have another
+    default device.
+    """
+    with past_function_modes(), past_dispatch_modes():
+        yield
 
 
 def _view(buffer: bytearray) -> torch.Tensor:
