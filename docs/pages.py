@@ -31,11 +31,7 @@ _REPORTS = (Path(__file__).parents[1] / "conformance" / "reports").glob("*.json"
 _COMPATIBILITY = "Compatibility: "
 #: Public in Python, for other files of the library; no script needs them.
 _INTERNAL = {
-    "DistributedModel": (
-        *("fix_partition", "fixed_partition", "partition_by_name", "when_partitioned"),
-        *("check_nothing_waits", "refresh", "learn_draws", "adopt", "measure", "place"),
-        "run_post_step_hooks",
-    ),
+    "DistributedModel": (*("refresh", "place", "run_post_step_hooks"),),
     "DistributedOptimizer": ("serves", "step_was_skipped"),
     "StepOutput": (),
 }
