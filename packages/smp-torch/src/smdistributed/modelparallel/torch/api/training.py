@@ -27,6 +27,9 @@ def step(
     Usable as ``@smp.step``, ``@smp.step()`` and ``@smp.step(...)``. See ``StepFunction`` for what a
     call does. Collective: every process.
 
+    Shape: an argument of (batch, ...) is (microbatch, ...) in the function, split along its batch
+    axis; results are those of the microbatches, in a ``StepOutput``.
+
     Args:
         non_split_inputs: names of arguments given whole to every microbatch; or the function,
             when used without parentheses.
@@ -169,6 +172,8 @@ def clip_grad_norm_(
     Call it after the step function; a scaler unscales first.
 
     Collective: every rank of the PP_GROUP, also one without gradients.
+
+    Shape: the norm is a scalar.
 
     Args:
         parameters: of a DistributedModel, or the model itself.

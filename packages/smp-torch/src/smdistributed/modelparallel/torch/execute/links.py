@@ -98,7 +98,10 @@ class Links:
         work.wait()
 
     def send(self, tensor: torch.Tensor, target: int) -> Transfer:
-        """Starts sending a tensor to a pp_rank."""
+        """Starts sending a tensor to a pp_rank.
+
+        Shape: any, as the receiver expects it; dims in the order of memory.
+        """
         tensor = tensor.contiguous()
         group, rank = self._way(tensor, (self._pp_rank, target), target)
         with _naming(self._members[target], "sending to"):
@@ -106,7 +109,10 @@ class Links:
         return Transfer(tensor, work, self._members[target], "sending to")
 
     def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
-        """Starts receiving into a tensor from a pp_rank."""
+        """Starts receiving into a tensor from a pp_rank.
+
+        Shape: that of what the sender sends.
+        """
         group, rank = self._way(tensor, (source, self._pp_rank), source)
         with _naming(self._members[source], "receiving from"):
             work = group.recv([_real(tensor)], rank, _TAG)
@@ -126,7 +132,10 @@ class Links:
         return group, int(self._members[peer] == max(self._members[one] for one in direction))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP."""
+        """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP.
+
+        Shape: the same on every rank.
+        """
         with _naming(self._members[source], "receiving a result from"):
             dist.broadcast(tensor, self._members[source], group=self._group)
 

@@ -295,6 +295,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the parameters and buffers of this rank, and whether that is only a part.
 
+        Shape: those of the unpartitioned model: a tensor lives on one partition as a whole.
+
         Raises:
             NotPartitionedError: the model is not partitioned yet.
 
@@ -313,6 +315,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Returns the state of the whole model, in the form of the unpartitioned one.
+
+        Shape: those of the unpartitioned model.
 
         Collective: every rank of the PP_GROUP. A rank that does not come ends the others with an
         error after ``communication_timeout``.

@@ -140,6 +140,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         It has torch's form, with the names of parameters in place of their numbers.
 
+        Shape: those of the wrapped optimizer's tensors: the parameter's own, or a scalar.
+
         Args:
             gather_if_shard: without effect: optimizer state is not sharded yet.
 

@@ -31,6 +31,8 @@ class StepOutput:
     def reduce_mean(self) -> torch.Tensor:
         """Returns the element-wise mean over microbatches.
 
+        Shape: that of one microbatch's tensor.
+
         Raises:
             ValueError: the tensors differ in shape.
             TypeError: the tensors are integers.
@@ -46,6 +48,8 @@ class StepOutput:
     def reduce_sum(self) -> torch.Tensor:
         """Returns the element-wise sum over microbatches.
 
+        Shape: that of one microbatch's tensor.
+
         Raises:
             ValueError: the tensors differ in shape.
         """
@@ -53,6 +57,8 @@ class StepOutput:
 
     def concat(self) -> torch.Tensor:
         """Returns the tensors joined along dim 0, which restores the order of the batch.
+
+        Shape: (microbatch, ...) each, to (batch, ...).
 
         Raises:
             ValueError: the tensors are scalars.
@@ -67,6 +73,8 @@ class StepOutput:
 
     def stack(self) -> torch.Tensor:
         """Returns the tensors along a new leading dim, one entry a microbatch.
+
+        Shape: (...) each, to (microbatches, ...).
 
         Raises:
             ValueError: the tensors differ in shape.

@@ -24,6 +24,8 @@ def share_results(
 ) -> list[Any]:
     """Returns the result of each microbatch with its tensors in place. Collective: PP_GROUP.
 
+    Shape: those that the body returned, whole and the same on every rank of the pipeline.
+
     Args:
         links: to the other ranks of the pipeline.
         pp_rank: of this rank.
