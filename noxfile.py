@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ KERAS_2_SMOKE = (
 )
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
+
+
+class Quiet:
+    """A session that shows what a command said when it has ended, for commands beside others."""
+
+    def __init__(self, session: nox.Session) -> None:
+        self._session = session
+        self.posargs = session.posargs
+        self.log = session.log
+
+    def run(self, *words: str, **options: Any) -> None:
+        print(self._session.run(*words, silent=True, **options), flush=True)
+
+
+Runner = nox.Session | Quiet
 
 
 # Environments
@@ -132,7 +148,7 @@ def check_lint(session: nox.Session) -> None:
         session.run("check-jsonschema", "-q", "--builtin-schema", f"vendor.github-{schema}", *files)
 
 
-def check_types(session: nox.Session) -> None:
+def check_types(session: Runner) -> None:
     leaves = ("backend", "common", "torch", "tensorflow")
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
@@ -141,11 +157,11 @@ def check_types(session: nox.Session) -> None:
     session.run("mypy", "noxfile.py", *tools)
 
 
-def check_imports(session: nox.Session) -> None:
+def check_imports(session: Runner) -> None:
     session.run("lint-imports", "--no-cache")
 
 
-def check_docs(session: nox.Session) -> None:
+def check_docs(session: Runner) -> None:
     shutil.rmtree(ROOT / "docs/_build", ignore_errors=True)
     session.run(
         "sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html"
@@ -153,16 +169,17 @@ def check_docs(session: nox.Session) -> None:
     session.log("open docs/_build/html/index.html")
 
 
-def check_builds(session: nox.Session) -> None:
+def check_builds(session: Runner) -> None:
     session.run("pytest", "-m", "slow", *suites("packaging"))
 
 
-def check_house(session: nox.Session) -> None:
+def check_house(session: Runner) -> None:
     session.run("pytest", "tools/tests", *session.posargs)
 
 
-def check_units(session: nox.Session, *packages: str) -> None:
-    session.run("pytest", "-m", "not slow", *suites("unit", packages), *session.posargs)
+def check_units(session: Runner, *packages: str) -> None:
+    words = ("-m", "not slow", *suites("unit", packages), *session.posargs)
+    session.run("pytest", *words, env=ONE_THREAD)
 
 
 def check_processes(session: nox.Session, *packages: str) -> None:
@@ -185,6 +202,16 @@ def check_conformance(session: nox.Session, framework: str, *words: str) -> None
     session.run(*command, *words, env=ONE_THREAD)
 
 
+def check_all_alone(session: Quiet) -> None:
+    check_types(session)
+    check_imports(session)
+    check_units(session, *PACKAGES)
+    check_house(session)
+    session.run("pytest", "conformance/tests", *session.posargs)
+    check_docs(session)
+    check_builds(session)
+
+
 # Sessions
 
 
@@ -204,19 +231,15 @@ def tests(session: nox.Session) -> None:
     install_groups(session, "all")
     check_lint(session)
     install_packages(session, *PACKAGES)
-    check_types(session)
-    check_imports(session)
-    check_house(session)
-    check_units(session, *PACKAGES)
-    if having("multiproc"):
+    # What takes one process runs beside what starts several, whose ranks wait for each other.
+    with ThreadPoolExecutor(1) as beside:
+        others = beside.submit(check_all_alone, Quiet(session))
         check_processes(session, *PACKAGES)
-    check_examples(session)
-    session.run("pytest", "conformance/tests", *session.posargs)
-    for framework in ("torch", "tensorflow"):
-        check_conformance(session, framework)
-    check_snippets(session)
-    check_docs(session)
-    check_builds(session)
+        check_examples(session)
+        for framework in ("torch", "tensorflow"):
+            check_conformance(session, framework)
+        check_snippets(session)
+        others.result()
     # This environment has the newest TensorFlow; Keras 2 needs one of its own.
     session.notify("keras2")
 
