@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,9 @@ from conformance.worlds import WORLDS, World
 from smdistributed.modelparallel.common import testing
 
 #: For one case on a busy machine: those of TensorFlow trace a model, some start a job.
-_CASE_SECONDS = 180
+_CASE_SECONDS = 300
+#: How many cases of each world are shown as the ones that took longest.
+_NUM_SHOWN = 5
 
 
 def run(
@@ -40,10 +43,15 @@ def run(
         if not names:
             return
         started = time.monotonic()
+        ends = [started]
         for name, outcome in _outcomes(framework, world, names):
             found[name].append(outcome)
+            ends.append(time.monotonic())
         seconds = time.monotonic() - started
         note(f"{world.name}: {len(names)} cases on {world.num_ranks} ranks, {seconds:.0f} s")
+        durations = [later - earlier for earlier, later in itertools.pairwise(ends)]
+        for took, name in sorted(zip(durations, names, strict=True), reverse=True)[:_NUM_SHOWN]:
+            note(f"  {took:5.1f} s {name}")
 
     alone = [world for world in WORLDS.values() if world.num_ranks == 1]
     several = [world for world in WORLDS.values() if world.num_ranks > 1]

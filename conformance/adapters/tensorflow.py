@@ -102,7 +102,12 @@ class TensorFlowAdapter(Adapter):
         return slot.get().config
 
     def reset(self) -> None:
+        """Also makes the next model the first one, before which hooks run."""
         tf.random.set_seed(0)
+        if smp.is_initialized():
+            runtime = slot.get()
+            runtime.is_partitioned = False
+            runtime.post_partition_hooks.clear()
 
     def tensor(self, array: Array) -> Any:
         return tf.constant(array)

@@ -141,27 +141,21 @@ def a_folder_without_checkpoints_restores_nothing(adapter: Any) -> None:
         assert training.go(1)[0] < first[0]
 
 
-def _start(degree: int) -> Any:
-    adapter: Any = adapter_of("tensorflow")
-    adapter.smp.init(
-        {"pipeline_parallel_degree": degree, "microbatches": 4, "communication_timeout": 30}
-    )
-    return adapter
+def _resumes(adapter: Any, when: str) -> None:
+    """Asserts that a new model goes on from what another one saved."""
+    with shared_folder(adapter) as folder:
+        training = Training(adapter)
+        training.go(2)
+        training.manager(folder).save()
+        after = training.go(3)
+        adapter.reset()
+        assert resumed(adapter, folder, when) == pytest.approx(after, rel=1e-6)
 
 
-def save_in_a_job(degree: int, folder: str) -> list[float]:
-    """Trains and saves; returns the losses that follow."""
-    training = Training(_start(degree))
-    training.go(2)
-    training.manager(Path(folder)).save()
-    return training.go(3)
-
-
-def resume_in_a_job(degree: int, folder: str, when: str) -> list[float]:
+def resumed(adapter: Any, folder: Path, when: str) -> list[float]:
     """Restores before or after the first step, or in a hook; returns the losses that follow."""
-    adapter = _start(degree)
     training = Training(adapter)
-    manager = training.manager(Path(folder))
+    manager = training.manager(folder)
     if when == "after":
         training.go(1)
     if when == "hook":
@@ -171,31 +165,58 @@ def resume_in_a_job(degree: int, folder: str, when: str) -> list[float]:
     return training.go(3)
 
 
+@tensorflow_case("smp.CheckpointManager.restore", worlds=("pipeline",))
+def a_new_model_is_restored_after_its_first_step(adapter: Any) -> None:
+    _resumes(adapter, "after")
+
+
+@tensorflow_case("smp.CheckpointManager.restore", worlds=("pipeline",))
+def a_new_model_is_restored_before_its_first_step(adapter: Any) -> None:
+    _resumes(adapter, "before")
+
+
 @tensorflow_case(
-    "smp.CheckpointManager.restore", "smp.register_post_partition_hook", worlds=("new",)
+    "smp.CheckpointManager.restore", "smp.register_post_partition_hook", worlds=("pipeline",)
 )
-def new_jobs_restore_before_their_first_step_in_a_hook_or_after(adapter: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(2, save_in_a_job, timeout=90, args=[2, folder]).results
-        for when in ("before", "hook", "after"):
-            resumed = run_ranks(2, resume_in_a_job, timeout=90, args=[2, folder, when]).results
-            np.testing.assert_allclose(resumed, saved, rtol=1e-6, err_msg=when)
+def a_new_model_is_restored_in_a_hook(adapter: Any) -> None:
+    _resumes(adapter, "hook")
+
+
+def _start(degree: int) -> Any:
+    adapter: Any = adapter_of("tensorflow")
+    adapter.smp.init(
+        {"pipeline_parallel_degree": degree, "microbatches": 4, "communication_timeout": 30}
+    )
+    return adapter
+
+
+def save_in_a_job(folder: str) -> list[float]:
+    """Trains over two partitions and saves; returns the losses that follow."""
+    training = Training(_start(2))
+    training.go(2)
+    training.manager(Path(folder)).save()
+    return training.go(3)
 
 
 def resume_or_say_why(degree: int, folder: str) -> tuple[list[float], str]:
     """Returns the losses that follow a restore, or what was said against it."""
+    adapter = _start(degree)
     try:
-        return resume_in_a_job(degree, folder, "after"), ""
+        return resumed(adapter, Path(folder), "before"), ""
     except Exception as error:
         return [], str(error)
 
 
 @tensorflow_case("smp.CheckpointManager.restore", worlds=("new",))
-def another_number_of_partitions_is_refused_or_right(adapter: Any) -> None:
+def a_new_job_goes_on_and_another_number_of_partitions_is_refused_or_right(adapter: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(2, save_in_a_job, timeout=90, args=[2, folder]).results
-        alone = {"launcher": "python", "timeout": 90}
-        ((losses, said),) = run_ranks(1, resume_or_say_why, args=[1, folder], **alone).results  # type: ignore[arg-type]
+        saved = run_ranks(2, save_in_a_job, timeout=90, args=[folder]).results
+        same = run_ranks(2, resume_or_say_why, timeout=90, args=[2, folder]).results
+        ((losses, said),) = run_ranks(
+            1, resume_or_say_why, launcher="python", timeout=90, args=[1, folder]
+        ).results
+    for (own, refusal), wanted in zip(same, saved, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-6, err_msg=refusal)
     if said:
         assert re.search(r"\b1\b", said), said
         assert re.search(r"\b2\b", said), said
