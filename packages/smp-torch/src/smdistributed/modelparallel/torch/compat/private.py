@@ -41,7 +41,7 @@ from torch.utils.flop_counter import flop_registry as flop_registry
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 
-#: (function, preserve_rng_state, ...) -> what runs before its call, then after it
+#: (function, ...) -> what runs before its call, then after it
 Around = Callable[..., Iterator[None]]
 #: (function, preserve_rng_state, *args) -> result
 Reentrant = Callable[..., Any]
@@ -147,6 +147,8 @@ def checkpointing_replaced(
         replace: makes the replacements, given what they replace.
     """
     name = "_checkpoint_without_reentrant_generator"
+    if hasattr(native_checkpoint, f"{name}_impl"):  # what torch calls from 2.14 on
+        name = f"{name}_impl"
     around = getattr(native_checkpoint, name)
     function: Any = native_checkpoint.CheckpointFunction
     own = function.__dict__.get("apply")
