@@ -33,7 +33,7 @@ SOURCES = (
 )
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 #: The releases of PyTorch that smp-torch claims to work with, the lowest first.
-TORCHES = ("2.11.0", "2.12.0", "2.13.0")
+TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 #: The releases of TensorFlow that Horovod's wheel is made for: with Keras 2 and with Keras 3.
 TENSORFLOWS = ("2.15.1", "2.21.0")
 #: Many processes share few cores: threads of their own would hold them up.

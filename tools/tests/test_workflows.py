@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import install_torch
 import pytest
 import yaml
 from release import FRAMEWORKS, PACKAGES, ROOT, parse_tag, tag_of
@@ -150,10 +151,16 @@ def test_workflows_run_each_package_on_what_it_claims(package: str) -> None:
 
 
 def test_lowest_pytorch_is_the_one_required() -> None:
-    lowest, *_, highest = HOUSE["TORCHES"]
+    lowest = HOUSE["TORCHES"][0]
     needed = HOUSE["metadata"]("smp-torch")["project"]["dependencies"]
     assert f"torch>={lowest.removesuffix('.0')}" in needed
-    assert f'VERSION = "{highest}"' in (ROOT / "tools/install_torch.py").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
+def test_pages_name_the_pytorch_that_is_installed(page: str) -> None:
+    assert install_torch.VERSION in HOUSE["TORCHES"]
+    claimed = f"PyTorch {install_torch.VERSION.removesuffix('.0')}"
+    assert f"CI tests Python 3.11 with {claimed}" in (ROOT / page).read_text()
 
 
 def tox(package: str, *words: str) -> str:
