@@ -23,7 +23,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 STEPS, SAVED = 50, 25
 CONTENT = {"step": SAVED, "note": "text"}
@@ -235,7 +235,7 @@ def test_a_full_checkpoint_is_for_torch_alone(saved: Saved, tmp_path: Path) -> N
         cwd=Path(__file__).parent,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         check=True,
-        timeout=60,
+        timeout=120,
     )
     model_state, optimizer_state = torch.load(out, weights_only=True)
     expected_model, expected_optimizer = saved.states(Shape(2))

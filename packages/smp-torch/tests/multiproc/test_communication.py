@@ -23,7 +23,7 @@ from smdistributed.modelparallel.common.testing import (
 )
 from smdistributed.modelparallel.torch.api.slot import slot
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 TIMEOUT_SECONDS = 6.0
 LAUNCHERS: tuple[Launcher, ...] = ("mpirun", "torchrun", "smprun")
@@ -304,6 +304,6 @@ def test_raising_system_exit_ends_the_peers(launcher: Launcher, tmp_path: Any) -
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     with pytest.raises(RanksFailedError, match=r"rank(:| +:)? 1") as raised:
-        run_ranks(2, script, launcher=launcher, timeout=50)
+        run_ranks(2, script, launcher=launcher, timeout=120)
     assert "no end within" not in str(raised.value)
     assert raised.value.outcome.exit_code

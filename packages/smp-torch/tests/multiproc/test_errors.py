@@ -15,7 +15,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.testing import RanksFailedError, Worlds, cases_of
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 WIDTH = 4
 

@@ -10,7 +10,7 @@ from world import pipeline, replicas, run
 
 from smdistributed.modelparallel.common.testing import Worlds
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 MICROBATCHES = gradient_cases.MICROBATCHES
 WORLDS = {

@@ -13,7 +13,7 @@ from world import manual_pipeline, run
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import Worlds, cases_of
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 
 class Notes(logging.Handler):

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.common.testing import Worlds, cases_of
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 WIDTH = 4
 CONFIG = {

@@ -84,7 +84,7 @@ def without_fork(num_ranks: int, launcher: Launcher) -> Launcher:
 
 
 def run(
-    worlds: Worlds, world: World, body: Callable[..., Any], *args: object, timeout: float = 60
+    worlds: Worlds, world: World, body: Callable[..., Any], *args: object, timeout: float = 120
 ) -> tuple[Any, ...]:
     """Runs a body in a world; returns the values by rank."""
     skip_without_devices(world.num_ranks)
@@ -96,7 +96,7 @@ def run_fresh(
     body: Callable[..., Any],
     *args: object,
     launcher: Launcher = "fork",
-    timeout: float = 60,
+    timeout: float = 120,
 ) -> tuple[Any, ...]:
     """Runs a body in new processes, which call ``smp.init`` themselves; returns the values."""
     skip_without_devices(num_ranks)
