@@ -1,7 +1,8 @@
 """What one does with this repository; ``nox --list`` shows it.
 
 A check is a plain function that runs in an environment which has what it needs. A session makes
-the environment of one check; ``tests`` makes one environment for all of them.
+the environment of one check; ``tests`` makes one environment for all of them. (A long file, since a
+session is found here or nowhere.)
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ What is followed: plain objects (a model, its configuration, the user's own argu
 containers, classes, functions, and modules of Python outside PyTorch and the standard library. What
 no watch can see: the clock, files, the environment, state behind objects written in C. Random
 generators are compared as a whole.
+
+The file is long because one object does it all: what is followed, how it is copied, compared and
+put back must agree for each kind of state.
 """
 
 from __future__ import annotations

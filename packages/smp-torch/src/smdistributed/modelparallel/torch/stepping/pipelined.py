@@ -16,7 +16,6 @@ What a call does, on every rank of a pipeline; each line is a call in ``Pipeline
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,8 +39,6 @@ from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Pr
 from smdistributed.modelparallel.torch.stepping.recordings import Recordings
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
-
-logger = logging.getLogger(__name__)
 
 
 class PipelinedStep:
