@@ -202,6 +202,15 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         """Whether the partition is decided, by the first step call; with one partition, at once."""
         return self.holder.partitioned
 
+    @property
+    def placement(self) -> Placement:
+        """Where every module is.
+
+        Raises:
+            NotPartitionedError: that is not decided, or there is one partition.
+        """
+        return self.holder.placement
+
     def refresh(self) -> None:
         """Takes the user's changes to the structure of the model: modules, parameters, ties.
 
