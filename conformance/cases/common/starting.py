@@ -144,7 +144,7 @@ def a_partner_that_does_not_come_is_named(adapter: Adapter) -> None:
 def fail(framework: str) -> None:
     """One of two processes fails while the other waits for it."""
     smp = adapter_of(framework).smp
-    smp.init({"pipeline_parallel_degree": 2, "communication_timeout": 60})
+    smp.init({"pipeline_parallel_degree": 2, "communication_timeout": 600})
     if smp.rank() == 1:
         raise RuntimeError("gone")
     smp.barrier()
@@ -155,6 +155,6 @@ def a_failure_ends_the_whole_job_and_is_told(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
     with pytest.raises(RanksFailedError, match="gone") as error:
-        run_ranks(2, fail, timeout=60, args=[adapter.name])
+        run_ranks(2, fail, timeout=120, args=[adapter.name])
     assert error.value.outcome.exit_code != 0
-    assert error.value.outcome.seconds < 40
+    assert "no end within" not in str(error.value), "the other one waited until its time was up"
