@@ -34,6 +34,14 @@ def with_gradient(
     return list(results)
 
 
+def is_recorded(tensor: Any) -> bool:
+    """Tells whether gradients of a tensor can be asked for later.
+
+    A tape says which tensors it follows. Without one there is ``tf.gradients``, which asks for any.
+    """
+    return not record.could_possibly_record() or record.should_record_backprop([tensor])
+
+
 def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Within, no tape sees what is done."""
     manager: contextlib.AbstractContextManager[None] = record.stop_recording()

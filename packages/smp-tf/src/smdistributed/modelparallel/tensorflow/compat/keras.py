@@ -46,6 +46,11 @@ def variable_of(variable: Variable) -> Variable:
     return variable
 
 
+def is_variable(value: Any) -> bool:
+    """Tells whether a value is a variable, TensorFlow's or one that Keras wrapped."""
+    return isinstance(value, tf.Variable) or (IS_KERAS_3 and isinstance(value, tf.keras.Variable))
+
+
 def note_loss(model: Any, loss: Any, count: Any) -> None:
     """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
 
@@ -56,6 +61,14 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
     """
     if IS_KERAS_3:
         model._loss_tracker.update_state(loss, sample_weight=count)
+
+
+def thread_states() -> list[Any]:
+    """Returns what Keras keeps of a thread: settings, and counters of names."""
+    if not IS_KERAS_3:
+        return []
+    state = _private("backend.common.global_state")
+    return [state.GLOBAL_STATE_TRACKER, state.GLOBAL_SETTINGS_TRACKER]
 
 
 def takes_training(model: Any) -> bool:

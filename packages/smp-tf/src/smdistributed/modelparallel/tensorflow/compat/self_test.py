@@ -7,16 +7,61 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import graphs
-from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
-from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free
+from smdistributed.modelparallel.tensorflow.compat.gradients import (
+    is_recorded,
+    unrecorded,
+    with_gradient,
+)
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
 def self_test() -> None:
-    """Uses graphs, gradients and variables once.
+    """Uses what there is in this folder once.
 
     Raises:
         Exception: the installed TensorFlow lacks something, or it works differently.
     """
+    _test_graphs()
+    _test_isolation()
+    _test_references()
+
+
+def _test_isolation() -> None:
+    """A tape inside records, one outside does not, and Keras's settings reach the function."""
+    before = tf.keras.mixed_precision.global_policy().name
+    other = "float64" if before == "float32" else "float32"
+
+    def inside() -> tuple[Any, str]:
+        assert tf.executing_eagerly()
+        x = tf.constant(3.0)
+        with tf.GradientTape() as own:
+            own.watch(x)
+            y = x * x
+        return own.gradient(y, x), tf.keras.mixed_precision.global_policy().name
+
+    tf.keras.mixed_precision.set_global_policy(other)
+    try:
+        with tf.GradientTape() as tape, tf.Graph().as_default():
+            assert is_recorded(tf.constant(1.0)) is False
+            gradient, policy = apart(inside)
+    finally:
+        tf.keras.mixed_precision.set_global_policy(before)
+    assert (float(gradient), policy) == (6.0, other)
+    assert not tape.watched_variables()
+    assert is_recorded(tf.constant(1.0)), "tf.gradients asks without a tape"
+
+
+def _test_references() -> None:
+    variable = tf.Variable(1.0)
+    number(variable, 7)
+    assert hash(variable.ref()) == 7
+    assert variable.ref() == variable.ref()
+    assert variable.ref().deref() is variable
+
+
+def _test_graphs() -> None:
+    """Traces, copies and calls a function that reads a variable without memory."""
     made: list[Any] = []
 
     def creator(next_creator: Any, **arguments: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.util import object_identity
 
 from smdistributed.modelparallel.tensorflow.compat.autograph import not_converted
 
@@ -38,6 +40,32 @@ def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
             synchronization=arguments.get("synchronization"),
             aggregation=arguments.get("aggregation"),
         )
+
+
+class _Numbered(object_identity.Reference):  # type: ignore[misc]
+    """A reference whose hash is not an address."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, variable: Variable, number: int) -> None:
+        super().__init__(variable)
+        self._number = number
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def number(variable: Variable, place: int) -> None:
+    """Makes sets of references to variables have the same order in all processes.
+
+    TensorFlow goes through such sets where it builds custom gradients.
+
+    Args:
+        variable: TensorFlow's.
+        place: a number that no other variable of the model has.
+    """
+    known = weakref.ref(variable)
+    variable.ref = lambda: _Numbered(known(), place)
 
 
 def free(variable: Variable) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
 from smdistributed.modelparallel.tensorflow.compat import keras
-from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class ModelVariables:
         self._partition = partition
         self._ranks = ranks
         self._initial_values: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._numbered: dict[int, Any] = {}
 
     def create(self, next_creator: Callable[..., Any], **arguments: Any) -> Any:
         """Makes a variable without memory; a creator as ``tf.variable_creator_scope`` takes it."""
@@ -101,8 +102,16 @@ class ModelVariables:
             like = tf.convert_to_tensor(initial_value(), dtype=arguments.get("dtype"))
         variable = empty_variable(like, arguments)
         variable._smp_home = Home()
+        self.number([variable])
         self._initial_values[id(variable)] = (variable, initial_value)
         return variable
+
+    def number(self, variables: Iterable[Any]) -> None:
+        """Gives variables numbers, by which they are in one order in all processes."""
+        for variable in variables:
+            if id(variable) not in self._numbered:
+                self._numbered[id(variable)] = variable
+                number(variable, len(self._numbered))
 
     def settle(self, homes: Mapping[int, int], variables: list[Any], default: int) -> None:
         """Gives variables the partition where they live from now on, and their memory there.

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import autograph, graphs
-from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.record.structure import Structure, leaves_of
 
 #: Attributes of operations in a trace. They name the partition that the user asked for, the path
 #: of Keras layers in whose call the operation was made, and operations that follow their input.
@@ -117,8 +117,7 @@ def trace(
     def body(*tensors: Any) -> list[Any]:
         with _layers_noted(layer_names):
             result, losses = run(tensors)
-        leaves = tf.nest.flatten(result, expand_composites=True)
-        kept = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        kept = [leaf for leaf in leaves_of(result) if tf.is_tensor(leaf)]
         seen["structure"] = Structure(result)
         seen["losses"] = len(losses)
         with graphs.attributes({FOLLOWS: 1}):

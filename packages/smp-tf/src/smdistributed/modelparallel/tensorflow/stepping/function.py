@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,12 @@ from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
-from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.record.likeness import Likeness
+from smdistributed.modelparallel.tensorflow.record.structure import (
+    Structure,
+    is_composite,
+    leaves_of,
+)
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.inputs import split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
@@ -31,7 +36,7 @@ from smdistributed.modelparallel.tensorflow.stepping.results import (
     without_plain,
 )
 
-_Compiled = tuple[Any, list[Any], Structure]
+_Compiled = tuple[Any, list[Any]]
 
 
 @dataclass
@@ -45,6 +50,7 @@ class StepInProgress:
         microbatch: index of the present one.
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
+        programs: what models made for calls in it, under keys of theirs.
     """
 
     step_number: Any
@@ -53,6 +59,7 @@ class StepInProgress:
     microbatch: int = 0
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
+    programs: dict[Hashable, Any] = field(default_factory=dict)
 
     def random_key(self) -> Any:
         """Returns a key that is another one for each call of the model, int64 of shape [2].
@@ -100,7 +107,7 @@ class StepFunction:
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
         self._options = {"autograph": False, **options}
-        self._compiled: dict[Any, _Compiled] = {}
+        self._compiled: dict[Likeness, _Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
@@ -119,15 +126,11 @@ class StepFunction:
             )
         if not tf.executing_eagerly():
             return without_plain(self._build(runtime, args, kwargs))
-        structure = Structure((args, kwargs), _is_array, expand_composites=False)
-        arrays = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_array(leaf)]
-        key = (
-            *(_identity(leaf) for leaf in structure.others),
-            *structure.are_tensors,
-        )
+        key = Likeness((args, kwargs), _kind_of)
+        arrays = [leaf for leaf in leaves_of((args, kwargs)) if _is_array(leaf)]
         if key not in self._compiled:
-            self._compiled[key] = self._compile(structure)
-        compiled, rebuilds, _ = self._compiled[key]
+            self._compiled[key] = self._compile(Structure((args, kwargs), _is_array))
+        compiled, rebuilds = self._compiled[key]
         try:
             number, made = compiled(*map(tf.convert_to_tensor, arrays))
         except Exception:
@@ -141,9 +144,7 @@ class StepFunction:
         """Returns the step as a tf.function of its tensors, for calls with the same other values.
 
         Returns:
-            the function; what puts the result of each of its traces together from tensors; and the
-            arguments, whose other values must not be forgotten as long as they are known by their
-            identity.
+            the function, and what puts the result of each of its traces together from tensors.
         """
         rebuilds: list[Any] = []
 
@@ -154,7 +155,7 @@ class StepFunction:
             rebuilds.append(taken_apart(result, made))
             return tf.constant(len(rebuilds) - 1), made
 
-        return tf.function(run, **self._tf_options()), rebuilds, structure
+        return tf.function(run, **self._tf_options()), rebuilds
 
     def _tf_options(self) -> dict[str, Any]:
         """Returns the options of ``tf.function``, for a function of all tensors in a row."""
@@ -223,8 +224,8 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray))
 
 
-def _identity(value: Any) -> Any:
-    """Returns what tells values that are no tensors apart: plain ones by value, or as objects."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return type(value), value
-    return id(value)
+def _kind_of(tensor: Any) -> Hashable:
+    """Returns what counts of a tensor here: TensorFlow itself tells shapes and dtypes apart."""
+    if _is_array(tensor):
+        return "array"
+    return (type(tensor) if is_composite(tensor) else tensor.ref(),)
