@@ -80,7 +80,9 @@ def _plain_step(function: Any) -> Any:
         parts = [part(number) for number in range(MICROBATCHES)]
         results = [compiled(*some, **named) for some, named in parts]
         weights = [1 / MICROBATCHES] * MICROBATCHES
-        return tf.nest.map_structure(lambda *each: StepOutput(each, weights), *results)
+        return tf.nest.map_structure(
+            lambda *each: None if each[0] is None else StepOutput(each, weights), *results
+        )
 
     return run
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import ops
 
 _gradient_count = 0
@@ -40,6 +40,11 @@ def is_recorded(tensor: Any) -> bool:
     A tape says which tensors it follows. Without one there is ``tf.gradients``, which asks for any.
     """
     return not record.could_possibly_record() or record.should_record_backprop([tensor])
+
+
+def has_tangents(tensors: Sequence[Any]) -> bool:
+    """Tells whether ``tf.autodiff.ForwardAccumulator`` follows any of the tensors."""
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:

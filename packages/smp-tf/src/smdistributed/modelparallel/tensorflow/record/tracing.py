@@ -60,6 +60,23 @@ class Trace:
     operations: list[Any] = field(default_factory=list)
     forward: set[Any] = field(default_factory=set)
     added: set[Any] = field(default_factory=set)
+    _masks: dict[Any, int] = field(default_factory=dict)
+
+    def dependencies(self, gradient: Any) -> int:
+        """Returns the outputs whose gradients a gradient is made of, a bit each."""
+        if not self._masks:
+            for place, dy in enumerate(self.output_gradients):
+                if dy is not None:
+                    self._masks[dy.op] = 1 << place
+            for op in self.operations:
+                mask = 0
+                for tensor in op.inputs:
+                    mask |= self._masks.get(tensor.op, 0)
+                self._masks[op] = mask
+        mask = 0
+        for tensor in tensors_in(gradient):
+            mask |= self._masks.get(tensor.op, 0)
+        return mask
 
 
 def tensors_in(gradient: Any) -> list[Any]:
