@@ -51,6 +51,11 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, tf.Variable) or (IS_KERAS_3 and isinstance(value, tf.keras.Variable))
 
 
+def path_of(variable: Variable) -> str:
+    """Returns the name of a variable with those of the layers around it, as far as Keras has it."""
+    return str(getattr(variable, "path", None) or variable.name).split(":", maxsplit=1)[0]
+
+
 def note_loss(model: Any, loss: Any, count: Any) -> None:
     """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
 
@@ -187,6 +192,11 @@ def whole_model(
             "_clip_gradients",
             clipping,
         )
+        replace(
+            base_optimizer.BaseOptimizer if IS_KERAS_3 else base_optimizer.Optimizer,
+            "add_variable_from_reference",
+            _noting_slots,
+        )
         if IS_KERAS_3:
             replace(
                 loss_scale_optimizer.LossScaleOptimizer,
@@ -202,6 +212,19 @@ def whole_model(
                 lambda original: lambda gradients: is_finite(original(gradients)),
             )
         yield
+
+
+def _noting_slots(original: Any) -> Any:
+    """Returns what makes an optimizer's variables such that each knows the one that it is about."""
+    place = inspect.signature(original)
+
+    def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, *args, **kwargs)
+        _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
+        variable_of(slot)._smp_slot_of = variable_of(reference)
+        return slot
+
+    return add_variable_from_reference
 
 
 def _noting_variables(original: Any) -> Any:

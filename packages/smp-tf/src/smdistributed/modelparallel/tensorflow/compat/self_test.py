@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
@@ -12,6 +13,7 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
     unrecorded,
     with_gradient,
 )
+from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
@@ -25,6 +27,7 @@ def self_test() -> None:
     _test_graphs()
     _test_isolation()
     _test_references()
+    _test_initial_values()
 
 
 def _test_isolation() -> None:
@@ -58,6 +61,23 @@ def _test_references() -> None:
     assert hash(variable.ref()) == 7
     assert variable.ref() == variable.ref()
     assert variable.ref().deref() is variable
+
+
+def _test_initial_values() -> None:
+    """Noted operations draw what eager ones draw, one after the other."""
+
+    def draw() -> Any:
+        return tf.random.normal([2]) + tf.random.uniform([2])
+
+    with tf.init_scope():
+        before = context.global_seed()
+    tf.random.set_seed(5)
+    expected = [draw().numpy().tolist() for _ in range(2)]
+    tf.random.set_seed(5)
+    noted = [InitialValue(draw, None) for _ in range(2)]
+    assert [each.value().numpy().tolist() for each in reversed(noted)] == expected[::-1]
+    if before is not None:
+        tf.random.set_seed(before)
 
 
 def _test_graphs() -> None:

@@ -133,9 +133,10 @@ class Engine:
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True
-            for hook in runtime.post_partition_hooks:
-                hook()
+            hooks = list(runtime.post_partition_hooks)
             runtime.post_partition_hooks.clear()
+            for hook in hooks:
+                hook()  # which may want to be called for the next model as well
         return traced, local
 
     def _traced(self, asked: Signature, wanted: Sequence[bool]) -> tuple[Trace, list[Any]]:

@@ -128,8 +128,8 @@ def start(
         replacements.callback(watch.stop)
         patience = watch.latest_seconds
     autograph.leave_unconverted("smdistributed")
-    guard = AccessGuard()
-    replacements.enter_context(checked_access(guard.check))
+    guard = AccessGuard(topology.pp_size)
+    replacements.enter_context(checked_access(guard.check, guard.check_saving, guard.restore))
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]
