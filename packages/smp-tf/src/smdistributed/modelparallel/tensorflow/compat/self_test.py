@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import graphs, resources
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     is_recorded,
     unrecorded,
@@ -28,6 +28,7 @@ def self_test() -> None:
     _test_isolation()
     _test_references()
     _test_initial_values()
+    _test_resources()
 
 
 def _test_isolation() -> None:
@@ -61,6 +62,35 @@ def _test_references() -> None:
     assert hash(variable.ref()) == 7
     assert variable.ref() == variable.ref()
     assert variable.ref().deref() is variable
+
+
+def _test_resources() -> None:
+    """A loop that only reads is no writer, and what reads later waits for what a pass changed."""
+    variable = tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def run() -> Any:
+        graph = tf.compat.v1.get_default_graph()
+
+        def loop(body: Any) -> Any:
+            tf.while_loop(lambda n: n < 3.0, lambda n: [body(n)], [tf.constant(0.0)])
+            return next(op for op in graph.get_operations()[::-1] if op.type == "While")
+
+        reading = loop(lambda n: n + variable)
+        writing = loop(lambda n: n + variable.assign_add(1.0))
+        handle = graphs.capture(graph, variable.handle)
+        assert not resources.writes(reading, handle)
+        assert resources.writes(writing, handle)
+        assert resources.origin(graph, handle) is variable.handle
+        assert id(handle) in resources.written([writing])
+        with tf.control_dependencies(resources.before([handle])):
+            # As a pass does it: nothing orders it but what it is told to wait for.
+            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=5.0)
+        graphs.keep(graph, [own])
+        resources.after(own, [], [handle])
+        return variable.read_value()
+
+    assert float(run()) == 8.0
 
 
 def _test_initial_values() -> None:

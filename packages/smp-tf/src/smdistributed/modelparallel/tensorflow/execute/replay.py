@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import graphs, resources
 from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded
 from smdistributed.modelparallel.tensorflow.execute.backward import Backward
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
@@ -85,9 +85,6 @@ class Replay:
         for name, outside in trace.captured.items():
             if name in needed:
                 values[name] = graphs.capture(graph, outside)
-                if name in local.written:
-                    # The order of passes decides about it, not that in which they are made here.
-                    values[name] = tf.identity(values[name])
         values |= constants(graph, list(results_of(trace)))
         keys = {transfer: self._links.new_key(transfer.tensor) for transfer in local.plan.transfers}
         with unrecorded():
@@ -136,7 +133,14 @@ class Replay:
             if program.one[0] is not phase:
                 continue
             operands = [values[tensor.name] for tensor in program.inputs]
-            operation = graphs.call(program.function, [key, *operands])
+            # Passes have an order of their own. With resources they wait for what else uses these,
+            # but not for each other in the order in which they are made here.
+            read = [values[name] for name in program.read]
+            changed = [values[name] for name in program.changed]
+            with tf.control_dependencies(resources.before([*read, *changed])):
+                operation = graphs.call(program.function, [key, *operands])
+            resources.after(operation, read, changed)
+            kept.append(operation)
             call.operations[program.one] = operation
             for tensor, made in zip(program.outputs, operation.outputs, strict=True):
                 made.set_shape(tensor.shape)

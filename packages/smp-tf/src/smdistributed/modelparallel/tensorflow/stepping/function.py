@@ -18,7 +18,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat import autograph, resources
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 from smdistributed.modelparallel.tensorflow.record.likeness import Likeness
@@ -51,6 +51,7 @@ class StepInProgress:
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
         programs: what models made for calls in it, under keys of theirs.
+        begin: number of operations in the graph before it.
     """
 
     step_number: Any
@@ -60,6 +61,7 @@ class StepInProgress:
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     programs: dict[Hashable, Any] = field(default_factory=dict)
+    begin: int = 0
 
     def random_key(self) -> Any:
         """Returns a key that is another one for each call of the model, int64 of shape [2].
@@ -171,7 +173,9 @@ class StepFunction:
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
-            step = StepInProgress(runtime.step_number.assign_add(1), progress, first)
+            begin = len(tf.compat.v1.get_default_graph().get_operations())
+            number = runtime.step_number.assign_add(1)
+            step = StepInProgress(number, progress, first, begin=begin)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
@@ -201,6 +205,7 @@ class StepFunction:
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
                 runtime.links,
+                is_serial=_writes_to_models(step),
             )
 
 
@@ -218,6 +223,24 @@ def step(
         return StepFunction(slot, function, non_split_inputs, input_split_axes, options)
 
     return decorate if function is None else decorate(function)
+
+
+def _writes_to_models(step: StepInProgress) -> bool:
+    """Tells whether the body, outside calls of models, writes variables that these calls use."""
+    graph = tf.compat.v1.get_default_graph()
+    calls = [call for calls in step.calls for call in calls]
+    passes = {operation for call in calls for operation in call.operations.values()}
+    others = [op for op in graph.get_operations()[step.begin :] if op not in passes]
+    written = resources.written(others)
+    if not written:
+        return False
+    used = {
+        id(outside)
+        for call in calls
+        for outside in call.local.plan.trace.captured.values()
+        if outside.dtype == tf.resource
+    }
+    return any(id(resources.origin(graph, each)) in used for each in written.values())
 
 
 def _is_array(value: Any) -> bool:
