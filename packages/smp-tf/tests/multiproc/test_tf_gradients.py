@@ -14,7 +14,14 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 @pytest.mark.parametrize(
     "name",
-    ["of_inputs", "without_tape", "of_others", "of_a_variable_given", "of_one_output"],
+    [
+        "of_inputs",
+        "without_tape",
+        "of_others",
+        "of_a_variable_given",
+        "of_a_variable_in_the_call",
+        "of_one_output",
+    ],
 )
 def test_gradients_are_those_of_tensorflow(worlds: Worlds, name: str) -> None:
     assert_same(worlds, getattr(tf_gradients, name), world=TWO_BY_HAND)

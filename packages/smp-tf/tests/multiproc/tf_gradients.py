@@ -10,6 +10,7 @@ from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows, two_layers
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 L = tf.keras.layers
 
@@ -62,6 +63,31 @@ def of_others(side: Side) -> Found:
         return [tf.convert_to_tensor(each) for each in tape.gradient(loss, tables)]
 
     return Found(_summed(compute(rows())), {})
+
+
+def of_a_variable_in_the_call(side: Side) -> Found:
+    """Of variables that are not the model's but are read by its call, one of which it changes."""
+    gain, count = tf.Variable(3.0), tf.Variable(0.0, trainable=False)
+
+    def after(model: Any, x: Any, given: Any) -> Any:
+        count.assign_add(1.0)
+        return x * gain
+
+    model = two_layers(side, lambda model, x, given: x * gain, after)
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x)))
+        return tape.gradient(loss, gain)
+
+    gradient = compute(rows()).reduce_sum()
+    home = home_of(count)
+    if home is None or home.is_here:
+        return Found([gradient], {"count": tf.convert_to_tensor(count)})
+    with pytest.raises(SMPError, match="lives on rank 1"):
+        tf.convert_to_tensor(count)
+    return Found([gradient], {})
 
 
 def of_a_variable_given(side: Side) -> Found:

@@ -68,7 +68,7 @@ def _test_resources() -> None:
     """A loop that only reads is no writer, and what reads later waits for what a pass changed."""
     variable = tf.Variable(1.0)
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def run() -> Any:
         graph = tf.compat.v1.get_default_graph()
 

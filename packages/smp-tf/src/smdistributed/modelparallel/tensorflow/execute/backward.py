@@ -26,8 +26,9 @@ class Backward:
         values: by name of a tensor of the trace, the tensor in this graph.
         run: adds the backward programs.
         outputs: of the programs; what the call returns stands behind them.
-        sources: what the call takes: inputs, then values of the variables that live here.
-        own: gradients of these variables in the trace.
+        sources: what the call takes: inputs, then values of variables: those of the model that live
+            here, others, and one that stands for missing ones.
+        own: gradients in the trace of all these variables but the last.
     """
 
     call: Any
@@ -86,8 +87,7 @@ class Backward:
         with unrecorded():
             self.run()
             found = [self._found(each) for each in (*trace.input_gradients, *self.own)]
-            if not self.own:
-                found.append(tf.zeros([]))
+            found.append(tf.zeros([]))  # of the variable that stands for missing ones
         return [None] * len(self.outputs) + self._once(found, given)
 
     def _found(self, gradient: Any) -> Any:

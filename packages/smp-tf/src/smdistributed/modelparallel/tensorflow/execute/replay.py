@@ -73,7 +73,8 @@ class Replay:
             local: what this process executes.
             inputs: tensors of the present graph.
             key: of random operations, int64 of shape [2].
-            anchor: a variable that stands for the missing ones where this process trains none.
+            anchor: a variable that stands for the missing ones where this process trains none. Its
+                gradient is zero.
         """
         trace = local.plan.trace
         graph = tf.compat.v1.get_default_graph()
@@ -96,15 +97,15 @@ class Replay:
             if variable._smp_home.is_here
         ]
         reads = [variable.read_value() for variable, _ in mine]
-        if not reads:
-            reads = [anchor.read_value()]
+        reads += [variable.read_value() for variable in trace.others]
+        reads.append(anchor.read_value())
         backward = Backward(
             call,
             values,
             lambda: self._run(call, Kind.BACKWARD, values, keys, key),
             outputs,
             [*inputs, *reads],
-            [gradient for _, gradient in mine],
+            [*(gradient for _, gradient in mine), *trace.other_gradients],
         )
         return backward.attached(), call
 

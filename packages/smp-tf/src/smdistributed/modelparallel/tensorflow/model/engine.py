@@ -41,7 +41,8 @@ class Engine:
     Attributes:
         runtime: of this process.
         name: of the model.
-        run: the model's own call.
+        model: what is executed.
+        run: its own call.
         collect: returns its trainable and all its variables, wherever they live.
         losses: returns the losses of its layers after a call.
         is_tracing: whether the model's own call is being traced.
@@ -56,6 +57,7 @@ class Engine:
 
     runtime: TFRuntime
     name: str
+    model: Any
     run: Callable[..., Any]
     collect: _Variables
     losses: Callable[[], list[Any]]
@@ -103,9 +105,9 @@ class Engine:
         others would wait for its part of the backward pass.
         """
         if self.anchor is None:
-            with tf.init_scope():
-                kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
-                self.anchor = kind(0.0, name="smp_anchor")
+            kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
+            # Not seen by a tf.function, which would make the graph again without new variables.
+            self.anchor = apart(lambda: kind(0.0, name="smp_anchor"))
             partition = self.runtime.coordinates.pp_rank
             home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
             keras.variable_of(self.anchor)._smp_home = home
@@ -130,6 +132,7 @@ class Engine:
         progress.stage = f"the passes of {self.name} in this process"
         local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded)
         self._variables.settle(self.placement.homes, every, self._default_partition)
+        self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True
@@ -144,7 +147,8 @@ class Engine:
 
         def run(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
             args, kwargs = asked.arguments(tensors)
-            return self.run(*args, **kwargs), self.losses()
+            with self.layer_names.watched(self.model):
+                return self.run(*args, **kwargs), self.losses()
 
         self.is_tracing = True
         try:

@@ -11,7 +11,11 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.record.likeness import Likeness, spec_of
-from smdistributed.modelparallel.tensorflow.record.structure import Structure, leaves_of
+from smdistributed.modelparallel.tensorflow.record.structure import (
+    Structure,
+    is_composite,
+    leaves_of,
+)
 
 
 @dataclass(eq=False)
@@ -42,11 +46,18 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
 
 
 def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns what a model is called with when it serves: specs, and no training."""
-    specs = tf.nest.map_structure(
-        lambda each: tf.TensorSpec(each.shape, tf.as_dtype(each.dtype)), tuple(args)
-    )
-    return specs, {**kwargs, "training": False} if "training" in kwargs else dict(kwargs)
+    """Returns what a model is called with when it serves: specs for tensors, and no training."""
+
+    def spec(leaf: Any) -> Any:
+        if is_composite(leaf):
+            return tf.type_spec_from_value(leaf)
+        is_array = tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)
+        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)) if is_array else leaf
+
+    if "training" in kwargs and not tf.is_tensor(kwargs["training"]):
+        kwargs = {**kwargs, "training": False}
+    specs: tuple[Any, dict[str, Any]] = tf.nest.map_structure(spec, (tuple(args), dict(kwargs)))
+    return specs
 
 
 def _converted(leaf: Any) -> Any:

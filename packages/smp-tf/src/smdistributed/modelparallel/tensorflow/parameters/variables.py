@@ -8,7 +8,7 @@ that existed before (made in a constructor) are given back on the processes that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,24 @@ class ModelVariables:
             if id(variable) not in self._numbered:
                 self._numbered[id(variable)] = variable
                 number(variable, len(self._numbered))
+
+    def claim(
+        self, homes: Mapping[int, int], variables: Iterable[Any], changed: Collection[int]
+    ) -> None:
+        """Gives homes to variables that are not the model's but are changed by its call.
+
+        They have a value everywhere, which from now on is the right one in one process only.
+
+        Args:
+            homes: partition by ``id``.
+            variables: that are not the model's.
+            changed: ``id`` of each variable that the call may change.
+        """
+        for variable in variables:
+            if id(variable) in changed and home_of(variable) is None:
+                partition = homes[id(variable)]
+                is_here = partition == self._partition
+                variable._smp_home = Home(partition, self._ranks[partition], is_here)
 
     def settle(self, homes: Mapping[int, int], variables: list[Any], default: int) -> None:
         """Gives variables the partition where they live from now on, and their memory there.

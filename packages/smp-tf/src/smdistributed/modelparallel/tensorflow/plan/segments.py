@@ -83,6 +83,15 @@ class Plan:
     gradient_passes: list[set[Pass]] = field(default_factory=list)
     resources: dict[Pass, dict[str, bool]] = field(default_factory=dict)
 
+    def changed(self) -> set[int]:
+        """Returns the ``id`` of each variable that some pass may change."""
+        return {
+            self.trace.variable_names[name]
+            for used in self.resources.values()
+            for name, is_changed in used.items()
+            if is_changed and name in self.trace.variable_names
+        }
+
     def digest(self) -> str:
         """Returns what all processes must agree on, as a short text."""
         text = hashlib.sha256()
@@ -338,7 +347,7 @@ def _transfers(
         if id(variable) in homes:
             for tensor in tensors_in(gradient):
                 want(tensor, homes[id(variable)], Kind.BACKWARD)
-    for gradient in trace.input_gradients:
+    for gradient in (*trace.input_gradients, *trace.other_gradients):
         for tensor in tensors_in(gradient):
             for partition in range(num_partitions):
                 want(tensor, partition, Kind.BACKWARD)

@@ -113,7 +113,11 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
-        return autograph.not_converted(self._call)(args, kwargs)
+        try:
+            return autograph.not_converted(self._call)(args, kwargs)
+        except Exception as error:
+            autograph.pass_through(error)
+            raise
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
@@ -134,7 +138,7 @@ class StepFunction:
             self._compiled[key] = self._compile(Structure((args, kwargs), _is_array))
         compiled, rebuilds = self._compiled[key]
         try:
-            number, made = compiled(*map(tf.convert_to_tensor, arrays))
+            number, made = compiled(*map(_as_tensor, arrays))
         except Exception:
             if not rebuilds:
                 # A first trace that failed leaves a tf.function that refuses new variables.
@@ -241,6 +245,10 @@ def _writes_to_models(step: StepInProgress) -> bool:
         if outside.dtype == tf.resource
     }
     return any(id(resources.origin(graph, each)) in used for each in written.values())
+
+
+def _as_tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
 
 
 def _is_array(value: Any) -> bool:
