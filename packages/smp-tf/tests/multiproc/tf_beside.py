@@ -6,7 +6,7 @@ name. It is written once: ``side.base`` is the class of models, ``side.step`` th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,8 +120,13 @@ def assert_same(
 ) -> None:
     """Asserts that a world finds what TensorFlow alone does."""
     (expected,) = worlds.run(PLAIN, on_side, body, True, *args)
+    compare(worlds.run(world, on_side, body, False, *args), expected, tolerance)
+
+
+def compare(ranks: Sequence[Found], expected: Found, tolerance: float) -> None:
+    """Asserts that ranks found what TensorFlow alone did."""
     own: dict[str, Any] = {}
-    for found in worlds.run(world, on_side, body, False, *args):
+    for found in ranks:
         _assert_close(found.same, expected.same, tolerance)
         own |= found.own
     assert sorted(own) == sorted(expected.own)

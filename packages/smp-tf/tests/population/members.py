@@ -1,0 +1,146 @@
+"""The models of the population: each is trained with the library and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_calls
+import tf_effects
+import tf_fit
+import tf_gradients
+import tf_state
+from tf_beside import Found, Side, by_name
+
+L = tf.keras.layers
+BATCH = 8
+#: Side of the images that the smallest model of each family of ``tf.keras.applications`` takes.
+_IMAGES = {
+    "VGG16": 32,
+    "ResNet50": 32,
+    "ResNet50V2": 32,
+    "MobileNet": 32,
+    "MobileNetV2": 32,
+    "MobileNetV3Small": 32,
+    "DenseNet121": 32,
+    "EfficientNetB0": 32,
+    "EfficientNetV2B0": 32,
+    "ConvNeXtTiny": 32,
+    "NASNetMobile": 32,
+    "Xception": 71,
+    "InceptionV3": 75,
+    "InceptionResNetV2": 75,
+}
+
+
+def _numbers(*shape: int, seed: int = 0) -> Any:
+    return tf.constant(np.random.RandomState(seed).standard_normal(shape), tf.float32)
+
+
+def train(side: Side, model: Any, batch: Any) -> Found:
+    """Trains a model for two steps; returns the losses and the trained variables."""
+    optimizer = tf.keras.optimizers.SGD(0.01)
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(x, training=True))
+            loss = tf.add_n([tf.reduce_mean(tf.square(each - 0.1)) for each in outputs])
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    losses = []
+    for _ in range(2):
+        gradients, loss = compute(batch)
+        pairs = zip(gradients, model.trainable_variables, strict=True)
+        optimizer.apply_gradients([(g.accumulate(), v) for g, v in pairs if g is not None])
+        losses.append(loss.reduce_mean())
+    own = by_name(model.trainable_variables, model.trainable_variables)
+    return Found(losses, own)
+
+
+def _given(side: Side, model: Any) -> Any:
+    return model if side.base is tf.keras.Model else side.base(model)
+
+
+def _application(name: str) -> Callable[[Side], Found]:
+    def member(side: Side) -> Found:
+        size = _IMAGES[name]
+        sizes = {"MobileNet": 0.25, "MobileNetV2": 0.35}
+        options = {"alpha": sizes[name]} if name in sizes else {}
+        model = getattr(tf.keras.applications, name)(
+            input_shape=(size, size, 3), weights=None, include_top=False, pooling="avg", **options
+        )
+        for layer in model.layers:
+            if "drop" in type(layer).__name__.lower():
+                layer.rate = 0.0  # masks are drawn for each way to cut a batch
+        return train(side, _given(side, model), _numbers(BATCH, size, size, 3))
+
+    return member
+
+
+def _sequential(*layers: Callable[[], Any], shape: tuple[int, ...]) -> Callable[[Side], Found]:
+    def member(side: Side) -> Found:
+        model = tf.keras.Sequential([make() for make in layers])
+        return train(side, _given(side, model), _numbers(BATCH, *shape))
+
+    return member
+
+
+def _attention(side: Side) -> Found:
+    inputs = tf.keras.Input((6, 16))
+    x = inputs
+    for _ in range(2):
+        y = L.MultiHeadAttention(2, 8)(L.LayerNormalization()(x), x, use_causal_mask=True)
+        x = L.Add()([x, y])
+        x = L.Add()([x, L.Dense(16)(L.Dense(32, "gelu")(L.LayerNormalization()(x)))])
+    model = tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
+    return train(side, _given(side, model), _numbers(BATCH, 6, 16))
+
+
+MEMBERS: dict[str, Callable[[Side], Found]] = {
+    **{name: _application(name) for name in _IMAGES},
+    "LSTM": _sequential(
+        lambda: L.LSTM(8, return_sequences=True),
+        lambda: L.LSTM(8),
+        lambda: L.Dense(3),
+        shape=(5, 4),
+    ),
+    "bidirectional GRU": _sequential(
+        lambda: L.Bidirectional(L.GRU(8, return_sequences=True)),
+        lambda: L.Bidirectional(L.GRU(8)),
+        lambda: L.Dense(3),
+        shape=(5, 4),
+    ),
+    "ConvLSTM": _sequential(
+        lambda: L.ConvLSTM1D(4, 3), lambda: L.Flatten(), lambda: L.Dense(3), shape=(4, 6, 3)
+    ),
+    "cells in a loop": _sequential(
+        lambda: L.RNN([L.LSTMCell(6), L.GRUCell(6)], return_sequences=True),
+        lambda: L.TimeDistributed(L.Dense(3)),
+        shape=(5, 4),
+    ),
+    "attention": _attention,
+    "loops on both halves": tf_effects.loops,
+    "normalisation on both ends": tf_effects.repeated_norm,
+    "state read and written": tf_effects.read_then_written,
+    "variable of the body": tf_effects.written_in_the_body,
+    "recomputed layers": tf_calls.recompute,
+    "tape in the call": tf_calls.tape_in_call,
+    "named arguments": tf_calls.arguments,
+    "embeddings with Adam": tf_state.embeddings,
+    "own initializers": tf_state.initial,
+    "gradients of inputs": tf_gradients.of_inputs,
+    "several outputs": tf_gradients.of_one_output,
+    "transfer learning by fit": tf_fit.transfer,
+    "fit with weights and callbacks": tf_fit.options,
+    "fit with losses by name": tf_fit.outputs,
+}
+
+
+def run(name: str, is_alone: bool) -> Found:
+    """Runs a member; to be called on every rank."""
+    from tf_beside import on_side
+
+    return on_side(MEMBERS[name], is_alone)
