@@ -45,9 +45,8 @@ LONGEST = "--durations=40"
 #: What the older TensorFlow is tried with in CI: state, loops, several segments a partition, and
 #: optimizers that Keras 3 lacks. Session ``tensorflow`` runs everything.
 KERAS_2_SMOKE = (
-    "packages/smp-tf/tests/multiproc",
-    "-k",
-    "pp2-cnn or pp2-lstm or pp2-zigzag or legacy or get_gradients",
+    *("packages/smp-tf/tests/unit", "packages/smp-tf/tests/multiproc"),
+    *("-k", "unit or pp2-cnn or pp2-lstm or pp2-zigzag or legacy or get_gradients"),
 )
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
@@ -60,6 +59,7 @@ class Quiet:
         self._session = session
         self.posargs = session.posargs
         self.log = session.log
+        self.install = session.install
 
     def run(self, *words: str, **options: Any) -> None:
         print(self._session.run(*words, silent=True, **options), flush=True)
@@ -71,7 +71,7 @@ Runner = nox.Session | Quiet
 # Environments
 
 
-def install_groups(session: nox.Session, *groups: str) -> None:
+def install_groups(session: Runner, *groups: str) -> None:
     """Installs dependency groups of the root pyproject.toml."""
     session.install(*nox.project.dependency_groups(GROUPS, *groups))
 
@@ -170,8 +170,8 @@ def check_docs(session: Runner) -> None:
     session.log("open docs/_build/html/index.html")
 
 
-def check_builds(session: Runner) -> None:
-    session.run("pytest", "-m", "slow", *suites("packaging"))
+def check_builds(session: Runner, *words: str) -> None:
+    session.run("pytest", *words, *suites("packaging"))
 
 
 def check_house(session: Runner) -> None:
@@ -183,34 +183,45 @@ def check_units(session: Runner, *packages: str) -> None:
     session.run("pytest", *words, env=ONE_THREAD)
 
 
-def check_processes(session: nox.Session, *packages: str) -> None:
+def check_processes(session: Runner, *packages: str, which: str = "multiproc and not slow") -> None:
     places = [place for kind in PROCESSES for place in suites(kind, packages)]
-    words = ("-m", "multiproc and not slow", LONGEST, *places, *session.posargs)
-    session.run("pytest", *words, env=ONE_THREAD)
+    session.run("pytest", "-m", which, LONGEST, *places, *session.posargs, env=ONE_THREAD)
 
 
-def check_examples(session: nox.Session) -> None:
+def check_examples(session: Runner) -> None:
     words = ("-m", "not slow", LONGEST, "examples/tests", *session.posargs)
     session.run("pytest", *words, env=ONE_THREAD)
 
 
-def check_snippets(session: nox.Session) -> None:
-    session.run("pytest", LONGEST, "docs/tests", *session.posargs, env=ONE_THREAD)
+def check_snippets(session: Runner, *words: str) -> None:
+    session.run("pytest", *words, LONGEST, "docs/tests", *session.posargs, env=ONE_THREAD)
 
 
-def check_conformance(session: nox.Session, framework: str, *words: str) -> None:
+def check_conformance(session: Runner, framework: str, *words: str) -> None:
     command = ("python", "-m", "conformance", "--framework", framework)
     session.run(*command, *words, env=ONE_THREAD)
 
 
-def check_all_alone(session: Quiet) -> None:
+def check_with_torch(session: Runner) -> None:
+    """One lane of ``tests``: all that starts processes without TensorFlow."""
+    check_processes(session, "smp-common", "smp-torch")
+    check_conformance(session, "torch", "--quick")
+    check_snippets(session, "-m", "not slow")
+
+
+def check_with_tensorflow(session: Runner) -> None:
+    """The other lane, of the same length: what starts TensorFlow, or one process."""
     check_types(session)
     check_imports(session)
     check_units(session, *PACKAGES)
-    check_house(session)
-    session.run("pytest", "conformance/tests", *session.posargs)
+    session.run("pytest", "tools/tests", "conformance/tests", *session.posargs)
     check_docs(session)
-    check_builds(session)
+    check_builds(session, "-m", "not slow")
+    check_processes(session, "smp-tf")
+    check_conformance(session, "tensorflow", "--quick")
+    # Last, since every process of TensorFlow would import some of it.
+    install_groups(session, "examples")
+    check_examples(session)
 
 
 # Sessions
@@ -228,19 +239,15 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every check that needs no GPU, as CI does, in one environment."""
+    """Run every kind of check that needs no GPU, as CI does; releases run the slow ones too."""
     install_groups(session, "all")
     check_lint(session)
     install_packages(session, *PACKAGES)
-    # What takes one process runs beside what starts several, whose ranks wait for each other.
+    # Two lanes: ranks often wait for each other, and then the other lane computes.
     with ThreadPoolExecutor(1) as beside:
-        others = beside.submit(check_all_alone, Quiet(session))
-        check_processes(session, *PACKAGES)
-        check_examples(session)
-        for framework in ("torch", "tensorflow"):
-            check_conformance(session, framework)
-        check_snippets(session)
-        others.result()
+        other = beside.submit(check_with_tensorflow, Quiet(session))
+        check_with_torch(session)
+        other.result()
     # This environment has the newest TensorFlow; Keras 2 needs one of its own.
     session.notify("keras2")
 
@@ -276,7 +283,7 @@ def compatibility(session: nox.Session, torch: str) -> None:
 
 @nox.session
 def failures(session: nox.Session) -> None:
-    """Run the whole failure matrix, of which CI runs half."""
+    """Run the whole failure matrix, of which CI runs a few cells."""
     install_groups(session, "test")
     install_packages(session, *PACKAGES)
     session.run("pytest", *suites("failures"), *session.posargs, env=ONE_THREAD)
@@ -284,10 +291,11 @@ def failures(session: nox.Session) -> None:
 
 @nox.session
 def thorough(session: nox.Session) -> None:
-    """Run the tests of processes and examples that CI leaves out, the failure matrix aside."""
+    """Run the slow tests, which CI leaves out, but for the failure matrix and packaging."""
     install_groups(session, "test", "architectures", "examples")
     install_packages(session, *PACKAGES)
-    places = (*suites("multiproc"), *suites("architectures"), "examples/tests")
+    kinds = ("unit", "multiproc", "architectures")
+    places = (*(place for kind in kinds for place in suites(kind)), "examples/tests")
     session.run("pytest", "-m", "slow", LONGEST, *places, *session.posargs, env=ONE_THREAD)
 
 
@@ -411,14 +419,13 @@ def tensorflow(session: nox.Session, tensorflow: str) -> None:
     """Run all tests of smp-tf with the last TensorFlow that has Keras 2, and the newest."""
     install_tensorflow(session, tensorflow)
     check_units(session, "smp-tf")
-    check_processes(session, "smp-tf")
+    check_processes(session, "smp-tf", which="multiproc")
 
 
 @nox.session(python="3.11")
 def keras2(session: nox.Session) -> None:
     """Run the unit tests of smp-tf and some of its others with the last TensorFlow on Keras 2."""
     install_tensorflow(session, TENSORFLOWS[0])
-    check_units(session, "smp-tf")
     session.run("pytest", LONGEST, *KERAS_2_SMOKE, env=ONE_THREAD)
 
 

@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--framework", choices=FRAMEWORKS, required=True)
     parser.add_argument("--report", type=Path, help="folder for report.{txt,json,html}")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows or cases")
+    parser.add_argument("--quick", action="store_true", help="each case in one kind of job")
     parser.add_argument("--list", action="store_true", help="show rows and their cases")
     options = parser.parse_args()
     specified = rows.load(options.framework)
@@ -40,7 +41,8 @@ def main() -> int:
             )
         return 0
     started = time.monotonic()
-    outcomes = runner.run(options.framework, cases, note=functools.partial(print, flush=True))
+    note = functools.partial(print, flush=True)
+    outcomes = runner.run(options.framework, cases, note, is_quick=options.quick)
     result = report.Report(options.framework, specified, cases, outcomes)
     print(result.text(is_whole=not options.only))
     print(f"{time.monotonic() - started:.0f} s")

@@ -13,6 +13,9 @@ from conformance.worlds import FRAMEWORKS, WORLDS
 if TYPE_CHECKING:
     from conformance.adapters.base import Adapter
 
+#: What is tried in more worlds than these is about ranks and groups, and takes milliseconds.
+_FEW_WORLDS = 4
+
 Body = Callable[["Adapter"], Any]
 
 
@@ -36,6 +39,13 @@ class Case:
     frameworks: tuple[str, ...]
     body: Body
     is_built: bool = True
+
+    @property
+    def some_worlds(self) -> tuple[str, ...]:
+        """Worlds that show the behaviour: all where it is one of ranks and groups, else one."""
+        if len(self.worlds) > _FEW_WORLDS:
+            return self.worlds
+        return ("pipeline",) if "pipeline" in self.worlds else self.worlds[:1]
 
     @property
     def title(self) -> str:

@@ -22,7 +22,11 @@ _NUM_SHOWN = 5
 
 
 def run(
-    framework: str, cases: Mapping[str, Case], note: Callable[[str], None] = lambda _: None
+    framework: str,
+    cases: Mapping[str, Case],
+    note: Callable[[str], None] = lambda _: None,
+    *,
+    is_quick: bool = False,
 ) -> dict[str, Outcome]:
     """Runs cases.
 
@@ -30,6 +34,7 @@ def run(
         framework: whose package is tried.
         cases: by name.
         note: is told of each world that has ended.
+        is_quick: leaves worlds out, see ``Case.some_worlds``.
 
     Returns:
         what became of each case, over all its worlds and ranks.
@@ -39,7 +44,11 @@ def run(
     found: dict[str, list[Outcome]] = {name: [] for name in cases}
 
     def run_cases_of(world: World) -> None:
-        names = [name for name, case in cases.items() if world.name in case.worlds]
+        names = [
+            name
+            for name, case in cases.items()
+            if world.name in (case.some_worlds if is_quick else case.worlds)
+        ]
         if not names:
             return
         started = time.monotonic()
@@ -68,8 +77,9 @@ def _outcomes(framework: str, world: World, names: list[str]) -> Iterator[tuple[
         world.num_ranks,
         job.start,
         (framework, world.name),
-        "python" if world.num_ranks == 1 else "smprun",
+        world.launcher_of(framework),
         {"OMP_NUM_THREADS": "1"},
+        (f"conformance.adapters.{framework}",),
     )
     with contextlib.closing(testing.Worlds()) as pool:
         for name in names:

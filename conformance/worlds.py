@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from smdistributed.modelparallel.common.testing import Launcher
+
 FRAMEWORKS = ("torch", "tensorflow")
 
 
@@ -31,6 +33,20 @@ class World:
     def config_of(self, framework: str) -> dict[str, object]:
         """Returns all parameters."""
         return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
+
+    def launcher_of(self, framework: str) -> Launcher:
+        """Returns what starts the processes.
+
+        Copies of one process save its imports, where PyTorch on the CPU is all they need. One world
+        is started as users do it, over MPI.
+        """
+        if self.num_ranks == 1:
+            return "python"
+        if framework == "tensorflow" or self.name == "pipeline":
+            return "smprun"
+        import torch
+
+        return "smprun" if torch.cuda.is_available() else "fork"
 
 
 #: Horovod has no wheels; without it everything but its own rows can be tried.

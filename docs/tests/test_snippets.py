@@ -11,6 +11,8 @@ DOCS = Path(__file__).parents[1]
 PAGES = sorted(
     page for page in DOCS.rglob("*.md") if not page.relative_to(DOCS).parts[0].startswith("_")
 )
+#: Pages whose kind of run no other one has: in one process and two, resumed, hanging, TensorFlow.
+ALWAYS = {"five-minutes.md", "checkpoints.md", "find-a-hang.md", "tensorflow.md"}
 
 
 def named(pages: list[Path]) -> list[object]:
@@ -18,7 +20,18 @@ def named(pages: list[Path]) -> list[object]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("page", named([page for page in PAGES if snippets.has_runs(page)]))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(DOCS)),
+            marks=() if page.name in ALWAYS else pytest.mark.slow,
+        )
+        for page in PAGES
+        if snippets.has_runs(page)
+    ],
+)
 def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     snippets.run(page, tmp_path)
 

@@ -17,7 +17,15 @@ def shares(printed: str) -> list[float]:
     return [float(words[at + 1]) for at, word in enumerate(words) if word == "right"]
 
 
-@pytest.mark.parametrize("partition", ["manual", pytest.param("auto", marks=pytest.mark.slow)])
+def test_it_trains_and_writes_a_model_for_tensorflow(tmp_path: Path) -> None:
+    options = ("--folder", str(tmp_path), "--partition", "manual", "--epochs", "2")
+    found = shares(run(SCRIPT, 2, *options))
+    assert found[-1] > 0.8
+    assert shares(run(SCRIPT, 1, "--evaluate", str(tmp_path / "model"))) == found[-1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["manual", "auto"])
 def test_it_trains_resumes_and_writes_a_model_for_tensorflow(
     tmp_path: Path, partition: str
 ) -> None:

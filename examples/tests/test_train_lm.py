@@ -49,6 +49,7 @@ def test_without_tied_weights_nothing_is_rounded_differently(tmp_path: Path) -> 
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_interrupted_training_goes_on_with_the_same_losses(
     alone: dict[int, float], tmp_path: Path
 ) -> None:

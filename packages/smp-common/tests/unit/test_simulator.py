@@ -338,7 +338,7 @@ def test_a_measured_timeline_may_start_at_any_time() -> None:
     assert Timeline(((),)).bubble_fraction == 0.0
 
 
-@pytest.mark.parametrize("num_ranks", [64, 16])
+@pytest.mark.parametrize("num_ranks", [64, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_large_plan_is_whole(num_ranks: int) -> None:
     graph = chain([index % num_ranks for index in range(64)])
     timeline = build_schedule(graph, 512, "interleaved", 66)

@@ -23,14 +23,16 @@ def saved(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return directory, losses
 
 
-@pytest.mark.parametrize("when", ["before", "in a hook", "after a step"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("before", marks=pytest.mark.slow), "in a hook", "after a step"]
+)
 def test_a_restored_model_goes_on_to_the_last_bit(worlds: Worlds, saved: Any, when: str) -> None:
     directory, losses = saved
     for found in worlds.run(TWO, tf_checkpoints.restore_and_train, "dropout", directory, when):
         assert found == losses
 
 
-@pytest.mark.parametrize("name", ["cnn", "sequential"])
+@pytest.mark.parametrize("name", ["cnn", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_tensorflow_alone_loads_what_save_model_wrote(
     worlds: Worlds, tmp_path: Path, name: str
 ) -> None:
@@ -47,7 +49,10 @@ def fitted_plainly(worlds: Worlds) -> dict[str, Any]:
     return result  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("world", [TWO, ONE], ids=["two", "one"])
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(TWO, id="two"), pytest.param(ONE, id="one", marks=pytest.mark.slow)],
+)
 def test_fit_evaluate_and_predict_give_the_numbers_of_keras(
     worlds: Worlds, fitted_plainly: dict[str, Any], world: World
 ) -> None:
@@ -71,7 +76,10 @@ def test_replicas_save_once_and_go_on(worlds: Worlds, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("world", [ONE, FOUR], ids=["one", "four"])
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(ONE, id="one", marks=pytest.mark.slow), pytest.param(FOUR, id="four")],
+)
 def test_a_checkpoint_is_restored_with_another_number_of_partitions(
     worlds: Worlds, saved: Any, world: World
 ) -> None:

@@ -70,6 +70,16 @@ WAYS = {
         2,
     ),
 }
+#: What is tried where not everything is: each world has some, and each model two partitions, but
+#: for the largest, which takes as long as the others together.
+QUICK = {
+    "pp4": ("transformer", "zigzag", "shared_layer"),
+    "pp2": tuple(name for name in ALL if name != "mobilenet"),
+    "pp2-as-on-gpus": ("transformer", "zigzag"),
+    "pp2-manual": ("cnn", "control_flow", "shared_layer", "zigzag"),
+    "pp2-simple": ("cnn", "zigzag"),
+    "pp2-horovod2": ("transformer", "lstm"),
+}
 #: Replicas add gradients up in another order; this model makes much of rounding. Layers of Keras 3
 #: draw from seeds that count their calls, in each replica from the same one on.
 _ALONE = ("mobilenet", "dropout") if hasattr(tf.keras, "Variable") else ("mobilenet",)
@@ -144,7 +154,14 @@ def _assert_close(
         np.testing.assert_allclose(array, other, rtol=0, atol=bound, err_msg=str(position))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "dropout"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK["pp2"] else pytest.mark.slow)
+        for name in ALL
+        if name != "dropout"
+    ],
+)
 def test_one_partition_gives_the_numbers_of_tensorflow(
     worlds: Worlds, numbers: Numbers, name: str
 ) -> None:
@@ -159,7 +176,14 @@ def check(numbers: Numbers, way: str, name: str) -> None:
     assert_same(numbers(way, name), expected, {**WAYS, **CROSSED}[way].degree)
 
 
-@pytest.mark.parametrize(("way", "name"), [(w, name) for w in WAYS for name in WAYS[w].names])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=() if name in QUICK[way] else pytest.mark.slow)
+        for way in WAYS
+        for name in WAYS[way].names
+    ],
+)
 def test_partitions_give_the_numbers_of_one(numbers: Numbers, way: str, name: str) -> None:
     check(numbers, way, name)
 

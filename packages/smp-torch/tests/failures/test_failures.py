@@ -1,6 +1,6 @@
 """The failure matrix: whatever ends one rank ends the job, soon, with a cause on the screen.
 
-Half of the cells are marked slow; in the others every two of failure, launcher and plane meet.
+Most cells are marked slow; in the others each failure, each launcher and each plane is met.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ FAILURES = ("kill", "stop", "exception", "exit", "system-exit", "deadlock")
 LAUNCHERS = ("mpirun", "torchrun", "smprun")
 PLANES = ("control", "data")
 MATRIX = list(itertools.product(FAILURES, LAUNCHERS, PLANES))
+#: Each failure once, each launcher twice, each plane three times.
+FEW = {
+    ("kill", "torchrun", "data"),
+    ("stop", "smprun", "data"),
+    ("exception", "mpirun", "control"),
+    ("exit", "smprun", "control"),
+    ("system-exit", "mpirun", "data"),
+    ("deadlock", "torchrun", "control"),
+}
 CAUSES = {
     "kill": ("signal 9", "Signal 9", "SIGKILL", "exitcode: -9", "exitcode  : -9"),
     "stop": ("did not answer", "did not take part", "Timed out"),
@@ -63,22 +72,15 @@ def is_running(pid: int) -> bool:
     return state not in "TtZX"
 
 
-def is_in_half(failure: str, launcher: str, plane: str) -> bool:
-    """Each failure meets each launcher once, on one plane and the other in turn."""
-    return (FAILURES.index(failure) + LAUNCHERS.index(launcher) + PLANES.index(plane)) % 2 == 0
-
-
-def test_half_of_the_matrix_has_every_pair() -> None:
-    half = [cell for cell in MATRIX if is_in_half(*cell)]
-    assert len(half) == len(MATRIX) / 2
-    for one, other in itertools.combinations(range(3), 2):
-        pairs = {(cell[one], cell[other]) for cell in half}
-        assert pairs == {(cell[one], cell[other]) for cell in MATRIX}
+def test_the_few_have_each_failure_launcher_and_plane() -> None:
+    assert set(MATRIX) >= FEW
+    for kind, every in enumerate((FAILURES, LAUNCHERS, PLANES)):
+        assert {cell[kind] for cell in FEW} == set(every)
 
 
 @pytest.mark.parametrize(
     ("failure", "launcher", "plane"),
-    [pytest.param(*cell, marks=() if is_in_half(*cell) else pytest.mark.slow) for cell in MATRIX],
+    [pytest.param(*cell, marks=() if cell in FEW else pytest.mark.slow) for cell in MATRIX],
 )
 def test_all_other_ranks_end(failure: str, launcher: str, plane: str, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as output_file:

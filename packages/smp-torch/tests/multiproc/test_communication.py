@@ -258,8 +258,15 @@ def case_the_last_a_rank_that_never_comes_is_named() -> float:
 CONFIG = {"pipeline_parallel_degree": 2, "ddp": True, "communication_timeout": TIMEOUT_SECONDS}
 
 
-@pytest.mark.parametrize("case", cases_of(globals()))
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "case"),
+    [
+        # Its processes talk as those of smprun do.
+        pytest.param(launcher, case, marks=pytest.mark.slow if launcher == "mpirun" else ())
+        for launcher in LAUNCHERS
+        for case in cases_of(globals())
+    ],
+)
 def test_case(worlds: Worlds, launcher: Launcher, case: str) -> None:
     results = run(worlds, world_of(4, CONFIG, launcher), cases_of(globals())[case])
     if case == "ranks":

@@ -28,11 +28,34 @@ WORLDS = {
 _FEW = ("mlp", "tied_embedding_and_container_tensors", "skip_connections_and_reuse", "dropout")
 
 
+#: What the larger worlds run; everything runs with one and two partitions.
+_LARGE = {
+    "pp4": (
+        *_FEW,
+        *("batch_norm", "blocks_with_dropout_left_out_at_random", "modules_that_a_forward_adds"),
+        *("two_models_in_one_step", "unused_module_and_frozen_parameters", "autocast"),
+        *("sum_of_losses_one_inside_the_pipeline", "state_after_three_steps"),
+        *("layer_dropped_at_random", "counter_in_forward"),
+        "gpt2",
+    ),
+    "pp2-dp2": (
+        *_FEW,
+        *("batch_norm", "uneven_and_changing_batches", "state_after_three_steps"),
+        *("gradients_add_up_without_zero_grad", "backward_passes_per_step"),
+        "validation_alternates_with_training",
+    ),
+}
+
+
+def _marks(world: str, case: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if case in _LARGE.get(world, (case,)) else (pytest.mark.slow,)
+
+
 def run_case(module: str, case: str) -> Any:
     return importlib.import_module(module).cases()[case]()
 
 
-def _cases() -> list[tuple[str, str, str]]:
+def _cases() -> list[Any]:
     equality, soundness = list(equality_cases.cases()), list(soundness_cases.cases())
     of_world = {
         "one": {"equality_cases": equality, "soundness_cases": soundness},
@@ -43,7 +66,7 @@ def _cases() -> list[tuple[str, str, str]]:
         "pp2-dp2": {"equality_cases": equality},
     }
     return [
-        (world, module, case)
+        pytest.param(world, module, case, marks=_marks(world, case))
         for world, modules in of_world.items()
         for module, names in modules.items()
         for case in names
@@ -57,8 +80,14 @@ def test_step_gives_the_numbers_of_one_process(
     run(worlds, WORLDS[world], run_case, module, case)
 
 
-@pytest.mark.parametrize("model", transformers_cases.NAMES)
-@pytest.mark.parametrize("world", ["pp2", "pp4"])
+@pytest.mark.parametrize(
+    ("world", "model"),
+    [
+        pytest.param(world, model, marks=_marks(world, model))
+        for world in ("pp2", "pp4")
+        for model in transformers_cases.NAMES
+    ],
+)
 def test_transformers_give_the_numbers_of_one_process(
     worlds: Worlds, world: str, model: str
 ) -> None:

@@ -26,6 +26,15 @@ GROUPS = {
     "pp4": ("PARTITIONED",),
     "pp2-dp2": ("REPLICATED", "BOTH"),
 }
+#: What the larger worlds run of groups that a smaller one runs whole.
+FEW = {
+    "pp4": ("clip_imported_2.0", "clip_imported_inf", "a_rank_without_parameters", "scaler"),
+    "pp2-dp2": (
+        *("reduction_defaults", "reduction_small_buckets", "unused_parameters"),
+        *("backward_passes_are_summed", "torchs_hooks", "join", "two_models_of_one_loss"),
+        *gradient_cases.BOTH,
+    ),
+}
 
 
 def run_case(group: str, case: str) -> Any:
@@ -35,7 +44,10 @@ def run_case(group: str, case: str) -> Any:
 @pytest.mark.parametrize(
     ("world", "group", "case"),
     [
-        (world, group, case)
+        pytest.param(
+            *(world, group, case),
+            marks=() if case in FEW.get(world, (case,)) else pytest.mark.slow,
+        )
         for world, groups in GROUPS.items()
         for group in groups
         for case in getattr(gradient_cases, group)

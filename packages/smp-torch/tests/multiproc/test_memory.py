@@ -21,14 +21,25 @@ def run_checkpointing(case: str) -> Any:
     return checkpointing_cases.cases()[case]()
 
 
-@pytest.mark.parametrize("case", checkpointing_cases.cases())
-@pytest.mark.parametrize("degree", [1, 2, 3])
+#: What is tried over other numbers of partitions than two.
+FEW = ("functions_in_glue", "a_region_over_all_partitions", "native_sequential")
+
+
+@pytest.mark.parametrize(
+    ("degree", "case"),
+    [
+        pytest.param(degree, case, marks=() if degree == 2 or case in FEW else pytest.mark.slow)
+        for degree in (1, 2, 3)
+        for case in checkpointing_cases.cases()
+    ],
+)
 def test_checkpointing_keeps_the_numbers_and_less_memory(
     worlds: Worlds, degree: int, case: str
 ) -> None:
     if case == "transformers":
         pytest.importorskip("transformers")
-    run(worlds, pipeline(degree), run_checkpointing, case, timeout=150)
+    world = pipeline(degree, launcher="smprun" if degree == 2 else "fork")
+    run(worlds, world, run_checkpointing, case, timeout=150)
 
 
 def test_a_delayed_model_takes_the_memory_of_its_share() -> None:

@@ -71,9 +71,9 @@ def manual_pipeline(degree: int, microbatches: int = 4, **config: object) -> Wor
 
 
 def replicas(pipelines: int, degree: int, microbatches: int = 4) -> World:
-    """Returns a world of equal pipelines that share the batch."""
+    """Returns a world of equal pipelines that share the batch; its ranks are copies of one."""
     given = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "ddp": True}
-    return world_of(pipelines * degree, given, "smprun" if degree > 1 else "fork")
+    return world_of(pipelines * degree, given)
 
 
 def without_fork(num_ranks: int, launcher: Launcher) -> Launcher:

@@ -91,7 +91,7 @@ class Worlds:
         most_ranks: how many processes may live at once; a world may have more when it is alone.
     """
 
-    def __init__(self, most_ranks: int = 8) -> None:
+    def __init__(self, most_ranks: int = 12) -> None:
         self._most_ranks = most_ranks
         self._running: OrderedDict[bytes, _Running] = OrderedDict()
         self._troubles: list[str] = []
