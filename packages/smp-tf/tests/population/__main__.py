@@ -20,7 +20,7 @@ from tf_worlds import MICROBATCHES, PLAIN, world
 
 from smdistributed.modelparallel.common.testing import RanksFailedError, Worlds
 
-TOLERANCE = 2e-3
+TOLERANCE = 1e-4
 _REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError")
 
 

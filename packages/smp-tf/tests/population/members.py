@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import tf_effects
 import tf_fit
 import tf_gradients
 import tf_state
-from tf_beside import Found, Side, by_name
+from tf_beside import Found, Side
 
 L = tf.keras.layers
 BATCH = 8
@@ -35,13 +36,32 @@ _IMAGES = {
 }
 
 
-def _numbers(*shape: int, seed: int = 0) -> Any:
-    return tf.constant(np.random.RandomState(seed).standard_normal(shape), tf.float32)
+def _numbers(*shape: int) -> Any:
+    return tf.constant(np.random.RandomState(0).standard_normal(shape), tf.float64)
 
 
-def train(side: Side, model: Any, batch: Any) -> Found:
-    """Trains a model for two steps; returns the losses and the trained variables."""
-    optimizer = tf.keras.optimizers.SGD(0.01)
+@contextlib.contextmanager
+def _double() -> Iterator[None]:
+    """Within, models compute in double precision: what differs then is no rounding."""
+    saved, policy = tf.keras.backend.floatx(), tf.keras.mixed_precision.global_policy()
+    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
+    try:
+        yield
+    finally:
+        tf.keras.backend.set_floatx(saved)
+        tf.keras.mixed_precision.set_global_policy(policy)
+
+
+def train(side: Side, make: Callable[[], Any], *shape: int) -> Found:
+    """Trains a model for two steps; returns the losses and the last gradients."""
+    with _double():
+        return _train(side, _given(side, make()), _numbers(BATCH, *shape))
+
+
+def _train(side: Side, model: Any, batch: Any) -> Found:
+    # Small steps: normalisations of few numbers make much of rounding when weights are large.
+    optimizer = tf.keras.optimizers.SGD(1e-5)
 
     @side.step
     def compute(x: Any) -> Any:
@@ -56,8 +76,13 @@ def train(side: Side, model: Any, batch: Any) -> Found:
         pairs = zip(gradients, model.trainable_variables, strict=True)
         optimizer.apply_gradients([(g.accumulate(), v) for g, v in pairs if g is not None])
         losses.append(loss.reduce_mean())
-    own = by_name(model.trainable_variables, model.trainable_variables)
-    return Found(losses, own)
+    every = model.trainable_variables
+    if side.base is not tf.keras.Model:
+        every = model._smp_engine.everywhere()[0]
+    places = {id(variable): str(place) for place, variable in enumerate(every)}
+    pairs = zip(gradients, model.trainable_variables, strict=True)
+    given = {id(v): g.accumulate() for g, v in pairs if g is not None}
+    return Found(losses, {places[key]: given[key] for key in given if key in places})
 
 
 def _given(side: Side, model: Any) -> Any:
@@ -66,37 +91,39 @@ def _given(side: Side, model: Any) -> Any:
 
 def _application(name: str) -> Callable[[Side], Found]:
     def member(side: Side) -> Found:
-        size = _IMAGES[name]
+        shape = (_IMAGES[name], _IMAGES[name], 3)
         sizes = {"MobileNet": 0.25, "MobileNetV2": 0.35}
         options = {"alpha": sizes[name]} if name in sizes else {}
-        model = getattr(tf.keras.applications, name)(
-            input_shape=(size, size, 3), weights=None, include_top=False, pooling="avg", **options
-        )
-        for layer in model.layers:
-            if "drop" in type(layer).__name__.lower():
-                layer.rate = 0.0  # masks are drawn for each way to cut a batch
-        return train(side, _given(side, model), _numbers(BATCH, size, size, 3))
+
+        def make() -> Any:
+            model = getattr(tf.keras.applications, name)(
+                input_shape=shape, weights=None, include_top=False, pooling="avg", **options
+            )
+            for layer in model.layers:
+                if type(layer).__name__ in ("Dropout", "StochasticDepth"):
+                    layer.rate = layer.drop_path_rate = 0.0  # masks are other ones for each cut
+            return model
+
+        return train(side, make, *shape)
 
     return member
 
 
 def _sequential(*layers: Callable[[], Any], shape: tuple[int, ...]) -> Callable[[Side], Found]:
     def member(side: Side) -> Found:
-        model = tf.keras.Sequential([make() for make in layers])
-        return train(side, _given(side, model), _numbers(BATCH, *shape))
+        return train(side, lambda: tf.keras.Sequential([make() for make in layers]), *shape)
 
     return member
 
 
-def _attention(side: Side) -> Found:
+def _transformer() -> Any:
     inputs = tf.keras.Input((6, 16))
     x = inputs
     for _ in range(2):
         y = L.MultiHeadAttention(2, 8)(L.LayerNormalization()(x), x, use_causal_mask=True)
         x = L.Add()([x, y])
         x = L.Add()([x, L.Dense(16)(L.Dense(32, "gelu")(L.LayerNormalization()(x)))])
-    model = tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
-    return train(side, _given(side, model), _numbers(BATCH, 6, 16))
+    return tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
 
 
 MEMBERS: dict[str, Callable[[Side], Found]] = {
@@ -121,7 +148,7 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
         lambda: L.TimeDistributed(L.Dense(3)),
         shape=(5, 4),
     ),
-    "attention": _attention,
+    "attention": lambda side: train(side, _transformer, 6, 16),
     "loops on both halves": tf_effects.loops,
     "normalisation on both ends": tf_effects.repeated_norm,
     "state read and written": tf_effects.read_then_written,
