@@ -69,9 +69,9 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
 
 
 def thread_states() -> list[Any]:
-    """Returns what Keras keeps of a thread: settings, and counters of names."""
+    """Returns what Keras keeps of a thread: settings, counters of names, the source of seeds."""
     if not IS_KERAS_3:
-        return []
+        return [_private("backend")._SEED_GENERATOR]
     state = _private("backend.common.global_state")
     return [state.GLOBAL_STATE_TRACKER, state.GLOBAL_SETTINGS_TRACKER]
 
