@@ -65,9 +65,9 @@ MUTATIONS = (
     ),
     Mutation(
         "slices of objects are those of the first microbatch",
-        "torch/stepping/inputs.py",
-        "if _Mark.SLICED not in kind.constants:",
-        "if True:",
+        "torch/stepping/lockstep.py",
+        "call = batch.calls[position]",
+        "call = batch.calls[0]",
         ("objects_that_can_split_themselves_are_asked",),
     ),
     Mutation(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +76,70 @@ def case_branch_on_the_item_of_an_activation() -> None:
 def case_data_dependent_shape() -> None:
     model = smp.DistributedModel(Layers(lambda x: x[x[:, 0] > 0]))
     expect(UnsupportedError, "shape", lambda: train(model))
+
+
+def _hooked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+def _with_other_data(x: torch.Tensor) -> torch.Tensor:
+    x.data = x.data * 2
+    return x
+
+
+def case_what_would_do_nothing_between_partitions() -> None:
+    for between, text in ((_hooked, "register_hook"), (_with_other_data, "data")):
+        model = smp.DistributedModel(Layers(between))
+        expect(UnsupportedError, text, lambda model=model: train(model))  # type: ignore[misc]
+    model = smp.DistributedModel(Layers())
+    expect(UnsupportedError, r"autograd\.backward", lambda: train(model, torch.autograd.backward))
+
+    def look(loss: torch.Tensor) -> None:
+        assert next(model.parameters()).grad is None
+
+    expect(UnsupportedError, "grad", lambda: train(model, look))
+    assert train(model).isfinite()
+
+
+def case_a_bare_parameter() -> None:
+    model = smp.DistributedModel(Layers())
+    scale = nn.Parameter(torch.ones(()))
+    call = functools.partial(train, model, lambda loss: model.backward(loss * scale))
+    expect(UnsupportedError, "belongs to no DistributedModel", call)
+
+
+def case_a_split_model_is_not_pickled() -> None:
+    model = smp.DistributedModel(Layers())
+    train(model)
+    for call in (copy.deepcopy, pickle.dumps):
+        expect(UnsupportedError, "state_dict", functools.partial(call, model))
+
+
+def case_an_exception_of_the_users_can_be_caught() -> None:
+    model = smp.DistributedModel(Layers())
+    calls = []
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        loss: torch.Tensor = model(x).square().mean()
+        if len(calls) in (2, 6):
+            raise KeyError("planted")
+        model.backward(loss)
+        return loss
+
+    x = torch.ones(4, WIDTH)
+    losses = []
+    for _ in range(5):
+        try:
+            losses.append(step(model, x).reduce_mean())
+        except KeyError:
+            losses.append(None)
+    # Two microbatches a step: each ran once, up to the exception.
+    assert calls == list(range(10))
+    assert [loss is None for loss in losses] == [True, False, True, False, False]
+    assert torch.equal(losses[1], losses[3])
 
 
 def case_model_outside_a_step() -> None:

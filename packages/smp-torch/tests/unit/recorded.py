@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.random.keys import StepRandom
-from smdistributed.modelparallel.torch.record.capture import Capture, capture, profile
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
-from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
-from smdistributed.modelparallel.torch.record.recorder import Recorder
+from smdistributed.modelparallel.torch.record.nested import tensors_in
+from smdistributed.modelparallel.torch.record.recorder import Passed, Recorder
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace import Trace, Way
 
 CPU = torch.device("cpu")
 
@@ -32,42 +34,55 @@ class Recorded:
         self.pinned = {modules[name]: index for name, index in partitions.items()}
         self.num = num
         self.recorder: Recorder | None = None
-        self.memory = LeafMemory()
         self.random = StepRandom(CPU)
+        self.numbers = itertools.count()
+        self.traces: dict[Any, Trace] = {}
+        self.placement: Placement | None = None
+        self.scene = Scene([self.fakes], {}, [self.fakes])
+
+    def trace(self, args: Any) -> Trace:
+        """Returns the trace of microbatches with such arguments."""
+        tensors = tensors_in(args)
+        key = tuple((tuple(each.shape), each.dtype) for each in tensors)
+        if key not in self.traces:
+            with self.mode:
+                self.traces[key] = Trace([self.mode.from_tensor(each) for each in tensors])
+        return self.traces[key]
+
+    def passes(self, function: Callable[..., Any], *args: Any) -> Passed:
+        """Runs the Python of one microbatch; decides the partition when it is the first."""
+        self.recorder = Recorder(self.scene, self.mode, CPU, self.random, self.numbers.__next__)
+        with self.recorder.on_fakes():
+            passed = self.recorder.run(self.trace(args), function, (args, {}), OwnDecisions())
+        if self.placement is None:
+            self.placement = decide(self.fakes, passed.profile, self.pinned, self.num, 0.8)
+            self.scene = Scene([self.fakes], self.placement.leaves)
+            self.recorder = Recorder(self.scene, self.mode, CPU, self.random, self.numbers.__next__)
+            with self.recorder.on_fakes():
+                passed.way = self.recorder.close(passed)
+        self.recorder = None
+        return passed
 
     def place(self, function: Callable[..., Any], *args: Any) -> Placement:
-        self.recorder = None
-        costs = profile(
-            [self.fakes], function, args, {}, self.mode, CPU, OwnDecisions(), self.random
-        )
-        return decide(self.fakes, costs, self.pinned, self.num, 0.8)
+        """Decides the partition, and returns it."""
+        self.passes(function, *args)
+        assert self.placement is not None
+        return self.placement
 
-    def capture(self, function: Callable[..., Any], *args: Any) -> tuple[Capture, Placement]:
-        placement = self.place(function, *args)
-
-        def note(recorder: Recorder) -> None:
-            self.recorder = recorder
-
-        captured = capture(
-            [self.fakes],
-            function,
-            args,
-            {},
-            self.mode,
-            CPU,
-            placement.leaves,
-            OwnDecisions(),
-            self.random,
-            self.memory,
-            on_start=note,
-        )
-        return captured, placement
+    def way(self, function: Callable[..., Any], *args: Any) -> Way:
+        """Returns the way of a microbatch."""
+        way = self.passes(function, *args).way
+        assert way is not None
+        return way
 
     def plan(self, function: Callable[..., Any], *args: Any) -> Plan:
-        captured, placement = self.capture(function, *args)
-        return cut(captured.graph, placement.partition_of, placement.owner_of)
+        """Runs a microbatch twice and returns the plan of its way."""
+        self.passes(function, *args)
+        way = self.way(function, *args)
+        assert self.placement is not None
+        return cut(way.graph, self.placement.partition_of, self.placement.owner_of)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Stands for ``model.backward`` in a body."""
         if self.recorder is not None:
-            self.recorder.backward(loss, None)
+            self.recorder.backward(None, loss, None)

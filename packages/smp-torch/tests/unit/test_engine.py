@@ -60,6 +60,7 @@ def recorded(
 def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
     """Runs all segments in order, as one process would."""
     values: dict[int, torch.Tensor] = {}
+    inputs += tuple(each.tensor for each in plan.graph.constants)
     for segment in plan.segments:
         program = Program(plan, segment, CPU, StepRandom(CPU).drawing)
         arguments = [values[value.index] for value in segment.inputs]
@@ -294,7 +295,7 @@ def test_a_decision_may_be_computed_from_random_numbers() -> None:
     # One way or the other: which, the key of the draw says.
     step, body = recorded(HALVES, lambda x, first: x if torch.rand([]) * 2 < 1 else -x)
     plan = step.plan(body, torch.randn(3, WIDTH))
-    assert not plan.graph.guards  # the next microbatch has other numbers
+    assert len(plan.segments) == 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -378,11 +379,16 @@ def test_state_that_both_glue_and_leaves_use_is_refused(
         step.plan(module, torch.randn(3, WIDTH))
 
 
-def test_a_decision_from_inputs_is_a_guard() -> None:
+def test_a_decision_from_inputs_leads_to_one_way_or_another() -> None:
     step, body = recorded(HALVES)
-    plan = step.plan(lambda x: body(x if bool((x > 0).all()) else -x), torch.ones(3, WIDTH))
-    assert [guard.expected for guard in plan.graph.guards] == [True]
+
+    def decide(x: torch.Tensor) -> torch.Tensor:
+        return body(x if bool((x > 0).all()) else -x)
+
+    plan = step.plan(decide, torch.ones(3, WIDTH))
     assert not plan.inputs_of_rank(1)  # rank 0 of the pipeline decides for all
+    ways = [step.way(decide, sign * torch.ones(3, WIDTH)).number for sign in (1, -1, 1, -1)]
+    assert ways == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("policy", ["simple", "interleaved"])
@@ -420,7 +426,7 @@ def test_new_tensors_name_the_default_device(given: dict[str, str]) -> None:
     with step.mode:
         x = torch.empty(2, WIDTH)
     with torch.device("meta"):
-        captured, _ = step.capture(body, x)
-    nodes = [each for each in captured.graph.nodes if each.target is torch.arange]
+        way = step.way(body, x)
+    nodes = [each for each in way.graph.nodes if each.target is torch.arange]
     devices = {torch.device(each.kwargs["device"]).type for each in nodes}
     assert devices == {"cpu" if given else "meta"}

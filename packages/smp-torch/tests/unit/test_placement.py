@@ -30,21 +30,20 @@ def test_modules_in_uncalled_containers_are_recorded_whole() -> None:
     """Their hooks, and the random streams that hang on them, work only then."""
     module = Net()
     recorded = Recorded(module, {"layers.0": 0, "layers.3": 1})
-    captured, placement = recorded.capture(module, torch.ones(2, WIDTH))
-    leaves = [node.name for node in captured.graph.nodes if node.kind is NodeKind.LEAF]
+    graph = recorded.way(module, torch.ones(2, WIDTH)).graph
+    leaves = [node.name for node in graph.nodes if node.kind is NodeKind.LEAF]
     expected = [name for i in range(4) for name in (f"layers.{i}", f"drops.{'ab'[i % 2]}")]
     assert leaves == expected
-    assert not [node for node in captured.graph.nodes if node.draw]
-    assert module not in placement.leaves
+    assert not [node for node in graph.nodes if node.draw]
+    assert recorded.placement is not None
+    assert module not in recorded.placement.leaves
 
 
 def test_only_the_outermost_called_module_is_a_leaf() -> None:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)]
     module = nn.Sequential(*blocks)
-    captured, _ = Recorded(module, {}).capture(module, torch.ones(2, WIDTH))
-    assert [node.name for node in captured.graph.nodes if node.kind is NodeKind.LEAF] == list(
-        "01234567"
-    )
+    graph = Recorded(module, {}).way(module, torch.ones(2, WIDTH)).graph
+    assert [node.name for node in graph.nodes if node.kind is NodeKind.LEAF] == list("01234567")
 
 
 def test_fixed_partitions_are_kept_and_own_their_parameters() -> None:

@@ -13,7 +13,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _C, nn
 from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     ProcessGroup,
@@ -90,12 +90,23 @@ def past_recording() -> Iterator[None]:
 
 def past_all_modes() -> contextlib.AbstractContextManager[Any]:
     """Does something that no mode of torch sees; costs next to nothing where there is none."""
-    if not torch._C._len_torch_function_stack():
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(_disable_current_modes())
     return stack
+
+
+def past_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no transform of torch.func sees."""
+    context: contextlib.AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+    return context
+
+
+def inside_transform() -> bool:
+    """Whether code runs inside a transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:
@@ -107,6 +118,30 @@ def past_function_modes() -> contextlib.AbstractContextManager[Any]:
 def past_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Does something that no dispatch mode of torch sees."""
     return _disable_current_modes()
+
+
+def read_backend_switches() -> tuple[bool, ...]:
+    """Returns which kinds of attention may be used, cuDNN's flags, and where TF32 may be used.
+
+    ``torch.backends`` reads them by properties and modules that cost microseconds; this runs at
+    every call of a recorded step.
+    """
+    return (
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(),
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+        _C._get_cudnn_allow_tf32(),
+        _C._get_cublas_allow_tf32(),
+    )
+
+
+def saved_tensors_hooks() -> Any:
+    """Returns the innermost hooks of saved tensors that code is inside of; None outside of any."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 # Compiled modules

@@ -19,7 +19,6 @@ import torch
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.segments import Plan
@@ -315,16 +314,12 @@ class Executor:
             )
         cut_outputs = []
         for value, tensor in zip(segment.outputs, results, strict=True):
-            if tuple(tensor.shape) != value.shape:
+            if tensor.shape != value.shape or tensor.dtype is not value.dtype:
                 raise UnsupportedError(
-                    f"{value.node.name} returned a tensor of shape {tuple(tensor.shape)} where the "
-                    f"recording had {value.shape}: its shape depends on data, so it cannot cross "
-                    "to another partition. Put the modules that use it on the same partition."
-                )
-            if isinstance(tensor, FakeTensor):
-                raise UnsupportedError(
-                    f"{value.node.name} kept a stand-in tensor from the recording of the step, "
-                    "probably in a cache; clear the cache, or compute its content in __init__."
+                    f"{value.node.name} gave a tensor {tuple(tensor.shape)} of {tensor.dtype} "
+                    f"where the recording had {value.shape} of {value.dtype}: it depends on data, "
+                    "so it cannot cross to another partition. Put the modules that use it on the "
+                    "same partition."
                 )
             if value in plan.with_gradient:
                 cut_outputs.append((value.index, tensor))

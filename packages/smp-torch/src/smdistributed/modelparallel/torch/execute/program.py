@@ -14,20 +14,124 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
-from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import Container, Path, placeholders
-from smdistributed.modelparallel.torch.record.switches import Changes, switched
+from smdistributed.modelparallel.torch.record.ir import ANYTHING, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import (
+    Container,
+    Path,
+    placeholders,
+    retemplate,
+    same,
+)
+from smdistributed.modelparallel.torch.record.switches import (
+    Autocast,
+    Changes,
+    default_dtype,
+    switched,
+)
 from smdistributed.modelparallel.torch.record.taps import Tap, tapped
 
-#: (tensor arguments of the microbatch, its carried objects, the segment's inputs) -> its outputs
+#: (tensor arguments and constants of the microbatch, its carried objects, the segment's inputs)
+#: -> its outputs
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
-#: Grad mode, dtype of autocast, switches of backends.
-_State = tuple[bool, torch.dtype | None, Changes]
+#: Grad mode, autocast, switches of backends, type of new tensors.
+_State = tuple[bool, Autocast, Changes, torch.dtype]
 _LITERALS = (type(None), bool, int, type(Ellipsis))
+
+
+def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None:
+    """Makes sure that a leaf gave what the Python around it was told that it gives.
+
+    Args:
+        name: of the leaf.
+        values: what was recorded of its results.
+        tensors: its results.
+
+    Raises:
+        UnsupportedError: a result is of another kind.
+    """
+    for value, tensor in zip(values, tensors, strict=True):
+        if isinstance(tensor, FakeTensor):
+            raise UnsupportedError(
+                f"{name} kept a stand-in tensor from the recording of the step, probably in a "
+                "cache; clear the cache, or compute its content in __init__."
+            )
+        if (
+            tensor.shape != value.shape
+            or tensor.dtype is not value.dtype
+            or tensor.device.type != value.device.type
+        ):
+            raise UnsupportedError(
+                f"{name} returned a tensor {tuple(tensor.shape)} of {tensor.dtype} on "
+                f"{tensor.device.type} where the recording had {value.shape} of {value.dtype} on "
+                f"{value.device.type}: what it returns depends on data, or on state that has "
+                "changed since. The Python around it has run already: keep what depends on it "
+                "inside one module."
+            )
+
+
+def _alike(name: str, want: Any, result: Any) -> None:
+    """Makes sure that what a leaf returns besides tensors is what was recorded.
+
+    Args:
+        name: of the leaf.
+        want: a template.
+        result: what it returned.
+
+    Raises:
+        UnsupportedError: it is something else.
+    """
+    if not same(want, result, _stands_for):
+        raise UnsupportedError(
+            f"{name} returned {_brief(result)} where the recording had {_brief(want)}: it depends "
+            "on data, or on state that has changed since. The Python around it has run already: "
+            "keep what depends on it inside one module."
+        )
+
+
+def _stands_for(want: Any, got: Any) -> bool:
+    """Compares what is no plain value; objects with state are looked at by who gets them."""
+    return want is ANYTHING or type(want) is type(got)
+
+
+def _brief(obj: Any) -> str:
+    kinds = (torch.Tensor, type(ANYTHING))
+    found = repr(retemplate(obj, kinds, lambda each: ...))
+    return found if len(found) < 200 else f"{found[:200]}..."
+
+
+class flagged:  # noqa: N801 - reads as a function
+    """Has modules train or not as they did when their call was recorded.
+
+    Args:
+        modules: a leaf and those in it.
+        flags: whether each trains.
+    """
+
+    __slots__ = ("_flags", "_former", "_modules")
+
+    def __init__(self, modules: Sequence[nn.Module], flags: tuple[bool, ...]) -> None:
+        self._modules = modules
+        self._flags = flags
+
+    def __enter__(self) -> None:
+        self._former = tuple([module.training for module in self._modules])
+        if self._former != self._flags:
+            self._give(self._flags)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._former != self._flags:
+            self._give(self._former)
+
+    def _give(self, flags: tuple[bool, ...]) -> None:
+        for module, flag in zip(self._modules, flags, strict=True):
+            vars(module)["training"] = flag
 
 
 class Program:
@@ -56,6 +160,10 @@ class Program:
             "drawing": drawing,
             "checkpoint": checkpoint,
             "switched": switched,
+            "default_dtype": default_dtype,
+            "flagged": flagged,
+            "checked": _checked,
+            "alike": _alike,
         }
         self._constants: dict[int, str] = {}
         lines = self._lines(segment)
@@ -111,7 +219,7 @@ class Program:
         """Returns the calls of nodes one after another; values not needed ``later`` are deleted."""
         lines = []
         last_use = _last_uses(nodes, later)
-        state: _State = (True, None, ())
+        state: _State = (True, (), (), torch.float32)
         indent = "    "
         for node in nodes:
             if node.kind in (NodeKind.LEAF, NodeKind.CALL) and self._state(node) != state:
@@ -127,16 +235,18 @@ class Program:
 
     @staticmethod
     def _state(node: Node) -> _State:
-        return node.grad_enabled, node.autocast, node.switches
+        return node.grad_enabled, node.autocast, node.switches, node.default_dtype
 
     def _with(self, state: _State) -> tuple[list[str], str]:
         managers = []
         if not state[0]:
             managers.append("torch.no_grad()")
-        if state[1] is not None:
-            managers.append(f"torch.autocast({self._device.type!r}, dtype={state[1]})")
+        for device, dtype in state[1]:
+            managers.append(f"torch.autocast({device!r}, dtype={dtype})")
         if state[2]:
             managers.append(f"switched({state[2]!r})")
+        if state[3] is not torch.float32:
+            managers.append(f"default_dtype({state[3]})")
         if not managers:
             return [], "    "
         return [f"    with {', '.join(managers)}:"], "        "
@@ -145,16 +255,18 @@ class Program:
         if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
             value = node.outputs[0]
             given = f"inputs[{node.target}]"
-            if node.kind is NodeKind.CONSTANT:
+            if not isinstance(node.target, int):
                 given = self._constant(node.target)
             # Several segments and replays start from it: change a copy.
             return [f"v{value.index} = {given}{'.clone()' if value.is_changed else ''}"]
         if node.kind is NodeKind.ATTRIBUTE:
             module, name = node.target
-            return [f"v{node.outputs[0].index} = {self._constant(module)}.{name}"]
+            return [f"v{node.outputs[0].index} = getattr({self._constant(module)}, {name!r})"]
         arguments = [self._expression(item) for item in node.args]
         arguments += [f"{key}={self._expression(item)}" for key, item in node.kwargs.items()]
         seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
+        if node.kind is NodeKind.LEAF:
+            seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r}): "
         target, results = self._constant(node.target), "result"
         if node.taps:
             target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
@@ -167,7 +279,13 @@ class Program:
             else:
                 expression = "result" + _access(output.source)
             lines.append(f"v{output.index} = {expression}")
+        if node.kind is NodeKind.LEAF and node.result is not ANYTHING:
+            lines.append(f"alike({node.name!r}, {self._constant(node.result)}, result)")
         lines.append(f"del {results}")
+        if node.kind is NodeKind.LEAF:
+            values = tuple(each for each in node.outputs if not isinstance(each.source, Value))
+            given = "".join(f", v{each.index}" for each in values)
+            lines.append(f"checked({node.name!r}, {self._constant(values)}{given})")
         return lines
 
     def _constant(self, obj: Any) -> str:

@@ -397,6 +397,16 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             return None
         return self._state.load(state, strict=strict)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled or copied while other ranks hold a part of it."""
+        if self.holder.is_split:
+            raise UnsupportedError(
+                "a DistributedModel whose partitions are on several processes cannot be pickled or "
+                "copied: the tensors of the other partitions are not here. Save state_dict(), or "
+                "smp.save_checkpoint, and load that into a new model."
+            )
+        return super().__reduce_ex__(protocol)
+
     def cpu(self) -> DistributedModel:
         """Moves the model to the host, complete: with the tensors of all ranks.
 

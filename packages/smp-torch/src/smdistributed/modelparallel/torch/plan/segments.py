@@ -11,12 +11,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.replicated import sources
 
 #: Cost of a backward pass in forward passes.
@@ -158,6 +160,8 @@ def cut(
             if value in readers or value in returned or value in graph.roots
         ]
     _check_in_place(graph, readers, returned)
+    _check_state(graph)
+    _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
     return Plan(graph, segments, readers, with_gradient, backward)
 
@@ -244,6 +248,14 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
     last_read = {value: node.index for node in graph.nodes for value in node.inputs}
     last_read |= dict.fromkeys(returned, len(graph.nodes))
     for node in graph.nodes:
+        for value in (*node.changes, *node.aliases):
+            if value.node.kind is NodeKind.ATTRIBUTE:
+                raise UnsupportedError(
+                    f"{node.name} changes {value.node.name} in place, in code that is split over "
+                    "partitions: other partitions and microbatches would not see it when one "
+                    "process would. Change it inside a module that stays whole, or between two "
+                    "calls of step functions."
+                )
         if node.segment < 0:
             continue
         for value in node.aliases:
@@ -261,6 +273,53 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
                 raise UnsupportedError(
                     f"{node.name} changes a result of {value.node.name} in place that another "
                     "partition reads in its former state. Use the out-of-place operation."
+                )
+
+
+def _check_state(graph: Graph) -> None:
+    """Refuses visits of a module that keeps state in another order than in one process.
+
+    Each segment goes through the microbatches in order; several segments take turns.
+    """
+    stateful = {module for node in graph.nodes for module in node.stateful}
+    visits: dict[nn.Module, set[tuple[int, bool]]] = {}
+    for node in graph.nodes:
+        for module, flag in zip(node.modules, node.flags, strict=True):
+            if module in stateful:
+                visits.setdefault(module, set()).add((node.segment, flag))
+        if node.kind is NodeKind.ATTRIBUTE and node.target[0] in stateful:
+            raise UnsupportedError(
+                f"{node.name} is changed by the module that has it, and read by code outside it: "
+                "microbatches that are under way would see each other's. Read it between two "
+                "calls of step functions, or put the modules on one partition."
+            )
+    for module, found in visits.items():
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"a {type(module).__name__} keeps state that its calls change (buffers, "
+                "attributes), and is called more than once in a microbatch: in several places of "
+                "the pipeline, or training and not. The calls of several microbatches would come "
+                "in another order than in one process. Call it once, or put the modules between "
+                "its calls on its partition."
+            )
+
+
+def _check_gradients(graph: Graph) -> None:
+    """Refuses gradients that the step asks for in between and that would have to cross a cut."""
+    for node in graph.nodes:
+        if node.target is not torch.autograd.grad:
+            continue
+        named = dict(zip(("outputs", "inputs"), node.args, strict=False)) | node.kwargs
+        targets = {value.node for value in placeholders(named["inputs"], Value)}
+        for between in sources(placeholders(named["outputs"], Value)):
+            leads_to_target = between in targets or not targets.isdisjoint(
+                sources([value for value in between.inputs if value.requires_grad])
+            )
+            if between.segment not in (-1, node.segment) and leads_to_target:
+                raise UnsupportedError(
+                    "torch.autograd.grad asks for a gradient that passes through "
+                    f"{between.name}, on another partition. Compute it inside one module, or put "
+                    "the modules between on one partition."
                 )
 
 

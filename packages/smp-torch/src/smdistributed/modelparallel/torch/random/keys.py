@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     Reentrant,
     checkpointing_replaced,
     past_all_modes,
+    past_transforms,
 )
 
 
@@ -70,6 +71,7 @@ class StepRandom:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._own_states: list[list[bytes]] = []
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])
@@ -179,7 +181,25 @@ class StepRandom:
 
     def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
         """Seeds the generators for one draw, and puts them back."""
-        return _Seeded(self._generators, self._seed_of(name, call, draw))
+        seeded = _Seeded(self._generators, self._seed_of(name, call, draw))
+        return seeded if self.is_real else self._noted(seeded)
+
+    @contextlib.contextmanager
+    def _noted(self, seeded: _Seeded) -> Iterator[None]:
+        with seeded:
+            self._own_states.append(self.state())
+            try:
+                yield
+            finally:
+                self._own_states.pop()
+
+    def expected_state(self, outside: list[bytes]) -> list[bytes]:
+        """Returns where the generators are in a rehearsal if nobody else has touched them.
+
+        Args:
+            outside: where they are outside of all draws.
+        """
+        return self._own_states[-1] if self._own_states else outside
 
     @contextlib.contextmanager
     def drawing_in_python(self, name: str, call: int) -> Iterator[None]:
@@ -200,8 +220,20 @@ class StepRandom:
 
     def state(self) -> list[bytes]:
         """Returns the state of the generators that a draw can change."""
-        with past_all_modes():
+        with past_all_modes(), past_transforms():
             return [each.get_state().numpy().tobytes() for each in self._generators]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Puts the generators back to where they are now: what runs inside draws nothing."""
+        before = self.state()
+        try:
+            yield
+        finally:
+            if self.state() != before:
+                with past_all_modes(), past_transforms():
+                    for generator, state in zip(self._generators, before, strict=True):
+                        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _seed_of(self, name: str, call: int, draw: int) -> int:
         text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"
@@ -247,8 +279,14 @@ class DrawByDraw(TorchFunctionMode):
         self._name = name
         self._call = call
         self._functions = functions
+        self._before: list[bytes] = []
         self.draws = 0
         self.drew: set[Any] = set()
+
+    def __enter__(self) -> DrawByDraw:
+        self._before = self._random.state()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def copy(self) -> DrawByDraw:
         """Returns one that goes on counting from where this one is."""
@@ -261,6 +299,8 @@ class DrawByDraw(TorchFunctionMode):
         known = self._functions
         if (known is not None and func not in known) or self._random.entered[-1] is not self:
             return func(*args, **kwargs)
+        if self._before != self._random.state():
+            return func(*args, **kwargs)  # code has seeded the generators, and means those numbers
         with self._random.drawing(self._name, self._call, self.draws):
             before = self._random.state()
             result = func(*args, **kwargs)

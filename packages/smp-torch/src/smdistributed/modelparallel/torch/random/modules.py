@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, StepRandom
 from smdistributed.modelparallel.torch.record.costs import Draws
-from smdistributed.modelparallel.torch.record.python_state import python_draws
+from smdistributed.modelparallel.torch.record.python_random import python_draws
 
 
 class _FirstCall:
@@ -128,15 +128,18 @@ class RandomStreams:
     def _learning(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
         random = self._random
         by_draw = next(module.children(), None) is not None
+        # A rehearsal draws nothing for real from PyTorch's generators, but it does from Python's.
         enter_rehearsal, leave_rehearsal = self._keying(
-            name, module, self._known.get(module, Draws())
+            name, module, self._known.get(module, Draws()).union(Draws(in_python=True))
         )
+        rehearsals: list[Callable[[], bool]] = []
         entered: list[_FirstCall | None] = []
         found = Draws()
 
         def enter(module: nn.Module, args: Any) -> None:
             if not random.is_real:
                 enter_rehearsal(module, args)
+                rehearsals.append(python_draws())
                 return
             # First of all: ``leave`` is called also when the rest raises.
             entered.append(None)
@@ -147,7 +150,10 @@ class RandomStreams:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             nonlocal found
             if not entered:
+                drew = bool(rehearsals) and rehearsals.pop()()
                 leave_rehearsal(module, args, result)
+                if drew and not rehearsals:
+                    self.add({name: (module, Draws(in_python=True))})
                 return
             call = entered.pop()
             if call is None:

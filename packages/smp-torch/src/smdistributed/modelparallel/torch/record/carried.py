@@ -9,13 +9,17 @@ in the object, and that is refused.
 
 from __future__ import annotations
 
+import collections
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
 
 class Carried:
@@ -29,10 +33,11 @@ class Carried:
         where: who hands it over, for messages.
 
     Attributes:
+        index: as given.
         pristine: a copy of the object, for the recording.
-
-    Raises:
-        UnsupportedError: it holds tensors that depend on the microbatch.
+        state: what was in it, as plain data.
+        problem: why it cannot be handed over, if it cannot: it holds tensors that depend on the
+            microbatch.
     """
 
     def __init__(
@@ -42,28 +47,30 @@ class Carried:
         constant: Callable[[torch.Tensor], torch.Tensor | None],
         where: str,
     ) -> None:
-        self._index = index
+        self.index = index
+        self.state = state_of(obj)
+        self.problem: UnsupportedError | None = None
         self._constants: dict[int, torch.Tensor] = {}
         held = list(tensors_held(obj))
         for tensor in held:
             real = constant(tensor)
             if real is None:
-                raise UnsupportedError(
+                self.problem = UnsupportedError(
                     f"{where} passes an object of class {type(obj).__module__}."
                     f"{type(obj).__qualname__} that holds activations between partitions; only "
                     "tensors, containers of tensors and plain constants can be passed. Keep the "
                     "object inside one module, or put the modules that share it on one partition."
                 )
-            self._constants[id(tensor)] = real
-        self.pristine = copy.deepcopy(obj, {id(tensor): tensor for tensor in held})
+            else:
+                self._constants[id(tensor)] = real
+        self.pristine = copied(obj)
 
     def __repr__(self) -> str:
-        return f"object {self._index} of class {type(self.pristine).__name__}"
+        return f"object {self.index} of class {type(self.pristine).__name__}"
 
     def stand_in(self) -> Any:
         """Returns the object for one rank in the recording."""
-        held = {id(tensor): tensor for tensor in tensors_held(self.pristine)}
-        return copy.deepcopy(self.pristine, held)
+        return copied(self.pristine)
 
     def copy(self) -> Any:
         """Returns the object for one rank and microbatch."""
@@ -91,6 +98,164 @@ class CarriedObjects:
         if carried not in self._copies:
             self._copies[carried] = self._make(carried)
         return self._copies[carried]
+
+
+def state_of(obj: Any, depth: int = 8) -> Any:
+    """Returns what is in an object, as plain data: it stays when the object changes."""
+    if isinstance(obj, torch.Tensor) or is_plain_value(obj) or not depth:
+        return obj
+    if isinstance(obj, Mapping):
+        items: Any = [(key, state_of(item, depth - 1)) for key, item in obj.items()]
+        return type(obj), items, _attributes(obj, depth)
+    if isinstance(obj, list | tuple | set | frozenset | collections.deque):
+        return type(obj), [state_of(item, depth - 1) for item in obj], _attributes(obj, depth)
+    if type(obj).__module__ == "numpy" and hasattr(obj, "tobytes"):
+        return type(obj), obj.tobytes(), ()
+    if isinstance(obj, type | torch.nn.Module) or callable(obj):
+        return obj
+    return type(obj), (), _attributes(obj, depth)
+
+
+def _attributes(obj: Any, depth: int) -> Any:
+    found = dict(getattr(obj, "__dict__", ()))
+    for base in type(obj).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(obj, name):
+                found[name] = getattr(obj, name)
+    return [(name, state_of(item, depth - 1)) for name, item in found.items()]
+
+
+def copied(obj: Any) -> Any:
+    """Returns a copy of an object, with the same tensors in it."""
+    return copy.deepcopy(obj, {id(tensor): tensor for tensor in tensors_held(obj)})
+
+
+def same_in_objects(want: Any, got: Any) -> bool:
+    """Compares what is in objects and no plain value: tensors with the same content are alike."""
+    if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return want is got
+    if isinstance(want, FakeTensor) or isinstance(got, FakeTensor) or want.shape != got.shape:
+        return False
+    with past_recording():
+        return want.dtype == got.dtype and torch.equal(want, got)
+
+
+def give_state(obj: Any, other: Any) -> None:
+    """Makes an object what another of its class is; tensors in them are shared."""
+    other = copied(other)
+    if isinstance(obj, dict):
+        dict.clear(obj)
+        dict.update(obj, other)
+    elif isinstance(obj, list):
+        obj[:] = other
+    if hasattr(obj, "__dict__"):
+        vars(obj).clear()
+        vars(obj).update(vars(other))
+
+
+_WITHOUT_CONTENTS = (torch.Tensor, bool, int, float, str, type(None), torch.nn.Module, type)
+
+
+class Contents:
+    """The containers and objects in an object, in an order that another one like it has too.
+
+    Args:
+        obj: the object.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+        self._look()
+
+    def _look(self) -> None:
+        self._nodes: list[Any] = []
+        self._places: dict[int, int] = {}
+        pending = [self._obj]
+        while pending:
+            obj = pending.pop()
+            if _has_contents(obj) and id(obj) not in self._places:
+                self._places[id(obj)] = len(self._nodes)
+                self._nodes.append(obj)
+                pending += _items(obj).values()
+        self._before = [_items(node) for node in self._nodes]
+
+    def is_current(self) -> bool:
+        """Whether nothing has been put into them, or taken out, since."""
+        for node, before in zip(self._nodes, self._before, strict=True):
+            now = _items(node)
+            if not _same_items(before, now):
+                return False
+        return True
+
+    def effects(self) -> list[tuple[int, dict[Any, Any]]]:
+        """Returns what has been put into them since; new objects as copies.
+
+        Returns:
+            for each that has changed its place in the order, and its items.
+        """
+        return [
+            (place, {key: self._kept(item) for key, item in _items(node).items()})
+            for place, (node, before) in enumerate(zip(self._nodes, self._before, strict=True))
+            if not _same_items(before, _items(node))
+        ]
+
+    def apply(self, effects: Sequence[tuple[int, dict[Any, Any]]]) -> None:
+        """Does to these what was done to others like them."""
+        nodes, is_new = self._nodes, False
+        for place, items in effects:
+            found = {
+                key: nodes[item.place] if isinstance(item, _Place) else _own(item)
+                for key, item in items.items()
+            }
+            _refill(nodes[place], found)
+            self._before[place] = found
+            is_new = is_new or any(
+                id(each) not in self._places and _has_contents(each) for each in found.values()
+            )
+        if is_new:
+            self._look()
+
+    def _kept(self, item: Any) -> Any:
+        place = self._places.get(id(item))
+        return _own(item) if place is None else _Place(place)
+
+
+class _Place(NamedTuple):
+    """Stands for the container or object at a place in the order."""
+
+    place: int
+
+
+def _has_contents(obj: Any) -> bool:
+    if isinstance(obj, _WITHOUT_CONTENTS):
+        return False
+    return isinstance(obj, dict | list) or (
+        not callable(obj) and not is_plain_value(obj) and hasattr(obj, "__dict__")
+    )
+
+
+def _own(item: Any) -> Any:
+    return copied(item) if _has_contents(item) or isinstance(item, set | tuple) else item
+
+
+def _items(obj: Any) -> dict[Any, Any]:
+    if isinstance(obj, dict):
+        return dict(dict.items(obj))
+    return dict(enumerate(obj)) if isinstance(obj, list) else dict(vars(obj))
+
+
+def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
+
+
+def _refill(obj: Any, items: dict[Any, Any]) -> None:
+    if isinstance(obj, list):
+        obj[:] = items.values()
+        return
+    entries = obj if isinstance(obj, dict) else vars(obj)
+    dict.clear(entries)
+    dict.update(entries, items)
 
 
 def tensors_held(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:

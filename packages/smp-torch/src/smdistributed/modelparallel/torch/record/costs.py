@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import TorchDispatchMode
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, TorchDispatchMode
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
 
 
@@ -75,13 +75,14 @@ class Profile:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what reaches the dispatcher: operations, bytes, random draws."""
+    """Counts what reaches the dispatcher: operations, bytes, draws, changes of real tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.bytes = 0
         self.random_draws = 0
+        self.writes = 0
         self._flop_counter = FlopCounter()
 
     def reading(self) -> tuple[int, int, int]:
@@ -94,6 +95,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable and _writes_real(func, args, kwargs):
+            self.writes += 1
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
@@ -101,6 +104,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
+
+
+def _writes_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that may change tensors in place is given real ones for that."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            for each in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor):
+                    return True
+    return False
 
 
 def _may_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -34,6 +34,7 @@ class FakeModel:
     Attributes:
         names: module -> dotted name, the root's being "".
         slots: every parameter and buffer slot -> its fake; tied slots share one.
+        real: id of a real tensor -> its fake, while the fakes are in place.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FakeModel:
         self._children = {module: list(module._modules.values()) for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
+        self.real: dict[int, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
         if former is not None:
             made = {id(tensor): former.slots[slot] for slot, tensor in former._tensors.items()}
@@ -91,29 +93,30 @@ class FakeModel:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the fakes into the modules, and the real tensors back afterwards.
-
-        Raises:
-            UnsupportedError: the code that ran assigned a new tensor to a parameter or buffer of a
-                module that it did not leave whole.
-        """
-        real = {}
+        """Puts the fakes into the modules, and the real tensors back afterwards."""
+        real = []
+        self.real = {}
         for (module, slot), fake in self.slots.items():
             tensors = _tensors_of(module, slot)
             tensor = tensors[slot]
             assert tensor is not None
-            real[module, slot] = tensor
-            fake.requires_grad_(tensor.requires_grad)
+            real.append((tensors, slot, tensor))
+            self.real[id(tensor)] = fake
+            if fake.requires_grad is not tensor.requires_grad:
+                fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
-        self.rebound: list[Slot] = []
         try:
             yield
         finally:
-            for (module, slot), tensor in real.items():
-                tensors = _tensors_of(module, slot)
-                if tensors[slot] is not self.slots[module, slot]:
-                    self.rebound.append((module, slot))
+            for tensors, slot, tensor in real:
                 tensors[slot] = tensor
+            self.real = {}
+
+    def rebound(self) -> Iterator[Slot]:
+        """Yields the parameters and buffers that code has assigned new tensors to; in place."""
+        for slot, fake in self.slots.items():
+            if _tensors_of(*slot).get(slot[1]) is not fake:
+                yield slot
 
     def draw_name(self, module: nn.Module) -> str:
         """Returns the name of a module in the keys of random numbers."""

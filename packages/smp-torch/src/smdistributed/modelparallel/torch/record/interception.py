@@ -8,6 +8,7 @@ runs as it is, and the listener learns what belongs together.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -16,8 +17,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import checkpointing_replaced, run_eagerly
-from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.compat.private import (
+    checkpointing_replaced,
+    past_recording,
+    run_eagerly,
+)
 
 
 class Listener(Protocol):
@@ -32,16 +36,10 @@ class Listener(Protocol):
     ) -> Any:
         """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
 
-    def record(
-        self,
-        kind: NodeKind,
-        target: Any,
-        name: str,
-        call: Callable[[], Any],
-        args: Any,
-        kwargs: Any,
+    def call_function(
+        self, target: Any, name: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Stands in for ``call``."""
+        """Stands in for a call that torch's function modes do not see."""
 
     def checkpointed(self) -> contextlib.AbstractContextManager[None]:
         """Stands around the call of a function whose activations are not to be kept."""
@@ -63,9 +61,7 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
 
     def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
         real = apply.__get__(None, cls)
-        return listener.record(
-            NodeKind.CALL, real, cls.__qualname__, lambda: real(*args, **kwargs), args, kwargs
-        )
+        return listener.call_function(real, cls.__qualname__, real, args, kwargs)
 
     convert = nn.Module._apply
 
@@ -78,6 +74,15 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             "before the first call of a step function."
         )
 
+    differentiate = torch.autograd.backward
+
+    def refuse_backward(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "with more than one partition, torch.autograd.backward cannot reach the other "
+            "partitions: call model.backward(tensor) on the DistributedModel instead."
+        )
+
+    torch.autograd.backward = refuse_backward
     nn.Module._apply = apply_conversion  # type: ignore[method-assign]
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,method-assign]
@@ -87,9 +92,11 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             run_eagerly(list(modules)),
             _transformers_as_in_a_real_run(),
             _checkpoints_seen(listener),
+            _real_tensors_from_memory(),
         ):
             yield
     finally:
+        torch.autograd.backward = differentiate
         nn.Module._apply = convert  # type: ignore[method-assign]
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -113,6 +120,28 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
 
     with checkpointing_replaced(lambda *_: (around, reentrant)):
         yield
+
+
+@contextlib.contextmanager
+def _real_tensors_from_memory() -> Iterator[None]:
+    """Lets what makes tensors of other libraries' memory make real ones: no mode sees its calls."""
+    replaced = {name: getattr(torch, name) for name in ("from_numpy", "frombuffer", "from_dlpack")}
+
+    def past(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with past_recording():
+                return function(*args, **kwargs)
+
+        return call
+
+    for name, function in replaced.items():
+        setattr(torch, name, past(function))
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(torch, name, function)
 
 
 @contextlib.contextmanager

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
-from smdistributed.modelparallel.torch.record.switches import Changes
+from smdistributed.modelparallel.torch.record.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.record.taps import Tap
 
 #: Constants up to this many elements are compared by value.
@@ -37,6 +38,10 @@ class NodeKind(enum.Enum):
     ATTRIBUTE = "attribute"
     LEAF = "leaf"
     CALL = "call"
+
+
+#: Stands in the template of a leaf's result for its tensors, and for objects with state.
+ANYTHING = object()
 
 
 class Leaf(NamedTuple):
@@ -118,12 +123,16 @@ class Node:
     """One step of the graph.
 
     Attributes:
-        target: INPUT: position among the step's tensor arguments; CONSTANT: the tensor; ATTRIBUTE:
-            (module, attribute name); LEAF: the module; CALL: the torch function.
+        target: INPUT: position among the step's tensor arguments; CONSTANT: a tensor, or where the
+            microbatch's own one stands behind the arguments; ATTRIBUTE: (module, attribute name);
+            LEAF: the module; CALL: the torch function.
         name: what it is called in plans, messages and digests; the same on every rank.
         args, kwargs: templates with ``Value`` placeholders.
-        grad_enabled, autocast: the state it ran under; autocast is the dtype, or None when off.
+        grad_enabled, autocast, default_dtype: the state it ran under.
         switches: of PyTorch's backends, that were set since the start of the step.
+        modules, flags: LEAF: it and the modules in it, and whether each of them trained.
+        stateful: LEAF: the modules in it whose attributes, buffers or parameters it changes.
+        result: LEAF: template of what it returns, with ``ANYTHING`` for tensors and objects.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
         changes: values whose tensors it changes in place.
@@ -141,8 +150,13 @@ class Node:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     grad_enabled: bool = True
-    autocast: torch.dtype | None = None
+    autocast: Autocast = ()
+    default_dtype: torch.dtype = torch.float32
     switches: Changes = ()
+    modules: tuple[nn.Module, ...] = ()
+    flags: tuple[bool, ...] = ()
+    stateful: tuple[nn.Module, ...] = ()
+    result: Any = None
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
     flops: int = 0
@@ -179,7 +193,8 @@ class Node:
         return (
             (self.kind, self.name) == (other.kind, other.name)
             and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
-            and self.switches == other.switches
+            and (self.switches, self.default_dtype) == (other.switches, other.default_dtype)
+            and self.flags == other.flags
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and _same_target(self.target, other.target)
             and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]
@@ -213,40 +228,25 @@ def _same_target(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@dataclass(eq=False)
-class Guard:
-    """A plain value that glue code took from step inputs; a replay is right only while it holds."""
-
-    name: str
-    function: Any
-    args: Any
-    kwargs: Any
-    expected: Any
-
-    @property
-    def inputs(self) -> Iterator[Value]:
-        """The values it reads."""
-        return placeholders((self.args, self.kwargs), Value)
-
-
 class Graph:
     """One captured microbatch.
 
     Attributes:
         nodes: in execution order.
-        guards: what must hold of the step's inputs.
         roots: the values that ``backward`` was called on.
-        result: template of what the step function returned.
+        result: the values that the step function returned.
         numbers: the values that the step function took numbers from.
+        constants: what each microbatch reads besides its arguments, in the order of the nodes'
+            targets.
     """
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.num_values = 0
-        self.guards: list[Guard] = []
         self.roots: list[Value] = []
         self.result: Any = None
         self.numbers: list[Value] = []
+        self.constants: list[Any] = []
 
     def names(self) -> list[str]:
         """Returns a name for each node that says what it computes from what, wherever it stands.

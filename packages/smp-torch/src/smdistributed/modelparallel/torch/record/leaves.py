@@ -4,245 +4,155 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, storage_of, version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
-from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.fakes import FakeModel
-from smdistributed.modelparallel.torch.record.ir import Leaf, Node
-from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import (
-    fill,
-    placeholders,
-    tensor_paths,
-    tensors_in,
-)
-from smdistributed.modelparallel.torch.record.python_state import StateWatch
+from smdistributed.modelparallel.torch.record.nested import fill, placeholders, tensor_paths
+from smdistributed.modelparallel.torch.record.python_random import python_random_kept
 from smdistributed.modelparallel.torch.record.run_state import RunState
-from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
+from smdistributed.modelparallel.torch.record.trace import HookedCall
+from smdistributed.modelparallel.torch.record.undo import Change, Growth, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
+
+#: Tensors that a leaf makes besides its result, by id, and where a replay finds them.
+Inner = dict[int, tuple[Tap, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class LeafRun:
+    """What a leaf did on fakes.
+
+    Attributes:
+        result: what it returned.
+        inner: the tensors that it made besides.
+        changes: the Python state that it changed, put back already.
+        hooked: the calls in it, its own included, that have hooks of others.
+        grown: what it added to containers that others see: not yet taken out.
+        lines: what it did, as text.
+    """
+
+    result: Any
+    inner: Inner
+    changes: list[Change]
+    hooked: list[HookedCall]
+    grown: list[Growth]
+    lines: list[str]
 
 
 class LeafRuns:
-    """Runs leaves on fakes, or remembers what they returned; leaves no trace in the modules.
+    """Runs leaves on fakes; leaves no trace in the modules.
 
     Args:
-        models: that the leaves are of.
-        leaves: where each leaf is.
+        scene: the models.
         state: where the run is.
-        values: of the graph.
         calls: of modules.
-        meter: counts what the run does.
-        mode: of the fakes.
-        memory: what leaves returned in earlier recordings; None to remember nothing.
         random: the random numbers of the step.
-
-    Attributes:
-        watches: the Python state that each leaf read.
     """
 
     def __init__(
-        self,
-        models: Sequence[FakeModel],
-        leaves: Mapping[nn.Module, Leaf],
-        state: RunState,
-        values: Values,
-        calls: ModuleCalls,
-        meter: Meter,
-        mode: FakeTensorMode,
-        memory: LeafMemory | None,
-        random: Randomness,
+        self, scene: Scene, state: RunState, calls: ModuleCalls, random: Randomness
     ) -> None:
-        self.watches: list[StateWatch] = []
-        self._new_watches: list[StateWatch] = []
-        self._leaves = leaves
-        self._state = state
-        self._values = values
-        self._calls = calls
-        self._meter = meter
-        self._mode = mode
-        self._memory = memory
         self._random = random
-        self._names = {module: name for model in models for module, name in model.names.items()}
-        self._storages = {storage_of(fake) for model in models for fake in model.slots.values()}
-        self._changed_state: dict[tuple[int, Any], tuple[str, Any]] = {}
+        self._scene = scene
+        self._state = state
+        self._calls = calls
         self._inner_calls: collections.Counter[nn.Module] = collections.Counter()
-        self._inner_outputs: dict[int, tuple[Tap, torch.Tensor]] = {}
+        self._inner: Inner = {}
+        self._hooked: list[HookedCall] = []
         self._copies: collections.defaultdict[int, CarriedObjects] = collections.defaultdict(
             lambda: CarriedObjects(Carried.stand_in)
         )
 
-    def run(
-        self,
-        module: nn.Module,
-        name: str,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        templates: Any,
-        settings: tuple[object, ...],
-    ) -> Any:
-        """Returns what a leaf returns.
+    def run(self, values: Values, module: nn.Module, call: Callable[[], Any]) -> LeafRun:
+        """Runs a leaf, and puts back whatever it changed in Python.
 
-        Args:
-            module: the leaf.
-            name: of it, for messages.
-            call: calls it.
-            args, kwargs: its arguments.
-            templates: of these.
-            settings: grad mode and the like, under which it is called.
-
-        Raises:
-            UnsupportedError: it depends on what leaves of other ranks did to an object.
+        It runs for real in every step; what is recorded of it serves only to answer questions
+        about data while it runs on fakes.
         """
-        if any(True for _ in placeholders(templates, Carried)):
-            return self._run_with_carried(module, name, call, args, kwargs, templates)
-        memory = None if self._is_observed(module) else self._memory
-        if memory is None:
-            return self._run(module, lambda: call(*args, **kwargs))[0]
-        arguments = memory.key(args, kwargs)
-        meter = self._meter
-        known = memory.find(module, arguments, settings)
-        if known is not None:
-            self.watches.append(known.watch)
-            meter.flops += known.flops
-            meter.random_draws += known.draws
-            self._calls.current.child_draws += known.draws
-            return memory.result(known, self._mode)
-        flops, _, draws = meter.reading()
-        tensors = tensors_in((args, kwargs))
-        versions = [version_of(tensor) for tensor in tensors]
-        result, _, watch = self._run(module, lambda: call(*args, **kwargs))
-        storages = {*self._storages, *(storage_of(tensor) for tensor in tensors)}
-        if (
-            watch.changed() is None
-            and versions == [version_of(tensor) for tensor in tensors]
-            and not any(storage_of(tensor) in storages for _, tensor in tensor_paths(result))
+        self.begin()
+        snapshot = Snapshot(module.modules())
+        with (
+            self._random.kept(),
+            python_random_kept(),
+            self._state.in_leaf(),
+            values.aside() as graph,
         ):
-            memory.add(
-                module,
-                arguments,
-                settings,
-                result,
-                watch,
-                meter.flops - flops,
-                meter.random_draws - draws,
-            )
-        return result
+            try:
+                result = call()
+                inner = self.inner_of(module)
+            finally:
+                changes = snapshot.note_changes()
+                grown = snapshot.put_back()
+        return LeafRun(
+            result, inner, changes, self._hooked, grown, [node.line(repr) for node in graph.nodes]
+        )
 
-    def note_outputs(self, module: nn.Module, result: Any) -> None:
+    def begin(self) -> None:
+        """Starts to collect what inner modules return."""
+        self._inner_calls.clear()
+        self._inner = {}
+        self._hooked = []
+
+    def note_call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Remembers what an inner module of a leaf returned, in case it leaves by another way."""
+        if has_hooks_of_others(module):
+            self._hooked.append(HookedCall(module, args, kwargs, result))
         number = self._inner_calls[module]
         self._inner_calls[module] += 1
         for path, tensor in tensor_paths(result):
-            self._inner_outputs.setdefault(
-                id(tensor), (Tap(module, number, path, self._names[module]), tensor)
+            self._inner.setdefault(
+                id(tensor), (Tap(module, number, path, self._scene.names[module]), tensor)
             )
 
-    def note_escapes(self, node: Node) -> None:
-        """Remembers where a replay finds the tensors that a leaf made besides its result."""
-        for tap, tensor in self._inner_outputs.values():
-            self._values.note_escape(tensor, node, tap, again=True)
-        for tap, tensor in attribute_taps(node.target, self._names):
-            self._values.note_escape(tensor, node, tap, again=False)
-        self._inner_outputs.clear()
+    def inner_of(self, module: nn.Module) -> Inner:
+        """Returns the tensors that a leaf made besides its result, also those in attributes."""
+        found = dict(self._inner)
+        for tap, tensor in attribute_taps(module, self._scene.names):
+            found.setdefault(id(tensor), (tap, tensor))
+        return found
 
-    def restore(self) -> None:
-        """Gives the Python state that leaves changed the values back that it had."""
-        for watch in reversed(self._new_watches):
-            watch.restore()
-
-    def check_shared_state(self, glue: StateWatch) -> None:
-        """Raises if glue reads or sets state that leaves change: microbatches would mix it up.
-
-        In one process the glue of a microbatch comes after the leaves of the one before.
-
-        Raises:
-            UnsupportedError: it does.
-        """
-        for entry, (name, now) in self._changed_state.items():
-            if glue.minds(entry, now):
-                raise UnsupportedError(
-                    f"{name} is changed by the module that has it, and read or set by code outside "
-                    "it, in the forward of a module that is split over partitions or in the step "
-                    "function. Put these modules on one partition, or keep that state inside one "
-                    "module (for a cache of Transformers: use_cache=False)."
-                )
-
-    def _is_observed(self, leaf: nn.Module) -> bool:
-        """Whether hooks see the calls of a leaf, or of modules in it: they must not be left out."""
-        return any(
-            not self._random.owns_hook(hook)
-            for module in leaf.modules()
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
-
-    def _run(self, module: nn.Module, call: Callable[[], Any]) -> tuple[Any, list[str], StateWatch]:
-        """Runs a leaf on fakes; returns its result, what it did, and the state that it read.
-
-        A leaf runs for real in every replay; what is recorded of it serves only to answer questions
-        about data while it runs on fakes.
-        """
-        self._inner_calls.clear()
-        self._inner_outputs.clear()
-        watch = StateWatch(whole=())
-        for inner in module.modules():
-            # A module may register hooks when it is called first.
-            watch.keep(inner._forward_hooks, f"the hooks of {type(inner).__name__}")
-        watch.begin(type(module).forward, module)
-        try:
-            with self._state.in_leaf(watch), self._values.aside() as graph:
-                result = call()
-        finally:
-            watch.end()
-            self._changed_state |= watch.changed_entries()
-            watch.restore_random()
-            self.watches.append(watch)
-            self._new_watches.append(watch)
-        return result, [node.line(repr) for node in graph.nodes], watch
-
-    def _run_with_carried(
+    def run_on_copies(
         self,
+        values: Values,
         module: nn.Module,
-        name: str,
         call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        templates: Any,
-    ) -> Any:
-        alike = self._run_on_copies(module, call, args, kwargs)
-        result, lines, _ = self._run(module, lambda: call(*args, **kwargs))
-        if lines != alike:
-            kinds = {type(each.pristine).__name__ for each in placeholders(templates, Carried)}
-            raise UnsupportedError(
-                f"{name} depends on what modules of another partition left in an object of "
-                f"class {', '.join(sorted(kinds))}. Put the modules that share it on one "
-                "partition (for a key-value cache of Transformers: or use_cache=False)."
-            )
-        return result
-
-    def _run_on_copies(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        templates: tuple[Any, Any],
     ) -> list[str]:
-        """Returns what a leaf does with its rank's copies of the objects that it is given.
-
-        Leaves no trace but in the copies.
-        """
-        copies = self._copies[self._leaves[module].partition]
-        args, kwargs = fill(self._values.template_of_carried((args, kwargs)), Carried, copies)
-        kept = dict(self._inner_outputs)
+        """Returns what a leaf does on its rank's copies; leaves no trace but in the copies."""
+        assert self._scene.leaves is not None
+        copies = self._copies[self._scene.leaves[module].partition]
+        args, kwargs = fill(templates, Carried, copies)
+        kept = self._inner, self._inner_calls.copy(), self._hooked
         with self._calls.uncounted(), _without_hooks(module):
-            _, lines, watch = self._run(module, lambda: call(*args, **kwargs))
-        watch.restore()
-        self._inner_outputs = kept
-        return lines
+            run = self.run(values, module, lambda: call(*args, **kwargs))
+        for growth in run.grown:
+            growth.remove()
+        self._inner, self._inner_calls, self._hooked = kept
+        return run.lines
+
+
+def depends_on_others(name: str, templates: Any) -> UnsupportedError:
+    """Returns the error of a leaf that does something else on its rank's copies of objects.
+
+    Args:
+        name: of the leaf.
+        templates: of its arguments.
+    """
+    kinds = {type(each.pristine).__name__ for each in placeholders(templates, Carried)}
+    return UnsupportedError(
+        f"{name} depends on what modules of another partition left in an object of class "
+        f"{', '.join(sorted(kinds))}. Put the modules that share it on one partition (for a "
+        "key-value cache of Transformers: or use_cache=False)."
+    )
 
 
 @contextlib.contextmanager

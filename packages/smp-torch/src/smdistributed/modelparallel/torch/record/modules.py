@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,11 +13,11 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
-from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.nested import tensor_paths
-from smdistributed.modelparallel.torch.record.python_state import python_draws
+from smdistributed.modelparallel.torch.record.python_random import python_draws
 from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
 
 #: Stands for the step function itself where the keys of random numbers have a module's name.
 STEP_FUNCTION = "step"
@@ -29,11 +29,14 @@ class Randomness(Protocol):
     def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
         """Seeds PyTorch's generators for one draw, and puts them back."""
 
-    def draws_in_python(self, module: nn.Module) -> bool:
-        """Whether the own forward of a module is known to draw from Python's generators."""
+    def state(self) -> list[bytes]:
+        """Returns the state of the generators that a draw can change."""
 
-    def owns_hook(self, hook: Callable[..., Any]) -> bool:
-        """Whether a hook of a module does nothing but key its random numbers."""
+    def expected_state(self, outside: list[bytes]) -> list[bytes]:
+        """Returns where the generators are if nobody else has touched them."""
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Puts the generators back to where they were."""
 
 
 @dataclass
@@ -58,9 +61,14 @@ class Frame:
     child_draws: int = 0
     child_python: bool = False
 
+    @property
+    def coming_draw(self) -> tuple[str, int, int]:
+        """The key of the next draw in this call."""
+        return self.name, self.call, self.draws
+
     def next_draw(self, function: Any) -> tuple[str, int, int]:
         """Returns the key of a draw that ``function`` has made in this call."""
-        key = (self.name, self.call, self.draws)
+        key = self.coming_draw
         self.draws += 1
         self.functions.add(function)
         return key
@@ -76,39 +84,29 @@ class ModuleCalls:
     """Calls modules on fakes, and notes what they cost and draw.
 
     Args:
-        models: that the step may call.
+        scene: the models.
         state: where the run is.
         mode: of the fakes.
         meter: counts what the run does.
-        random: the random numbers of the step.
 
     Attributes:
         profile: what was measured.
-        python_draws_of: the split module that drew from Python's generators last; None if none
-            did.
     """
 
-    def __init__(
-        self,
-        models: Sequence[FakeModel],
-        state: RunState,
-        mode: FakeTensorMode,
-        meter: Meter,
-        random: Randomness,
-    ) -> None:
+    def __init__(self, scene: Scene, state: RunState, mode: FakeTensorMode, meter: Meter) -> None:
         self.profile = Profile()
-        self.python_draws_of: str | None = None
         self._state = state
         self._mode = mode
         self._meter = meter
-        self._random = random
-        self._names = {module: name for model in models for module, name in model.names.items()}
-        self._draw_names = {
-            module: model.draw_name(module) for model in models for module in model.names
-        }
-        self._roots = {model.model for model in models}
+        self._scene = scene
         self._stack = [Frame(None, STEP_FUNCTION)]
         self._calls: collections.Counter[str] = collections.Counter()
+
+    def begin(self) -> None:
+        """Starts a microbatch."""
+        self.profile = Profile()
+        self._stack = [Frame(None, STEP_FUNCTION)]
+        self._calls.clear()
 
     @property
     def current(self) -> Frame:
@@ -120,7 +118,7 @@ class ModuleCalls:
         module = self.current.module
         if module is None:
             return "the step function"
-        return self._names[module] or "the model's own forward"
+        return self._scene.names[module] or "the model's own forward"
 
     def finish(self) -> None:
         """Takes from the end of the run what the step function itself drew."""
@@ -135,6 +133,20 @@ class ModuleCalls:
         self._calls = calls
         self._meter.put_back(reading)
 
+    def count(self, module: nn.Module) -> None:
+        """Counts a call that is not made: its result is known."""
+        self._calls[self._scene.draw_names[module]] += 1
+
+    def follow(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a split module whose calls are known."""
+        name = self._scene.draw_names[module]
+        self._stack.append(Frame(module, name, self._calls[name]))
+        self._calls[name] += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+
     def call(
         self,
         call: Callable[..., Any],
@@ -144,7 +156,7 @@ class ModuleCalls:
         **kwargs: Any,
     ) -> Any:
         """Calls a module; ``call`` is the real call."""
-        name = self._draw_names[module]
+        name = self._scene.draw_names[module]
         frame = Frame(module, name, self._calls[name])
         self._calls[name] += 1
         self._stack.append(frame)
@@ -163,8 +175,6 @@ class ModuleCalls:
         self.current.child_draws += drawn
         self.current.child_python |= in_python
         costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))
-        if not self._state.leaf_depth and (in_python or self._random.draws_in_python(module)):
-            self.python_draws_of = self._names[module]
         costs.flops += meter.flops - flops
         costs.activation_bytes += meter.bytes - num_bytes
         costs.output_bytes += sum(
@@ -182,7 +192,7 @@ class ModuleCalls:
     ) -> Any:
         """Calls a module on fakes; where that fails, on random numbers."""
         state = self._state
-        if state.is_glue or state.runs_for_real or module in self._roots:
+        if state.is_glue or state.runs_for_real or module in self._scene.roots:
             return call(module, *args, **kwargs)
         try:
             return call(module, *args, **kwargs)

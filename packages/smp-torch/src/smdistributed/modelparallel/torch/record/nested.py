@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -198,7 +199,7 @@ def placeholders(obj: Any, kind: type) -> Iterator[Any]:
         yield from placeholders((obj.start, obj.stop, obj.step), kind)
 
 
-def fill(obj: Any, kind: type, value: Callable[[Any], Any]) -> Any:
+def fill(obj: Any, kind: type | tuple[type, ...], value: Callable[[Any], Any]) -> Any:
     """Builds a structure from a template, each placeholder replaced by its value."""
     if isinstance(obj, kind):
         return value(obj)
@@ -233,6 +234,92 @@ def equal(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
     if isinstance(one, _VALUE_TYPES):
         return bool(one == other)
     return same(one, other)
+
+
+def retemplate(obj: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """Returns a template with its placeholders of class ``kind`` replaced by others."""
+    if isinstance(obj, kind):
+        return function(obj)
+    inner = functools.partial(retemplate, kind=kind, function=function)
+    if isinstance(obj, Container):
+        items = {key: inner(item) for key, item in obj.items.items()}
+        return Container(obj.skeleton, obj.kind, items)
+    return _map_plain(obj, inner) if type(obj) in _PLAIN_TYPES else obj
+
+
+def same(want: Any, got: Any, special: Callable[[Any, Any], bool]) -> bool:
+    """Whether a structure is what a template stands for.
+
+    Constants must be of one type: 1 is not True, and 0.0 is not -0.0. This runs for every argument
+    of every call in every microbatch, so the usual cases come first.
+
+    Args:
+        want: the template.
+        got: the structure.
+        special: compares placeholders, and objects that are not identical.
+    """
+    if want is got:
+        return True
+    kind = type(want)
+    if kind is Container:
+        return _same_container(want, got, special)
+    if kind is not type(got):
+        return special(want, got)
+    if kind is tuple or kind is list:
+        if len(want) != len(got):
+            return False
+        for one, other in zip(want, got, strict=True):
+            if one is not other and not same(one, other, special):
+                return False
+        return True
+    if kind is float:
+        if want != want:
+            return bool(got != got)
+        return bool(want == got) and math.copysign(1.0, want) == math.copysign(1.0, got)
+    if kind is dict:
+        return len(want) == len(got) and all(
+            type(one) is type(other) and one == other and same(want[one], got[other], special)
+            for one, other in zip(want, got, strict=True)
+        )
+    if kind is slice:
+        return same((want.start, want.stop, want.step), (got.start, got.stop, got.step), special)
+    if kind is complex:
+        return repr(want) == repr(got)
+    if issubclass(kind, _VALUE_TYPES):
+        return bool(want == got)
+    if kind is types.FunctionType:
+        return _same_function(want, got, special)
+    if kind is functools.partial:
+        return same(
+            (want.func, want.args, want.keywords), (got.func, got.args, got.keywords), special
+        )
+    return special(want, got)
+
+
+def _same_container(want: Container, got: Any, special: Callable[[Any, Any], bool]) -> bool:
+    parts = take_apart(got)
+    if parts is None or parts.kind != want.kind:
+        return False
+    if want.kind == "sequence":
+        return want.skeleton is parts.skeleton and same(want.items, parts.items, special)
+    return type(want.skeleton) is type(got) and same(want.items, parts.items, special)
+
+
+def _same_function(want: Any, got: Any, special: Callable[[Any, Any], bool]) -> bool:
+    """Whether two functions are made of the same code around the same things."""
+    return (
+        want.__code__ is got.__code__
+        and want.__globals__ is got.__globals__
+        and same(
+            (want.__defaults__, want.__kwdefaults__),
+            (got.__defaults__, got.__kwdefaults__),
+            special,
+        )
+        and all(
+            same(one.cell_contents, other.cell_contents, special)
+            for one, other in zip(want.__closure__ or (), got.__closure__ or (), strict=True)
+        )
+    )
 
 
 def text(obj: Any, placeholder: Callable[[Any], str]) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.record.nested import Container
 
 
 class PendingNumber:
@@ -175,22 +174,3 @@ def _add_operators() -> None:
 
 
 _add_operators()
-
-
-class NumberParts(Container):
-    """A pending number in a template: the tensors that it is computed from."""
-
-    def __init__(self, number: PendingNumber, value: Callable[[torch.Tensor], Any]) -> None:
-        self._number = number
-        self._sources = [source for source in number.sources if source.tensor is not None]
-        items = {
-            position: value(source.tensor)
-            for position, source in enumerate(self._sources)
-            if source.tensor is not None
-        }
-        super().__init__(number, "number", items)
-
-    def build(self, values: Mapping[Any, Any]) -> Any:
-        """Returns the number, from the tensors' values."""
-        known = {source: values[position].item() for position, source in enumerate(self._sources)}
-        return self._number.value(known)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, past_recording
-from smdistributed.modelparallel.torch.record.ir import Guard, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import fill, placeholders, template
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import equal, fill, placeholders, template
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
+from smdistributed.modelparallel.torch.record.trace import Constant
 
 #: Functions whose result is a part of their first argument; which part, the others say.
 _SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
@@ -42,12 +43,14 @@ class Question:
         function: the function.
         args, kwargs: templates of its arguments.
         where: who asks, for messages.
+        constants: what stands behind the arguments of the microbatch.
     """
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     where: str
+    constants: tuple[Constant, ...]
 
     @cached_property
     def _asked_of(self) -> Any:
@@ -68,16 +71,11 @@ class Question:
             for node in self._sources
         )
 
-    @property
-    def concerns_random_numbers(self) -> bool:
-        """Whether the answer may be another one in each microbatch."""
-        return any(node.draw is not None for node in self._sources)
-
     def answer(self, inputs: Sequence[torch.Tensor], drawing: Callable[..., Any]) -> Any:
         """Finds the answer.
 
         Args:
-            inputs: the real tensor arguments of this microbatch.
+            inputs: the real tensor arguments of this microbatch, and the constants that it reads.
             drawing: seeds the generators for a draw.
         """
         with past_recording():
@@ -85,10 +83,6 @@ class Question:
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
         return template(self.function(*args, **kwargs), _Shape.of, lambda obj: obj)
-
-    def guard(self, answer: Any) -> Guard:
-        """Returns what holds for the microbatches that the recording is good for."""
-        return Guard(self.where, self._ask, self._asked_of, self.kwargs, answer)
 
     def result(self, answer: Any, mode: FakeTensorMode, device: torch.device) -> Any:
         """Returns what the function gives on fakes, tensors in the shapes of the answer."""
@@ -104,6 +98,11 @@ class Question:
 
         with mode:
             return fill(answer, _Shape, make)
+
+
+def same_answer(one: Any, other: Any) -> bool:
+    """Whether two answers lead the same way."""
+    return equal(one, other, lambda a, b: a is b or (isinstance(a, _Shape) and a == b))
 
 
 def _zeros_like(value: Value) -> torch.Tensor:

@@ -57,6 +57,22 @@ def run_on_random_numbers(
     return map_tensors(result, fake)
 
 
+def works_for_real(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a torch function that fails on fakes does not on random numbers.
+
+    Args:
+        function: the function.
+        args, kwargs: on fakes.
+    """
+    with past_recording(), torch.random.fork_rng(devices=[]):
+        try:
+            given, named = map_tensors((tuple(args), dict(kwargs)), _random_like)
+            function(*given, **named)
+        except Exception:
+            return False
+    return True
+
+
 @contextlib.contextmanager
 def _real_tensors(module: nn.Module) -> Iterator[None]:
     """Gives a module and those in it parameters and buffers with random numbers."""

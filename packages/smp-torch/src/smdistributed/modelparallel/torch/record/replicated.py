@@ -38,7 +38,7 @@ def evaluate_replicated(
     Args:
         function: the torch function.
         args, kwargs: templates of its arguments.
-        inputs: the tensor arguments of this microbatch, in order.
+        inputs: the tensor arguments of this microbatch, in order, and the constants that it reads.
         drawing: seeds the generators for a draw; only where values may be random.
     """
     known: dict[Value, torch.Tensor] = {}
@@ -50,7 +50,7 @@ def evaluate_replicated(
 
     def run(node: Node) -> None:
         if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
-            given = inputs[node.target] if node.kind is NodeKind.INPUT else node.target
+            given = inputs[node.target] if isinstance(node.target, int) else node.target
             known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
         elif node.kind is NodeKind.ATTRIBUTE:
             module, name = node.target

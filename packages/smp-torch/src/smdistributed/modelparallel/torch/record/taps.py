@@ -16,6 +16,8 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.record.nested import Path, follow
 
+_OWN_PACKAGE = __name__.partition(".")[0]
+
 
 class Tap(NamedTuple):
     """Where a tensor is found besides the result of a leaf.
@@ -40,6 +42,26 @@ def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tup
         for key, value in vars(module).items():
             if isinstance(value, FakeTensor):
                 yield Tap(module, None, (("attribute", key),), names.get(module, "")), value
+
+
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether somebody has put forward hooks on a module."""
+    return any(True for _ in _hooks_of_others(module))
+
+
+def call_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    """Calls the forward hooks of a module; what they return is known already."""
+    for key, hook in _hooks_of_others(module):
+        if key in module._forward_hooks_with_kwargs:
+            hook(module, args, kwargs, result)
+        else:
+            hook(module, args, result)
+
+
+def _hooks_of_others(module: nn.Module) -> Iterator[tuple[int, Callable[..., Any]]]:
+    for key, hook in list(module._forward_hooks.items()):
+        if not (getattr(hook, "__module__", "") or "").startswith(_OWN_PACKAGE):
+            yield key, hook
 
 
 def tapped(leaf: nn.Module, taps: Sequence[Tap]) -> Callable[..., tuple[Any, list[torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""What the tensors of a run on fakes stand for in the graph that is written."""
+"""From a row of entries to a graph: what the tensors of a run on fakes stand for."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, storage_of
 from smdistributed.modelparallel.torch.record.carried import Carried
-from smdistributed.modelparallel.torch.record.fakes import FakeModel
-from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.leaf_memory import LeafMemory
-from smdistributed.modelparallel.torch.record.nested import template
+from smdistributed.modelparallel.torch.record.ir import ANYTHING, Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import Path, placeholders, retemplate
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import Tap
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
+
+_NODE_KINDS = {
+    EntryKind.CALL: NodeKind.CALL,
+    EntryKind.QUESTION: NodeKind.CALL,
+    EntryKind.NUMBER: NodeKind.CALL,
+    EntryKind.LEAF: NodeKind.LEAF,
+}
 
 
 class Values:
-    """Writes the graph: its nodes, and the value that each tensor stands for.
+    """Writes a graph, entry by entry.
 
     Args:
-        models: whose parameters and buffers are values too.
+        scene: the models, whose parameters and buffers are values too.
         state: where the run is.
-        memory: of leaves; one that lets a tensor escape is no longer remembered.
+        inputs: the fakes of the tensor arguments.
         where: names the place where the run is, for messages.
 
     Attributes:
@@ -37,34 +44,93 @@ class Values:
 
     def __init__(
         self,
-        models: Sequence[FakeModel],
+        scene: Scene,
         state: RunState,
-        memory: LeafMemory | None,
+        inputs: Sequence[torch.Tensor],
         where: Callable[[], str],
     ) -> None:
         self.graph = Graph()
+        self._scene = scene
         self._state = state
-        self._memory = memory
         self._where = where
         self._known: dict[int, Value] = {}
+        self._constants: dict[Constant, Value] = {}
         self._sharing: dict[int, list[Value]] = collections.defaultdict(list)
         # Identities above are only good while the tensors live.
         self._alive: list[torch.Tensor] = []
-        self._slots = {
-            id(fake): (model, slot) for model in models for slot, fake in model.slots.items()
-        }
         #: Fakes that a leaf made and did not return -> where a replay finds them.
-        self._escaped: dict[int, tuple[Node, Tap, torch.Tensor]] = {}
-        self._carried: dict[int, tuple[Carried, Any]] = {}
+        self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
+        self._num_inputs = len(inputs)
+        for position, fake in enumerate(inputs):
+            node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
+            self._bind(fake, node, ())
 
     # ------------------------------------------------------------------ writing
 
-    def node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
-        """Appends a node."""
-        index = len(self.graph.nodes)
-        return self.graph.add(Node(index, kind, target, name, region=self._state.region, **facts))
+    def take(self, entry: Entry) -> None:
+        """Writes what an entry computes; nothing if it computes no tensor."""
+        if entry.kind is EntryKind.BACKWARD:
+            self.graph.roots.append(self.of(entry.args[0]))
+            return
+        if entry.refusal and self._state.is_glue:
+            raise UnsupportedError(entry.refusal)
+        if not entry.outputs and not entry.changed and entry.kind is not EntryKind.LEAF:
+            return
+        settings = entry.settings
+        assert settings is not None
+        if self._state.is_glue:
+            if settings.saves_otherwise:
+                raise UnsupportedError(
+                    f"{entry} is called inside torch.autograd.graph.saved_tensors_hooks, or "
+                    "save_on_cpu, which reach no other process. Put the context into the forward "
+                    "of one module, or around the whole call of the step function."
+                )
+            for carried in placeholders((entry.args, entry.kwargs), Carried):
+                if carried.problem is not None:
+                    raise carried.problem
+        args, kwargs = self.arguments(entry.args), self.arguments(entry.kwargs)
+        kind = _NODE_KINDS[entry.kind]
+        inputs = list(placeholders((args, kwargs), Value))
+        if kind is NodeKind.CALL and not inputs:
+            kwargs |= _default_device(entry.outputs, kwargs)
+        node = self._node(
+            kind,
+            torch.Tensor.detach if entry.kind is EntryKind.NUMBER else entry.target,
+            entry.name,
+            args=args,
+            kwargs=kwargs,
+            grad_enabled=settings.grad_enabled,
+            autocast=settings.autocast,
+            switches=settings.switches,
+            default_dtype=settings.default_dtype,
+            modules=entry.modules,
+            flags=entry.flags,
+            draw=entry.draw,
+            region=entry.region,
+            flops=entry.flops,
+            stateful=tuple(entry.stateful),
+            result=retemplate(entry.result, (torch.Tensor, Carried), lambda each: ANYTHING),
+            replicated=kind is NodeKind.CALL
+            and entry.draw is None
+            and all(value.replicated for value in inputs)
+            and not any(tensor.requires_grad for _, tensor in entry.outputs),
+        )
+        before = self._change(node, entry.changed)
+        for key, (tap, tensor) in entry.inner.items():
+            if tap.call is not None or key not in self._escaped:
+                self._escaped[key] = node, entry, tap, tensor
+        made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
+        made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
+        bound: set[int] = set()
+        for tensor, source in made:
+            if id(tensor) not in bound:
+                bound.add(id(tensor))
+                self._bind(tensor, node, source)
 
-    def bind(self, tensor: torch.Tensor, node: Node, source: Any) -> Value:
+    def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
+        return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
+
+    def _bind(self, tensor: torch.Tensor, node: Node, source: Any) -> Value:
         """Makes the value of one tensor of a node's result."""
         value = self.graph.bind(tensor, node, source)
         self._known[id(tensor)] = value
@@ -72,7 +138,7 @@ class Values:
         self._sharing[storage_of(tensor)].append(value)
         return value
 
-    def change(self, node: Node, changed: Sequence[torch.Tensor]) -> dict[int, Value]:
+    def _change(self, node: Node, changed: Sequence[torch.Tensor]) -> dict[int, Value]:
         """Notes that a node changes tensors in place.
 
         Returns:
@@ -92,63 +158,70 @@ class Values:
     @contextlib.contextmanager
     def aside(self) -> Iterator[Graph]:
         """Writes a graph of its own meanwhile, and forgets it."""
-        graph, known = self.graph, self._known
-        self.graph, self._known = Graph(), dict(known)
+        graph, known, constants = self.graph, self._known, self._constants
+        self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
+        self.graph.constants = list(graph.constants)
         try:
             yield self.graph
         finally:
-            self.graph, self._known = graph, known
-
-    def note_escape(self, tensor: torch.Tensor, node: Node, tap: Tap, *, again: bool) -> None:
-        """Remembers where a replay finds a tensor that a leaf made besides its result.
-
-        Args:
-            tensor: the fake.
-            node: the call of the leaf.
-            tap: where.
-            again: whether this place is taken if another is known already.
-        """
-        if again or id(tensor) not in self._escaped:
-            self._escaped[id(tensor)] = node, tap, tensor
+            self.graph, self._known, self._constants = graph, known, constants
 
     # ------------------------------------------------------------------ reading
 
-    def of(self, tensor: torch.Tensor) -> Value:
+    def arguments(self, template: Any) -> Any:
+        """Returns a template with values in the places of fakes and constants."""
+        return retemplate(template, (torch.Tensor, Constant), self.of)
+
+    def of(self, tensor: torch.Tensor | Constant) -> Value:
         """Returns the value that a tensor of the run stands for.
 
         Raises:
             UnsupportedError: no recorded call made it.
         """
+        if isinstance(tensor, Constant):
+            return self._of_constant(tensor)
         known = self._known.get(id(tensor))
         if known is not None:
             return known
-        if id(tensor) in self._slots:
+        if id(tensor) in self._scene.slots:
             return self._of_slot(tensor)
-        constant = tensor
-        if isinstance(tensor, FakeTensor):
-            if tensor.constant is None:
-                return self._of_stranger(tensor)
-            constant = tensor.constant
-        node = self.node(NodeKind.CONSTANT, constant, _constant_text(constant), replicated=True)
-        return self.bind(tensor, node, ())
+        made = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        if made is None:
+            return self._of_stranger(tensor)
+        return self._bind(
+            tensor, self._node(NodeKind.CONSTANT, made, _text(made), replicated=True), ()
+        )
+
+    def _of_constant(self, constant: Constant) -> Value:
+        if constant not in self._constants:
+            node = self._node(
+                NodeKind.CONSTANT,
+                self._num_inputs + len(self.graph.constants),
+                str(constant),
+                replicated=True,
+            )
+            self.graph.constants.append(constant)
+            self._constants[constant] = self.graph.bind(constant.tensor, node, ())
+        return self._constants[constant]
 
     def _of_slot(self, tensor: torch.Tensor) -> Value:
-        model, slot = self._slots[id(tensor)]
-        # A parameter lives on one rank; buffers are everywhere.
-        replicated = not isinstance(tensor, nn.Parameter)
-        node = self.node(NodeKind.ATTRIBUTE, slot, model.slot_name(slot), replicated=replicated)
-        return self.bind(tensor, node, ())
+        model, slot = self._scene.slots[id(tensor)]
+        # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
+        # everywhere.
+        replicated = not isinstance(tensor, nn.Parameter) and slot[0] not in self._scene.leaf_of
+        node = self._node(NodeKind.ATTRIBUTE, slot, model.slot_name(slot), replicated=replicated)
+        return self._bind(tensor, node, ())
 
     def _of_stranger(self, tensor: torch.Tensor) -> Value:
         escaped = self._escaped.get(id(tensor))
         if escaped is not None and not self._state.leaf_depth:
-            node, tap, _ = escaped
-            if self._memory is not None:
-                self._memory.forget(node.target)
+            node, entry, tap, _ = escaped
             node.taps.append(tap)
-            return self.bind(tensor, node, tap)
+            if tap.call is not None and entry.seen is Seen.NOTHING:
+                entry.seen = Seen.HOOKS if entry.hooked else Seen.ALL
+            return self._bind(tensor, node, tap)
         if not self._state.is_glue:
-            return self.bind(tensor, self.node(NodeKind.CALL, None, "unknown"), ())
+            return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
         raise UnsupportedError(
             f"a tensor of shape {tuple(tensor.shape)} appeared that no recorded call "
             f"made, in {self._where()}: a hook, an attribute or a compiled function "
@@ -156,46 +229,35 @@ class Values:
             "module's forward, or put the modules that use it on one partition."
         )
 
-    def tensor_of(self, value: Value) -> torch.Tensor:
-        """Returns a tensor of the run that stands for a value."""
-        return next(tensor for tensor in self._alive if self._known.get(id(tensor)) is value)
-
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the real tensor for one that is the same in every microbatch; else None."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
         value = self.of(tensor)
-        if not value.replicated or any(node.kind is NodeKind.INPUT for node in sources([value])):
+        if not value.replicated or any(
+            node.kind is NodeKind.INPUT or isinstance(node.target, int) for node in sources([value])
+        ):
             return None
         with past_recording():
             real: torch.Tensor = evaluate_replicated(lambda tensor: tensor, (value,), {}, ())
         return real
 
-    # ------------------------------------------------------------------ arguments
 
-    def template(self, obj: Any, where: str) -> Any:
-        """Returns ``obj`` with its tensors replaced by values, and objects with state by stand-ins.
+def _default_device(
+    outputs: Sequence[tuple[Path, torch.Tensor]], kwargs: dict[str, Any]
+) -> dict[str, torch.device]:
+    """Returns the device of a new tensor that was not asked for: torch's default at the time.
 
-        Args:
-            obj: arguments of a call.
-            where: the call, for messages.
-        """
-
-        def carry(obj: Any) -> Any:
-            if not self._state.is_glue:
-                return obj
-            if id(obj) not in self._carried:
-                carried = Carried(len(self._carried), obj, self.constant, where)
-                self._carried[id(obj)] = carried, obj
-            return self._carried[id(obj)][0]
-
-        return template(obj, self.of, carry)
-
-    def template_of_carried(self, obj: Any) -> Any:
-        """Returns ``obj`` with its tensors, and stand-ins for the objects with state in it."""
-        return template(obj, lambda tensor: tensor, lambda obj: self._carried[id(obj)][0])
+    Replays, and evaluations past all function modes, must not depend on ``set_default_device``.
+    """
+    devices = {tensor.device for _, tensor in outputs if tensor.device.type != "cpu"}
+    if "device" in kwargs or len(devices) != 1:
+        return {}
+    return {"device": devices.pop()}
 
 
-def _constant_text(tensor: torch.Tensor) -> str:
-    """Names a constant, so that ranks which have different ones find out."""
+def _text(tensor: torch.Tensor) -> str:
+    """Names a tensor, so that ranks which have different ones find out."""
     with past_recording():
         value = f" {tensor.tolist()}" if tensor.numel() == 1 and not tensor.is_meta else ""
         return f"constant {tuple(tensor.shape)} {tensor.dtype}{value}"

@@ -1,7 +1,8 @@
 """A call of a step function as values that the step passes on; none of them changes.
 
 ``Call`` is what one process was called with, ``CallKind`` what a recording depends on of it,
-``Header`` what rank 0 of the pipeline says of it, and ``MiniBatch`` what every rank then has.
+``Header`` what rank 0 of the pipeline says of it, ``Round`` what its microbatches did there, and
+``MiniBatch`` what every rank then has.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.stepping.first_rank import Failure
+
 #: Arguments by position and by keyword: of a step function, or of one microbatch.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -21,6 +24,7 @@ class TensorKind:
     """What a recording depends on of one tensor."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
     requires_grad: bool
@@ -29,7 +33,11 @@ class TensorKind:
     def of(tensor: torch.Tensor) -> TensorKind:
         """Returns the kind of a tensor."""
         return TensorKind(
-            tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device.type,
+            tensor.requires_grad,
         )
 
 
@@ -56,17 +64,35 @@ class State:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What a recording depends on of a call.
+    """What a recording depends on of a call, besides what its Python sees.
 
     Attributes:
         tensors: the kinds of its tensor arguments, in order.
-        constants: its other arguments: plain values as they are, objects by number.
         state: training flags, grad mode and the like.
     """
 
     tensors: tuple[TensorKind, ...]
-    constants: tuple[object, ...]
     state: State
+
+
+@dataclass(frozen=True)
+class Round:
+    """What rank 0 of the pipeline tells of microbatches whose Python it has run.
+
+    Attributes:
+        answers: for each microbatch, what it answered about its inputs.
+        ways: for each microbatch that came to its end, the number of its way; None if the
+            partition is not decided.
+        is_new: some way was not known before.
+        is_open: the last microbatch shows what the partition may be, which is decided next.
+        failure: what was raised by the last microbatch.
+    """
+
+    answers: tuple[Sequence[Any], ...]
+    ways: tuple[int | None, ...]
+    is_new: bool
+    is_open: bool
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -76,15 +102,12 @@ class Header:
     Attributes:
         kind: what it was called with.
         seed: of the random numbers of this step.
-        own: for each microbatch, what its recording depends on beyond the whole call; see
-            ``StepInputs.own``.
-        choices: for each microbatch, which known recording fits; None where one must be made.
+        first: what its first microbatches did.
     """
 
     kind: CallKind
     seed: int
-    own: tuple[tuple[object, ...], ...]
-    choices: tuple[int | None, ...]
+    first: Round
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,6 @@ tensors on the other ranks.
 
 from __future__ import annotations
 
-import enum
-import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +16,7 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.record.nested import (
-    is_plain_value,
     map_tensors,
-    take_apart,
     tensors_in,
 )
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -31,13 +26,14 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     CallKind,
     Header,
     MiniBatch,
+    Round,
     State,
     TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 
-#: For each microbatch, which known recording fits; None where one must be made.
-Choices = tuple[int | None, ...]
+#: Before anything has run.
+_NOTHING = Round((), (), is_new=False, is_open=False, failure=None)
 
 
 class StepInputs:
@@ -53,24 +49,13 @@ class StepInputs:
         self._links = runtime.links
         self._rules = rules
         self._pp_rank = runtime.coordinates.pp_rank
-        self._numbers = _ObjectNumbers()
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
         """Returns what this rank was called with."""
         return CallKind(
             tuple(TensorKind.of(tensor) for tensor in tensors_in((args, kwargs))),
-            tuple(self._numbers.constants((args, kwargs))),
             self._state(),
         )
-
-    def own(self, kind: CallKind, calls: Sequence[Call]) -> tuple[tuple[object, ...], ...]:
-        """Returns what each microbatch has of its own besides tensors.
-
-        That is what objects with ``smp_slice`` gave it; all else is the same for all microbatches.
-        """
-        if _Mark.SLICED not in kind.constants:
-            return ((),) * len(calls)
-        return tuple(tuple(self._numbers.constants(call)) for call in calls)
 
     def _state(self) -> State:
         device = self._runtime.device.type
@@ -91,18 +76,18 @@ class StepInputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seed: int,
-        choose: Callable[[CallKind, Sequence[tuple[object, ...]], Sequence[Call]], Choices],
+        run: Callable[[MiniBatch], Round],
     ) -> MiniBatch:
         """Agrees with the other ranks of the pipeline on what is called. Collective: PP_GROUP.
 
         Args:
             args, kwargs: what this rank was called with.
             seed: of the random numbers of the step; that of rank 0 of the pipeline counts.
-            choose: returns which recording fits each microbatch; called on rank 0 of the pipeline.
+            run: runs the Python of the first microbatches; called on rank 0 of the pipeline.
 
         Raises:
             SMPError: this rank was called in another way.
-            Exception: what splitting or choosing raised on rank 0 of the pipeline, on every rank.
+            Exception: what splitting raised on rank 0 of the pipeline, on every rank.
         """
         mine = self._kind(args, kwargs)
         communicator = self._runtime.communicator
@@ -111,8 +96,8 @@ class StepInputs:
 
             def make() -> Header:
                 calls, weights = self._split((args, kwargs))
-                own = self.own(mine, calls)
-                header = Header(mine, seed, own, choose(mine, own, calls))
+                batch = MiniBatch(Header(mine, seed, _NOTHING), (args, kwargs), calls, weights)
+                header = Header(mine, seed, run(batch))
                 made.append(MiniBatch(header, (args, kwargs), calls, weights))
                 return header
 
@@ -188,7 +173,9 @@ class StepInputs:
 
         def fake(kind: TensorKind) -> torch.Tensor:
             with mode:
-                tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self._device(kind))
+                tensor = torch.empty_strided(
+                    kind.shape, kind.stride, dtype=kind.dtype, device=self._device(kind)
+                )
             return tensor.requires_grad_(kind.requires_grad)
 
         return _with_tensors(args, kwargs, [fake(each) for each in kind.tensors])
@@ -203,49 +190,3 @@ def _with_tensors(
     replacements = iter(tensors)
     replaced: Call = map_tensors((args, kwargs), lambda tensor: next(replacements))
     return replaced
-
-
-class _Mark(enum.Enum):
-    """Stands among constants for a property of the object that follows."""
-
-    SLICED = enum.auto()
-
-
-class _ObjectNumbers:
-    """Numbers for objects, by identity: a recording is for the very model that it was given."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}
-        self._next = 0
-
-    def constants(self, obj: Any) -> list[object]:
-        """Returns what a recording depends on in arguments, tensors left out."""
-        if isinstance(obj, torch.Tensor):
-            return ["tensor"]
-        if is_plain_value(obj):
-            return [type(obj).__name__, obj]
-        if isinstance(obj, dict):
-            return [
-                "dict",
-                *(each for key, item in obj.items() for each in (str(key), *self.constants(item))),
-            ]
-        if isinstance(obj, list | tuple | set | frozenset):
-            return [type(obj).__name__, *(each for item in obj for each in self.constants(item))]
-        mark = [_Mark.SLICED] if hasattr(type(obj), "smp_slice") else []
-        parts = take_apart(obj)
-        if parts is not None:
-            return [*mark, type(obj).__qualname__, *self.constants(parts.items)]
-        if type(obj).__module__ == "numpy":
-            return ["numpy", str(obj.dtype), obj.shape, hashlib.sha256(obj.tobytes()).hexdigest()]
-        return [*mark, type(obj).__qualname__, self._number(obj)]
-
-    def _number(self, obj: Any) -> int:
-        key = id(obj)
-        if key not in self._known:
-            try:
-                keeper: Any = weakref.ref(obj, lambda _: self._known.pop(key, None))
-            except TypeError:
-                keeper = obj  # lives as long as we do, so that its identity stays its own
-            self._known[key] = keeper, self._next
-            self._next += 1
-        return self._known[key][1]

@@ -1,16 +1,15 @@
-"""A step with several partitions: record, then replay the schedule.
+"""A step with several partitions: its Python runs in lockstep, then its tensors are computed.
 
 What a call does, on every rank of a pipeline; each line is a call in ``PipelinedStep.run``:
 
-1. agree: rank 0 of the pipeline says what it was called with, and which recordings fit; the others
-   take its word. From here on the call is one ``MiniBatch``.
-2. place: models without a partition are measured on fakes and get one, in the first call.
-3. find: where no recording fits a microbatch, one is made: the body runs on fake tensors, the graph
-   is cut, and the ranks compare their plans.
-4. prepare: the plans are scheduled; the same combination only once.
-5. exchange: the inputs that a rank computes with are sent to it.
-6. execute: the executor runs the schedule.
-7. share: returned tensors go to all ranks. Then gradients are reduced.
+1. agree: rank 0 of the pipeline says what it was called with, and what its microbatches did; the
+   others take its word. From here on the call is one ``MiniBatch``.
+2. passes: the body runs for each microbatch, answered from what is known of it. In the first call
+   that decides the partition; where a microbatch does something new, the ranks compare plans.
+3. prepare: the plans are scheduled; the same combination only once.
+4. exchange: the inputs that a rank computes with are sent to it.
+5. execute: the executor runs the schedule.
+6. share: returned tensors go to all ranks. Then gradients are reduced.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
+from smdistributed.modelparallel.torch.record.switches import without_autocast
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
-from smdistributed.modelparallel.torch.stepping.placing import place_models
+from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
-from smdistributed.modelparallel.torch.stepping.recordings import Recordings
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
 
@@ -68,7 +67,7 @@ class PipelinedStep:
         self.runtime = runtime
         self._function = function
         self._inputs = StepInputs(runtime, rules)
-        self._recordings = Recordings(runtime, function, self._recording)
+        self._lockstep = Lockstep(runtime, function, self._running)
         self._preparation = Preparation(runtime)
         self._ran: tuple[Executor, list[tuple[float, float]]] | None = None
         self._recorder: Recorder | None = None
@@ -80,20 +79,24 @@ class PipelinedStep:
         """Runs one mini-batch; see ``StepFunction``."""
         for model in models_of(self.runtime):
             model.refresh()
-        batch = self._inputs.agree(args, kwargs, draw_step_seed(), self._recordings.choose)
-        if None in batch.header.choices:
-            place_models(self.runtime, self._function, batch.calls[0], self._recording)
+        self._reached = {}
         try:
-            recordings = self._recordings.find(batch)
+            batch = self._inputs.agree(args, kwargs, draw_step_seed(), self._lockstep.first_round)
+            passed = self._lockstep.passes(batch)
         finally:
             self.runtime.random.end()
-        prepared = self._preparation.of(tuple(recording.plan for recording in recordings))
-        tensors = self._inputs.exchange(batch, prepared.needed_inputs)
-        reached = list(dict.fromkeys(each for one in recordings for each in one.reached))
-        made = self._execute(prepared, batch, tensors, _scale(reached))
+        prepared = self._preparation.of(tuple(each.plan for each in passed))
+        constants = [each.constants_read() for each in passed]
+        tensors = [
+            [*arguments, *read]
+            for arguments, read in zip(
+                self._inputs.exchange(batch, prepared.needed_inputs), constants, strict=True
+            )
+        ]
+        made = self._execute(prepared, batch, tensors, _scale(list(self._reached)))
         runtime = self.runtime
         results = share_results(
-            runtime.links, runtime.coordinates.pp_rank, runtime.device, recordings, tensors, made
+            runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
         )
         for model in self._models_of(prepared.differentiated):
             model.data_parallel.end_step()
@@ -101,18 +104,12 @@ class PipelinedStep:
         return combine(results, detach=True)
 
     @contextlib.contextmanager
-    def _recording(
-        self,
-    ) -> Iterator[tuple[Callable[[Recorder], None], dict[DistributedModel, None]]]:
+    def _running(self, recorder: Recorder) -> Iterator[None]:
         """Marks the runtime as being inside this step while the body runs on fakes."""
-        self._reached = {}
         self.runtime.current_step = self
-
-        def note(recorder: Recorder) -> None:
-            self._recorder = recorder
-
+        self._recorder = recorder
         try:
-            yield note, self._reached
+            yield
         finally:
             self.runtime.current_step = None
             self._recorder = None
@@ -121,7 +118,7 @@ class PipelinedStep:
         """Notes a ``model.backward`` while the body is recorded."""
         self._reached[model] = None
         if self._recorder is not None:
-            self._recorder.backward(tensors, grad_tensors)
+            self._recorder.backward(model, tensors, grad_tensors)
 
     def timeline(self) -> Timeline:
         """See ``StepFunction.timeline``."""
@@ -175,7 +172,8 @@ class PipelinedStep:
 
         scales = [weight if scale == "mean" else 1.0 for weight in batch.weights]
         try:
-            results, times = prepared.executor.run(inputs, scales, enter_pass)
+            with without_autocast(("cpu", self.runtime.device.type)):
+                results, times = prepared.executor.run(inputs, scales, enter_pass)
         finally:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.

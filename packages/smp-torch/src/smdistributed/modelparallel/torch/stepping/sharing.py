@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.nested import fill
+from smdistributed.modelparallel.torch.record.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.recorder import Passed
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated
-from smdistributed.modelparallel.torch.stepping.recordings import Recording
 
 
 def share_results(
     links: Links,
     pp_rank: int,
     device: torch.device,
-    recordings: Sequence[Recording],
+    passed: Sequence[Passed],
     inputs: Sequence[Sequence[torch.Tensor]],
     made: Sequence[Mapping[int, torch.Tensor]],
 ) -> list[Any]:
@@ -30,33 +32,34 @@ def share_results(
         links: to the other ranks of the pipeline.
         pp_rank: of this rank.
         device: where tensors are received.
-        recordings: of each microbatch.
-        inputs: the tensor arguments of each microbatch.
+        passed: each microbatch.
+        inputs: the tensor arguments and constants of each microbatch.
         made: the returned tensors of each microbatch that this rank made, by number of the value.
     """
+    plans = [each.plan for each in passed]
     found = [dict(each) for each in made]
     batches: dict[tuple[object, ...], list[tuple[int, Value]]] = {}
-    for m, recording in enumerate(recordings):
-        for value in recording.plan.graph.returned:
+    for m, plan in enumerate(plans):
+        for value in plan.graph.returned:
             if value.replicated:
                 found[m][value.index] = evaluate_replicated(
                     lambda tensor: tensor, (value,), {}, inputs[m]
                 )
                 continue
-            alike = (_owner(recording, value), value.shape, value.dtype, value.order)
+            alike = (_owner(plan, value), value.shape, value.dtype, value.order)
             batches.setdefault(alike, []).append((m, value))
     for members in batches.values():
         m, value = members[0]
-        owner = _owner(recordings[m], value)
+        owner = _owner(plans[m], value)
         batch = _stacked(members, found) if owner == pp_rank else _buffer(members, device)
         links.broadcast(batch, owner)
         for (m, value), tensor in zip(members, batch.unbind(), strict=True):
             found[m][value.index] = value.from_wire(tensor)
-    return [_filled(*each) for each in zip(recordings, found, strict=True)]
+    return [_filled(*each) for each in zip(passed, found, strict=True)]
 
 
-def _owner(recording: Recording, value: Value) -> int:
-    return recording.plan.segments[value.node.segment].rank
+def _owner(plan: Plan, value: Value) -> int:
+    return plan.segments[value.node.segment].rank
 
 
 def _stacked(
@@ -71,8 +74,13 @@ def _buffer(members: Sequence[tuple[int, Value]], device: torch.device) -> torch
     return one.new_empty((len(members), *one.shape))
 
 
-def _filled(recording: Recording, values: Mapping[int, torch.Tensor]) -> Any:
-    numbers = zip(recording.capture.pending, recording.plan.graph.numbers, strict=True)
-    for number, value in numbers:
+def _filled(passed: Passed, values: Mapping[int, torch.Tensor]) -> Any:
+    """Returns what the step function returned, with tensors and numbers in their places."""
+    graph = passed.graph
+    for number, value in zip(passed.pending, graph.numbers, strict=True):
         number.settle(values[value.index].item())
-    return fill(recording.capture.graph.result, Value, lambda value: values[value.index])
+    return fill(
+        passed.result,
+        (Value, PendingNumber),
+        lambda each: each.value() if isinstance(each, PendingNumber) else values[each.index],
+    )

@@ -1,0 +1,246 @@
+"""Attributes of leaves that both they and other code use.
+
+All microbatches run their Python before any leaf runs for real. So code outside a leaf cannot see
+what the leaf makes of its attributes in this step, and what it sets is seen by all later calls
+alike. Where that would differ from one process, it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.record.nested import same
+from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace import Entry
+from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Growth, Snapshot, as_it_was
+
+_MISSING = object()
+
+
+class _Unknown:
+    """Stands for what an attribute will be when its leaf has run."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _shared(object.__getattribute__(self, "_name"))
+
+    __getattr__ = __setattr__ = __call__ = __bool__ = __int__ = __float__ = __index__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __pow__ = __mod__ = __floordiv__ = __neg__ = __abs__ = __contains__ = _refuse
+    __len__ = __iter__ = __getitem__ = __setitem__ = __str__ = __repr__ = __format__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next(each for each in args if isinstance(each, cls))
+        found._refuse()
+
+
+def _shared(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is changed by the module that has it, and read or set by code outside it, in the "
+        "forward of a module that is split over partitions or in the step function. Put these "
+        "modules on one partition, or keep that state inside one module (for a cache of "
+        "Transformers: use_cache=False)."
+    )
+
+
+def _changed(path: str, leaf: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path} is changed by code outside {leaf}, which can see it and has been called in this "
+        "step already. The Python of a step runs before its modules do, so all calls would see the "
+        "last value. Pass it as an argument, change it between two steps, or put the code that "
+        "changes it and the module on one partition."
+    )
+
+
+class LeafAttributes:
+    """Watches the attributes of leaves while microbatches run their Python.
+
+    Args:
+        scene: the models.
+        state: where the run is.
+        lines: runs the call of a leaf on fakes again and returns what it does as text; None where
+            that does not show.
+    """
+
+    def __init__(
+        self, scene: Scene, state: RunState, lines: Callable[[Entry], list[str] | None]
+    ) -> None:
+        self._scene = scene
+        self._state = state
+        self._lines = lines
+        self._called: dict[nn.Module, dict[Entry, None]] = {}
+        self._real: dict[tuple[nn.Module, str], Any] = {}
+        self._set: set[tuple[nn.Module, str]] = set()
+        self._hidden_growth: list[Growth] = []
+        self._entries: dict[nn.Module, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches; at the end every attribute is what it was."""
+        former = nn.Module.__setattr__
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            leaf = self._scene.leaf_of.get(module)
+            if leaf is not None and not self._state.leaf_depth and name not in OF_MODULES:
+                self._check(leaf, module, name, value)
+            former(module, name, value)
+
+        self._entries = {
+            module: {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+            for module in self._scene.leaf_of
+        }
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+        for module, name in self._scene.hidden:
+            self._hide(module, name, None)
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = former  # type: ignore[method-assign]
+            self._show(self._real)
+            self._real = {}
+            for growth in self._hidden_growth:
+                growth.remove()
+
+    def note_call(self, entry: Entry) -> None:
+        """Takes note that a leaf is called in this step.
+
+        Raises:
+            UnsupportedError: what it can see has changed since its first call in this step.
+        """
+        leaf = entry.target
+        if leaf not in self._called:
+            self._called[leaf] = {}
+            state = self._scene.states.get(leaf)
+            if state is None or state.differences():
+                self._scene.states[leaf] = Snapshot(leaf.modules())
+        else:
+            self._refuse_difference(leaf)
+        self._called[leaf][entry] = None
+
+    def check(self) -> None:
+        """Makes sure that leaves will see what they would have seen when they were called.
+
+        Raises:
+            UnsupportedError: something has changed since.
+        """
+        for leaf in self._called:
+            self._refuse_difference(leaf)
+        for module, entries in self._entries.items():
+            for name, value in entries.items():
+                if vars(module).get(name, _MISSING) is not value and (module, name) not in {
+                    *self._set,
+                    *self._real,
+                }:
+                    raise _changed(f"{type(module).__name__}.{name}", "its module")
+
+    def _refuse_difference(self, leaf: nn.Module) -> None:
+        state = self._scene.states[leaf]
+        if self.refuse_difference(self._called[leaf], state):
+            self._scene.states[leaf] = Snapshot(leaf.modules())
+
+    def refuse_difference(
+        self, entries: Iterable[Entry], state: Snapshot, apart_from: Collection[int] = ()
+    ) -> bool:
+        """Raises if what a leaf can see has changed since a snapshot, and matters to it.
+
+        Args:
+            entries: calls of the leaf.
+            state: what it could see.
+            apart_from: identities of what it changes itself.
+
+        Returns:
+            whether something has changed that does not matter.
+
+        Raises:
+            UnsupportedError: something has changed that does.
+        """
+        found = state.differences(apart_from)
+        if not found:
+            return False
+        for entry in entries:
+            try:
+                now = self._lines(entry)
+                with as_it_was(found):
+                    before = self._lines(entry)
+            except Exception:
+                now = None  # the leaf itself fails, one way or the other
+            if now is None or now != before:
+                raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
+        return True
+
+    def hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        """Hides an attribute that a leaf changes, and has changed now.
+
+        Args:
+            module: that has it.
+            name: of the attribute.
+            tensor: the fake that the leaf has left there; None if it is something else.
+        """
+        self._scene.hidden.add((module, name))
+        self._hide(module, name, tensor)
+
+    def hide_growth(self, grown: Sequence[Growth]) -> None:
+        """Hides what leaves have added to containers in a microbatch that is over."""
+        for growth in reversed(grown):
+            if any(isinstance(each, torch.Tensor) for each in growth.added.values()):
+                self._hidden_growth.append(
+                    growth.replaced(lambda: _Unknown("what a hook or a module has stored"))
+                )
+            else:
+                growth.remove()
+
+    @contextlib.contextmanager
+    def shown_to(self, leaf: nn.Module) -> Iterator[None]:
+        """Lets a leaf see its attributes."""
+        own = {
+            place: value
+            for place, value in self._real.items()
+            if self._scene.leaf_of.get(place[0]) is leaf
+        }
+        hidden = {place: vars(place[0]).get(place[1], _MISSING) for place in own}
+        self._show(own)
+        try:
+            yield
+        finally:
+            self._show(hidden)
+
+    def _hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        entries = vars(module)
+        self._real.setdefault((module, name), entries.get(name, _MISSING))
+        entries[name] = _Unknown(f"{type(module).__name__}.{name}") if tensor is None else tensor
+
+    @staticmethod
+    def _show(values: dict[tuple[nn.Module, str], Any]) -> None:
+        for (module, name), value in values.items():
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+    def _check(self, leaf: nn.Module, module: nn.Module, name: str, value: Any) -> None:
+        text = f"{self._scene.names[module] or type(module).__name__}.{name}"
+        if (module, name) in self._real:
+            raise _shared(text)
+        if isinstance(value, FakeTensor) and self._scene.slots.get(id(value)) is None:
+            raise UnsupportedError(
+                f"{text} is set to a tensor of the step by code outside its module, which is "
+                "executed as a whole. Pass the tensor as an argument, or put both modules on one "
+                "partition."
+            )
+        if leaf in self._called and not same(
+            vars(module).get(name, _MISSING), value, lambda one, other: one is other
+        ):
+            raise _changed(text, "its module")
+        self._set.add((module, name))

@@ -1,0 +1,86 @@
+"""Tensors that code reads besides its arguments: attributes, globals, numbers made into tensors.
+
+Recorded calls do not keep them but read them anew in each microbatch. All microbatches run their
+Python before anything is computed, so what is changed in place meanwhile has to be kept as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
+from smdistributed.modelparallel.torch.record.trace import Constant
+
+#: Up to this many elements a copy costs less than a refusal.
+_SMALL = 1 << 14
+
+
+class Constants:
+    """What the tensors of one microbatch are."""
+
+    def __init__(self) -> None:
+        self._given: dict[Constant, torch.Tensor] = {}
+        self._kept: dict[Constant, tuple[torch.Tensor, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def forget_after(self, number: int) -> None:
+        """Forgets what was taken since there were so many."""
+        for constant in list(self._given)[number:]:
+            del self._given[constant], self._kept[constant]
+
+    def stands_for(self, constant: Constant, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what a constant stands for; takes it if that is new."""
+        if constant in self._given:
+            return self._given[constant] is tensor
+        if not constant.is_like(tensor):
+            return False
+        self._take(constant, tensor)
+        return True
+
+    def of(self, tensor: torch.Tensor) -> Constant:
+        """Returns what stands for a tensor in new entries."""
+        for constant, given in self._given.items():
+            if given is tensor:
+                return constant
+        constant = Constant(tensor)
+        self._take(constant, tensor)
+        return constant
+
+    def _take(self, constant: Constant, tensor: torch.Tensor) -> None:
+        self._given[constant] = tensor
+        with past_recording():
+            # What shares memory with another library is changed without a trace.
+            is_own = tensor.numel() > _SMALL and tensor.untyped_storage().resizable()
+            kept = tensor if is_own else tensor.clone()
+        self._kept[constant] = kept, version_of(kept)
+
+    def given(self, constant: Constant) -> torch.Tensor:
+        """Returns the tensor that a constant stands for in this microbatch."""
+        return self._given[constant]
+
+    def known(self, constants: Sequence[Constant]) -> list[torch.Tensor]:
+        """Returns the tensors for some constants."""
+        return [self._kept[constant][0] for constant in constants]
+
+    def tensors(self, constants: Sequence[Constant]) -> list[torch.Tensor]:
+        """Returns the tensors for some constants, as they were when they were read.
+
+        Raises:
+            UnsupportedError: a large one was changed in place since.
+        """
+        found = []
+        for constant in constants:
+            tensor, version = self._kept[constant]
+            if version_of(tensor) != version:
+                raise UnsupportedError(
+                    f"a tensor of shape {tuple(tensor.shape)} that belongs to no DistributedModel "
+                    "was read and then changed in place in one call of a step function. Make a new "
+                    "tensor instead of changing it, or change it between the calls."
+                )
+            found.append(tensor)
+        return found

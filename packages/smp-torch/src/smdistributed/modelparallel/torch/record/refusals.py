@@ -1,0 +1,43 @@
+"""Calls that only modules which stay whole can make: between partitions they would do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_HOOKS = "hooks of tensors would see the stand-ins of a recording, not the gradients"
+_FIX = "Do it inside one module, or put the modules that it concerns on one partition."
+
+_EARLY = "gradients are computed when its Python has run"
+_TENSOR: Any = torch.Tensor
+
+#: Function -> why it does not work between partitions.
+_REFUSED: Mapping[Callable[..., Any], str] = {
+    _TENSOR.register_hook: _HOOKS,
+    _TENSOR.register_post_accumulate_grad_hook: _HOOKS,
+    _TENSOR.retain_grad: "gradients of activations are not kept",
+    _TENSOR.data.__set__: "an assignment to .data is not recorded",
+    _TENSOR.grad.__get__: _EARLY,
+    _TENSOR.grad.__set__: _EARLY,
+}
+
+
+def refusal(function: Any, kwargs: Mapping[str, Any], where: str) -> str:
+    """Returns why a call cannot be made outside the modules that stay whole; "" if it can.
+
+    Args:
+        function: the torch function.
+        kwargs: its keyword arguments.
+        where: who calls, for the message.
+    """
+    reason = _REFUSED.get(function, "")
+    if function is torch.autograd.grad and (
+        kwargs.get("allow_unused") or kwargs.get("materialize_grads")
+    ):
+        reason = "gradients that another partition has would be missing, or zero"
+    if not reason:
+        return ""
+    name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
+    return f"{name} was called in {where} while a pipelined step runs: {reason}. {_FIX}"

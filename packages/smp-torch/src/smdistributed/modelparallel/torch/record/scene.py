@@ -1,0 +1,198 @@
+"""What a run on fakes can meet of the models: names, fakes, and what belongs to which leaf."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, storage_of
+from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.record.ir import Leaf
+from smdistributed.modelparallel.torch.record.trace import Entry, Seen
+from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Place, Snapshot
+
+
+class Scene:
+    """All models that a step function may call; good until one of them changes its structure.
+
+    Args:
+        models: the models.
+        leaves: their modules that sit whole on one partition.
+        unplaced: the models that have no partition yet.
+        code: that calls them.
+
+    Attributes:
+        names: module -> dotted name, the root's being "".
+        draw_names: module -> its name in the keys of random numbers.
+        roots: the user's models.
+        slots: id of a fake -> its model, and the slot where it is.
+        storages: of all fakes.
+        inner: leaf -> the modules in it.
+        holding: leaf -> name, fake and slots of each parameter and buffer in it.
+        leaf_of: module -> the outermost leaf that it is in.
+        open: the modules of models that have no partition yet.
+        hidden: attributes of modules that leaves change.
+        states: leaf -> the Python state that it can see, as it was when it was called.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[FakeModel],
+        leaves: Mapping[nn.Module, Leaf],
+        unplaced: Sequence[FakeModel] = (),
+        code: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        self._code = code
+        self._reach: dict[nn.Module | None, set[Place]] = {}
+        self.models = models
+        self.leaves = leaves
+        self.open = {module for model in unplaced for module in model.names}
+        self.hidden: set[tuple[nn.Module, str]] = set()
+        self.states: dict[nn.Module, Snapshot] = {}
+        self.names = {module: name for model in models for module, name in model.names.items()}
+        self.draw_names = {
+            module: model.draw_name(module) for model in models for module in model.names
+        }
+        self.roots = {model.model for model in models}
+        self.slots: dict[int, tuple[FakeModel, Slot]] = {
+            id(fake): (model, slot)
+            for model in models
+            for slot, fake in reversed(model.slots.items())
+        }
+        self.storages = {storage_of(fake) for model in models for fake in model.slots.values()}
+        self._real: dict[int, torch.Tensor] = {}
+        self.inner = {leaf: tuple(leaf.modules()) for leaf in leaves}
+        fakes = {slot: fake for model in models for slot, fake in model.slots.items()}
+        self.holding = {
+            leaf: [
+                (tensors, name, fakes[module, name])
+                for module in self.inner[leaf]
+                for tensors in (module._parameters, module._buffers)
+                for name in tensors
+                if (module, name) in fakes
+            ]
+            for leaf in leaves
+        }
+        self.leaf_of: dict[nn.Module, nn.Module] = {}
+        for leaf in leaves:  # outer modules come first
+            for module in self.inner[leaf]:
+                self.leaf_of.setdefault(module, leaf)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the fakes into the models, and the real tensors back afterwards."""
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.in_place())
+            self._real = {key: fake for model in self.models for key, fake in model.real.items()}
+            try:
+                yield
+            finally:
+                self._real = {}
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the fake of a model's own tensor, which code may hold by another way."""
+        return self._real.get(id(tensor))
+
+    def inner_of(self, leaf: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns a leaf and the modules in it, also one that is not known to be a leaf yet."""
+        return self.inner.get(leaf) or tuple(leaf.modules())
+
+    def flags_of(self, leaf: nn.Module) -> tuple[bool, ...]:
+        """Returns whether each module in a leaf trains."""
+        return tuple([module.training for module in self.inner_of(leaf)])
+
+    def slot_name(self, slot: Slot) -> str:
+        """Returns the dotted name of a parameter or buffer."""
+        return next(model for model in self.models if slot in model.slots).slot_name(slot)
+
+    def check_hooks(self, module: nn.Module) -> None:
+        """Makes sure that a split module has no hooks of its backward pass, which it has not.
+
+        Raises:
+            UnsupportedError: it has.
+        """
+        if module._backward_hooks or module._backward_pre_hooks or _has_global_backward_hooks():
+            raise UnsupportedError(
+                f"{self.names[module] or 'the model'} is split over partitions and has hooks of "
+                "its backward pass (register_full_backward_hook, register_full_backward_pre_hook): "
+                "no process runs it. Put hooks on modules that stay whole, or the module on one "
+                "partition."
+            )
+
+    def check_holding(self, leaf: nn.Module) -> None:
+        """Makes sure that a leaf has its own parameters and buffers.
+
+        Raises:
+            UnsupportedError: code has put something else in their places.
+        """
+        for tensors, name, fake in self.holding[leaf]:
+            if tensors.get(name) is not fake:
+                raise UnsupportedError(
+                    f"{name} of a module in {self.names[leaf] or 'the model'} is replaced by "
+                    "another tensor while the step function runs (torch.func.functional_call, an "
+                    "assignment, a parametrization from outside). The module would run with its "
+                    "own: change its tensors in place, or between two calls of step functions."
+                )
+
+    def settle(self, entry: Entry) -> None:
+        """Finds out which state a leaf keeps, when it is known to be one.
+
+        Raises:
+            UnsupportedError: it changes state that other code may share.
+        """
+        for change in entry.changes:
+            if change.owner is not None and change.owner.attribute == "_buffers":
+                entry.stateful[change.owner.module] = None
+            elif change.owner is None or self._is_shared(change, entry.target):
+                self._settle_shared(change, entry)
+            elif change.owner.attribute not in OF_MODULES:
+                tensor = change.now if isinstance(change.now, FakeTensor) else None
+                entry.hidden.append((*change.owner, tensor))
+                entry.stateful[change.owner.module] = None
+        entry.changes = []
+
+    def _settle_shared(self, change: Change, entry: Entry) -> None:
+        added = change.added
+        if added is None or (
+            self._is_seen_by_glue(change)
+            and not all(isinstance(each, torch.Tensor) for each in added.values())
+        ):
+            raise UnsupportedError(
+                f"{entry.name} changes {change.path}, which code outside of it sees too: a class, "
+                "a global, a closure, an object that is shared. It runs on one partition, and "
+                "later than that code. Keep that state in an attribute of the module, or change "
+                "it outside the modules that are called."
+            )
+        entry.seen = Seen.ALL
+
+    def _is_shared(self, change: Change, leaf: nn.Module) -> bool:
+        """Whether what a leaf changes by an attribute of its own is reached in other ways too."""
+        others = (self._places_of(each) for each in self.leaves if each is not leaf)
+        return bool(change.places) and (
+            self._is_seen_by_glue(change)
+            or any(not change.places.isdisjoint(places) for places in others)
+        )
+
+    def _is_seen_by_glue(self, change: Change) -> bool:
+        return not change.places.isdisjoint(self._places_of(None))
+
+    def _places_of(self, leaf: nn.Module | None) -> set[Place]:
+        """Returns what a leaf can change; of None, what all other code can."""
+        if leaf not in self._reach:
+            if leaf is None:
+                rest = [module for module in self.names if module not in self.leaf_of]
+                self._reach[None] = Snapshot(rest, self._code, self.leaf_of.keys()).places()
+            else:
+                self._reach[leaf] = Snapshot(leaf.modules()).places()
+        return self._reach[leaf]
+
+
+def _has_global_backward_hooks() -> bool:
+    return bool(module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks)

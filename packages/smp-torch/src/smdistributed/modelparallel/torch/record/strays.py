@@ -1,0 +1,194 @@
+"""Fakes that code has stored somewhere.
+
+The fakes of a trace stand for other tensors in each microbatch. One that outlives its microbatch,
+in an attribute, a list, a closure, would be taken for the tensor of the next one. A fake that does
+is held by more than the trace: its reference count tells, and then the garbage collector tells
+where. What is the same in every microbatch is replaced by the real tensor; all else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.record.nested import Container
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace, Way
+
+
+def watch(way: Way, trace: Trace, scene: Scene) -> None:
+    """Takes note of the fakes of a new way; those of the models are where they belong."""
+    found = {id(fake): fake for fake in trace.inputs}
+    for entry in way.entries:
+        found.update((id(fake), fake) for _, fake in entry.outputs if isinstance(fake, FakeTensor))
+    way.fakes = [fake for key, fake in found.items() if key not in scene.slots]
+
+
+def count(trace: Trace) -> None:
+    """Takes the present counts of all ways for those without strays."""
+    for entry in _entries(trace):
+        if entry.way is not None:
+            entry.way.counts = list(map(sys.getrefcount, entry.way.fakes))
+
+
+def suspects(way: Way) -> list[torch.Tensor]:
+    """Returns fakes that are held more often than they were."""
+    if way.counts == (now := list(map(sys.getrefcount, way.fakes))):
+        return []
+    return [
+        fake
+        for fake, former, found in zip(way.fakes, way.counts, now, strict=True)
+        if found > former
+    ]
+
+
+def settle(
+    fakes: Sequence[torch.Tensor],
+    trace: Trace,
+    scene: Scene,
+    constant: Callable[[torch.Tensor], torch.Tensor | None],
+) -> None:
+    """Replaces strays by real tensors.
+
+    Args:
+        fakes: that may be held by others than the trace.
+        trace: that they belong to.
+        scene: the models.
+        constant: gives the real tensor for one that is the same in every microbatch, else None.
+
+    Raises:
+        UnsupportedError: a tensor of this microbatch is stored.
+    """
+    problem = _settle(fakes, trace, scene, constant)
+    if problem is not None:
+        gc.collect()  # whatever refers to itself
+        problem = _settle(fakes, trace, scene, constant)
+    if problem is not None:
+        raise problem
+
+
+def _settle(
+    fakes: Sequence[torch.Tensor],
+    trace: Trace,
+    scene: Scene,
+    constant: Callable[[torch.Tensor], torch.Tensor | None],
+) -> UnsupportedError | None:
+    """Replaces what can be replaced; returns what is wrong with the rest."""
+    own = {id(fakes), *_containers(trace)}
+    wanted = {id(fake): fake for fake in fakes}
+    problem = None
+    for holder in gc.get_referrers(*fakes):
+        if id(holder) in own or holder is wanted or isinstance(holder, types.FrameType | Entry):
+            continue
+        if (
+            isinstance(holder, tuple)
+            and len(holder) == len(fakes)
+            and all(map(operator.is_, holder, fakes))
+        ):
+            continue  # the arguments of the call above
+        for key, fake, put in _places(holder, wanted):
+            owner = _owner(holder)
+            if isinstance(owner, FakeTensor | torch.autograd.function.FunctionCtx | Constant):
+                continue
+            if isinstance(owner, nn.Module) and (owner, key) in scene.hidden:
+                continue
+            real = constant(fake) if put is not None else None
+            if real is None or put is None:
+                name = type(owner).__name__
+                place = f"{name}.{key}" if isinstance(key, str) else f"a {name}"
+                problem = UnsupportedError(
+                    f"the step function, or the forward of a module that is split over partitions, "
+                    f"stored a tensor in {place}. A pipelined step computes it elsewhere, so only "
+                    "a stand-in is here: return the tensor instead, or put the module on one "
+                    "partition."
+                )
+            else:
+                put(real)
+    return problem
+
+
+def _places(
+    holder: Any, wanted: dict[int, torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor, Callable[[Any], None] | None]]:
+    """Yields key, fake, and what puts something in its place, for each place in a holder."""
+    if isinstance(holder, dict):
+        for key, value in list(dict.items(holder)):
+            if id(value) in wanted:
+                yield key, value, functools.partial(dict.__setitem__, holder, key)
+    elif isinstance(holder, list):
+        for position, value in enumerate(list(holder)):
+            if id(value) in wanted:
+                yield position, value, functools.partial(holder.__setitem__, position)
+    elif isinstance(holder, types.CellType):
+        yield 0, holder.cell_contents, lambda real: setattr(holder, "cell_contents", real)
+    elif isinstance(holder, tuple | set | frozenset | types.GeneratorType):
+        yield 0, next(iter(wanted.values())), None
+    else:
+        for key, value in list(getattr(holder, "__dict__", {}).items()):
+            if id(value) in wanted:
+                yield key, value, functools.partial(vars(holder).__setitem__, key)
+        for base in type(holder).__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else slots:
+                if id(getattr(holder, key, None)) in wanted:
+                    put = functools.partial(object.__setattr__, holder, key)
+                    yield key, getattr(holder, key), put
+
+
+def _owner(holder: Any) -> Any:
+    """Returns the object whose attributes a dict holds, else the holder."""
+    if isinstance(holder, dict):
+        for each in gc.get_referrers(holder):
+            if getattr(each, "__dict__", None) is holder:
+                return each
+    return holder
+
+
+def _containers(trace: Trace) -> Iterator[int]:
+    """Yields the identities of all containers in which a trace holds fakes."""
+    seen: set[int] = set()
+    pending: list[Any] = [trace.inputs, trace.metadata]
+    for entry in _entries(trace):
+        pending += (entry.args, entry.kwargs, entry.result, entry.outputs, entry.changed)
+        pending += (entry.inner, entry.hooked, entry.hidden, entry.held, entry.effects)
+        if entry.way is not None:
+            yield id(entry.way.fakes)
+    while pending:
+        obj = pending.pop()
+        if isinstance(obj, Container):
+            obj = obj.items
+        if isinstance(obj, dict):
+            yield id(obj)
+            pending += obj.values()
+        elif isinstance(obj, tuple | list):
+            yield id(obj)
+            pending += obj
+        elif isinstance(obj, slice):
+            yield id(obj)
+        elif id(obj) not in seen and _is_object(obj):
+            # What leaves do to objects that they are given is kept as copies of these.
+            seen.add(id(obj))
+            yield id(obj)
+            pending.append(vars(obj))
+
+
+def _is_object(obj: Any) -> bool:
+    return hasattr(obj, "__dict__") and not isinstance(obj, torch.Tensor | type | nn.Module)
+
+
+def _entries(trace: Trace) -> Iterator[Entry]:
+    pending = [trace.start]
+    while pending:
+        entry = pending.pop()
+        pending += entry.following
+        yield entry

@@ -1,0 +1,655 @@
+"""Undoing what a leaf did to Python state while it ran on fakes.
+
+A leaf runs on fakes once, when it is recorded, and for real in every step. So whatever it changes
+on fakes is put back: attributes of its modules, containers and objects that can be reached from
+them, attributes of classes, globals and closures of its code. State that only C code can see cannot
+be put back; where such an object shows that it has moved on, the leaf is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import enum
+import functools
+import logging
+import operator
+import os
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, version_of
+from smdistributed.modelparallel.torch.record.nested import is_plain_value
+
+_MISSING = object()
+_ATOMS = (
+    torch.dtype,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    logging.Handler,
+)
+#: Attributes that every module has.
+OF_MODULES = frozenset(vars(nn.Module()))
+#: What others do when a module is called: it belongs to them, not to the module.
+_HOOKS = frozenset(name for name in OF_MODULES if name.endswith("_hooks"))
+#: What a change of is seen in other ways, or changes no number.
+_OWN_ATTRIBUTES = OF_MODULES | {""}
+#: What Python itself leaves in classes, sooner or later.
+_KEPT_BY_PYTHON = frozenset(
+    {"__slotnames__", "__doc__", "__annotations__", "__annotations_cache__", "_abc_impl"}
+)
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+class Owner(NamedTuple):
+    """The attribute of a module by which state is reached."""
+
+    module: nn.Module
+    attribute: str
+
+
+class _Holder(NamedTuple):
+    """Something that can be changed, and what was in it.
+
+    Attributes:
+        obj: what is changed.
+        owner: by which attribute it is reached; None for a class, a global, a closure.
+        path: names it.
+        read: gives its contents, comparable item by item.
+        put_back: fills it with former contents.
+        before: its contents.
+    """
+
+    obj: Any
+    owner: Owner | None
+    path: str
+    read: Callable[[Any], Any]
+    put_back: Callable[[Any, Any], None] | None
+    before: Any
+
+
+#: The identity of what can be changed, and for a namespace the name in it.
+Place = tuple[int, str | None]
+
+
+class Change(NamedTuple):
+    """Something that a leaf changed.
+
+    Attributes:
+        owner: the attribute of a module by which it is reached; None if it is shared.
+        path: names it.
+        places: where it is.
+        now: what is there now.
+        added: what was added, if nothing else changed: a log, or a cache; else None.
+    """
+
+    owner: Owner | None
+    path: str
+    places: frozenset[Place]
+    now: Any
+    added: Mapping[Any, Any] | None
+
+
+class Difference(NamedTuple):
+    """Something that is not as it was in a snapshot.
+
+    Attributes:
+        holder: what it was.
+        now: what is in it now.
+    """
+
+    holder: _Holder
+    now: Any
+
+
+@contextlib.contextmanager
+def as_it_was(differences: Sequence[Difference]) -> Iterator[None]:
+    """Puts things back for a while.
+
+    Raises:
+        UnsupportedError: something cannot be put back.
+    """
+    for holder, _ in differences:
+        if holder.put_back is None or holder.put_back is _leave:
+            raise UnsupportedError(f"{holder.path} cannot be put back")
+    try:
+        for holder, _ in differences:
+            holder.put_back(holder.obj, holder.before)  # type: ignore[misc]
+        yield
+    finally:
+        for holder, now in differences:
+            holder.put_back(holder.obj, now)  # type: ignore[misc]
+
+
+class Growth(NamedTuple):
+    """What was added to a container that others see too.
+
+    Attributes:
+        obj: a list, a deque, a dict or a set.
+        added: by key or position; of a set by the item itself.
+    """
+
+    obj: Any
+    added: dict[Any, Any]
+
+    def replaced(self, make: Callable[[], Any]) -> Growth:
+        """Puts something else in its place, and returns that."""
+        made = {key: make() for key in self.added}
+        by_id = {id(value): made[key] for key, value in self.added.items()}
+        if isinstance(self.obj, dict):
+            for key, value in self.added.items():
+                if dict.get(self.obj, key, _MISSING) is value:
+                    dict.__setitem__(self.obj, key, made[key])
+        elif isinstance(self.obj, list | collections.deque):
+            _refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
+        return Growth(self.obj, made)
+
+    def remove(self) -> None:
+        """Takes it out again, as far as it is still there."""
+        if isinstance(self.obj, list | collections.deque):
+            gone = set(map(id, self.added.values()))
+            _refill_list(self.obj, [item for item in self.obj if id(item) not in gone])
+        elif isinstance(self.obj, set):
+            self.obj.difference_update(self.added)
+        else:
+            for key, value in self.added.items():
+                if dict.get(self.obj, key, _MISSING) is value:
+                    dict.__delitem__(self.obj, key)
+
+
+class Snapshot:
+    """The Python state that modules and code can reach.
+
+    Args:
+        modules: they, and their code.
+        code: other functions.
+        apart_from: modules that are not looked into.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        code: Iterable[Callable[..., Any]] = (),
+        apart_from: Collection[nn.Module] = (),
+    ) -> None:
+        self._holders: list[_Holder] = []
+        #: What has changed, and what is in it now.
+        self._changed: list[tuple[_Holder, Any]] = []
+        self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
+        self._pending: collections.deque[tuple[Any, Owner | None, str]] = collections.deque()
+        self._modules = dict.fromkeys(modules)
+        self._apart_from = apart_from
+        for module in self._modules:
+            self._seen.add(id(module))
+            self._module(module)
+        self._walk()
+        for kind in dict.fromkeys(type(module) for module in self._modules):
+            self._class(kind)
+        for module in self._modules:
+            self._pending.append((vars(module).get("forward"), None, "forward"))
+        for function in code:
+            self._pending.append((function, None, getattr(function, "__name__", "a function")))
+        self._walk()
+        self._outer = [
+            holder
+            for holder in self._holders
+            if holder.owner is None or holder.owner.attribute not in _OWN_ATTRIBUTES
+        ]
+
+    def note_changes(self) -> list[Change]:
+        """Returns what has changed since; only that is put back later."""
+        changes: list[Change] = []
+        self._changed = []
+        for holder in self._holders:
+            now = holder.read(holder.obj)
+            if not _same(holder.before, now):
+                self._changed.append((holder, now))
+                changes += self._named(holder, now)
+        return changes
+
+    def places(self) -> set[Place]:
+        """Returns where all of it is."""
+        return {place for holder in self._holders for place in _places(holder)}
+
+    @property
+    def changed(self) -> set[int]:
+        """The identities of what was found to have changed."""
+        return {id(holder.obj) for holder, _ in self._changed}
+
+    def put_back(self) -> list[Growth]:
+        """Puts back what was found to have changed, but for what was added to shared containers.
+
+        Returns:
+            what was added: code outside may read it before the microbatch is over.
+
+        Raises:
+            UnsupportedError: something cannot be put back.
+        """
+        grown = []
+        for holder, now in reversed(self._changed):
+            if holder.owner is None and _is_growth(holder.obj, holder.before, now):
+                grown.append(Growth(holder.obj, _added(holder.before, now)))
+                continue
+            if holder.put_back is None:
+                raise UnsupportedError(
+                    f"{holder.path} moves on when the module that has it runs, and cannot be put "
+                    f"back (a {type(holder.obj).__name__}); a module is tried out before it runs "
+                    "in a step. Keep a number and compute from it instead."
+                )
+            holder.put_back(holder.obj, holder.before)
+        return grown
+
+    def differences(self, apart_from: Collection[int] = ()) -> list[Difference]:
+        """Returns what is another now outside the modules' own attributes.
+
+        Args:
+            apart_from: identities of what does not count.
+        """
+        return [
+            Difference(holder, now)
+            for holder in self._outer
+            if id(holder.obj) not in apart_from
+            and not _same(holder.before, now := holder.read(holder.obj))
+        ]
+
+    def _named(self, holder: _Holder, now: Any) -> Iterator[Change]:
+        if holder.owner is not None and holder.owner.attribute == "":
+            for key in {**holder.before, **now}:
+                value = now.get(key, _MISSING)
+                if value is not holder.before.get(key, _MISSING):
+                    owner = Owner(holder.owner.module, key)
+                    yield Change(owner, f"{holder.path}.{key}", frozenset(), value, None)
+        else:
+            is_growth = _is_growth(holder.obj, holder.before, now)
+            added = _added(holder.before, now) if is_growth else None
+            yield Change(holder.owner, holder.path, _places(holder, now), now, added)
+
+    # ------------------------------------------------------------------ collecting
+
+    def _module(self, module: nn.Module) -> None:
+        name = type(module).__name__
+        self._holders.append(_dict_holder(vars(module), Owner(module, ""), name))
+        for key, value in list(vars(module).items()):
+            if key in _HOOKS:
+                self._pending += [(hook, None, f"{name}.{key}") for hook in value.values()]
+            else:
+                self._pending.append((value, Owner(module, key), f"{name}.{key}"))
+
+    def _walk(self) -> None:
+        while self._pending:
+            obj, owner, path = self._pending.popleft()
+            if isinstance(obj, enum.Enum):
+                obj = vars(obj)
+            if obj is None or isinstance(obj, _ATOMS) or is_plain_value(obj):
+                continue
+            if id(obj) in self._seen or type(obj).__module__.startswith(_OWN_PACKAGE):
+                continue
+            self._seen.add(id(obj))
+            self._look(obj, owner, path)
+
+    def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
+        add = self._pending.append
+        if isinstance(obj, dict):
+            self._holders.append(_dict_holder(obj, owner, path))
+            for value in list(dict.values(obj)):
+                add((value, owner, path))
+        elif isinstance(obj, list | collections.deque):
+            self._holders.append(_Holder(obj, owner, path, list, _refill_list, list(obj)))
+            for value in list(obj):
+                add((value, owner, path))
+        elif isinstance(obj, set):
+            self._holders.append(_Holder(obj, owner, path, set, _refill_set, set(obj)))
+        elif isinstance(obj, tuple | frozenset):
+            for value in obj:
+                add((value, owner, path))
+        elif isinstance(obj, types.FunctionType):
+            self._function(obj, owner, path)
+        elif isinstance(obj, types.MethodType):
+            add((obj.__func__, owner, path))
+            add((obj.__self__, owner, path))
+        elif isinstance(obj, torch.Tensor):
+            if not isinstance(obj, FakeTensor):
+                # Its content is put back by who lets it change.
+                self._holders.append(_Holder(obj, owner, path, version_of, _leave, version_of(obj)))
+        elif isinstance(obj, weakref.ref):
+            add((obj(), owner, path))
+        elif isinstance(obj, functools.partial):
+            add(((obj.func, obj.args, obj.keywords), owner, path))
+        elif isinstance(obj, contextvars.ContextVar):
+            self._holders.append(
+                _Holder(obj, owner, path, _read_variable, _put_variable, _read_variable(obj))
+            )
+        elif isinstance(obj, logging.Logger):
+            self._holders.append(_dict_holder(vars(obj), owner, path))
+        elif isinstance(obj, torch.Generator):
+            self._holders.append(
+                _Holder(obj, owner, path, _read_torch, _put_torch, _read_torch(obj))
+            )
+        elif isinstance(obj, random.Random):
+            self._holders.append(_Holder(obj, owner, path, _get_state, _set_state, obj.getstate()))
+        elif isinstance(obj, type):
+            self._class(obj)
+        elif isinstance(obj, nn.Module):
+            if obj not in self._modules and obj not in self._apart_from:
+                self._module(obj)
+        elif isinstance(obj, types.GeneratorType):
+            self._holders.append(
+                _Holder(obj, owner, path, _where_generator_is, None, _where_generator_is(obj))
+            )
+        elif type(obj).__module__.partition(".")[0] == "numpy":
+            self._numpy(obj, owner, path)
+        elif hasattr(type(obj), "__next__"):
+            self._holders.append(_Holder(obj, owner, path, _reduced, None, _reduced(obj)))
+        else:
+            self._object(obj, owner, path)
+
+    def _object(self, obj: Any, owner: Owner | None, path: str) -> None:
+        entries = getattr(obj, "__dict__", None)
+        if isinstance(entries, dict):
+            self._holders.append(_dict_holder(entries, owner, path))
+            for key, value in list(entries.items()):
+                self._pending.append((value, owner, f"{path}.{key}"))
+        slots = _slots(obj)
+        if slots:
+            before = _read_slots(obj)
+            self._holders.append(_Holder(obj, owner, path, _read_slots, _refill_slots, before))
+            for key, value in before.items():
+                self._pending.append((value, owner, f"{path}.{key}"))
+        self._class(type(obj))
+
+    def _numpy(self, obj: Any, owner: Owner | None, path: str) -> None:
+        flags = getattr(obj, "flags", None)
+        if hasattr(obj, "tobytes") and flags is not None and flags.writeable:
+            self._holders.append(
+                _Holder(obj, owner, path, _array_bytes, _refill_array, _array_bytes(obj))
+            )
+        elif hasattr(obj, "bit_generator"):
+            self._holders.append(
+                _Holder(obj, owner, path, _read_generator, _put_generator, _read_generator(obj))
+            )
+
+    def _class(self, kind: type) -> None:
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):
+            if base in self._classes or not _is_users(base.__module__):
+                continue
+            self._classes.add(base)
+            self._seen.add(id(base))
+            before = _read_class(base)
+            self._holders.append(
+                _Holder(base, None, base.__qualname__, _read_class, _refill_class, before)
+            )
+            for key, value in before.items():
+                value = getattr(value, "__func__", value)
+                if isinstance(value, property):
+                    self._pending.append((value.fget, None, f"{base.__qualname__}.{key}"))
+                else:
+                    self._pending.append((value, None, f"{base.__qualname__}.{key}"))
+
+    def _function(self, function: types.FunctionType, owner: Owner | None, path: str) -> None:
+        if not _is_users(function.__module__ or ""):
+            return
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._holders.append(
+                _Holder(cell, None, name, _read_cell, _refill_cell, _read_cell(cell))
+            )
+            content = _read_cell(cell)
+            if content is not _MISSING:
+                self._pending.append((content, None, name))
+        self._holders.append(
+            _Holder(
+                function, None, path, _read_function, _refill_function, _read_function(function)
+            )
+        )
+        for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
+            self._pending.append((value, None, path))
+        names = frozenset(_names_in(function.__code__))
+        namespace = function.__globals__
+        self._entries(namespace, names, function.__module__)
+        for name in sorted(names):
+            module = namespace[name] if name in namespace else sys.modules.get(name)
+            if isinstance(module, types.ModuleType) and _is_users(module.__name__):
+                self._entries(vars(module), names, name)
+        if names & {"environ", "getenv"}:
+            self._pending.append((os.environ, None, "os.environ"))
+
+    def _entries(self, namespace: dict[str, Any], names: frozenset[str], path: str) -> None:
+        """Takes what code that names ``names`` can see of a namespace."""
+        named = tuple(sorted(names & namespace.keys()))
+        key = (id(namespace), named)
+        if not named or key in self._namespaces:
+            return
+        self._namespaces.add(key)
+
+        def read(entries: dict[str, Any]) -> dict[str, Any]:
+            return {name: entries.get(name, _MISSING) for name in named}
+
+        self._holders.append(
+            _Holder(namespace, None, f"a global of {path}", read, _put_entries, read(namespace))
+        )
+        for name in named:
+            self._pending.append((namespace[name], None, name))
+
+
+def _places(holder: _Holder, now: Any = None) -> frozenset[Place]:
+    """Returns where something is; of a namespace the names that are others now."""
+    if holder.put_back is not _put_entries:
+        return frozenset({(id(holder.obj), None)})
+    return frozenset(
+        (id(holder.obj), name)
+        for name, value in holder.before.items()
+        if now is None or now[name] is not value
+    )
+
+
+def _dict_holder(obj: dict[Any, Any], owner: Owner | None, path: str) -> _Holder:
+    return _Holder(obj, owner, path, _read_dict, _refill_dict, _read_dict(obj))
+
+
+def _read_dict(obj: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(dict.items(obj))
+
+
+def _refill_dict(obj: dict[Any, Any], items: dict[Any, Any]) -> None:
+    own: Any = collections.OrderedDict if isinstance(obj, collections.OrderedDict) else dict
+    own.clear(obj)
+    for key, item in items.items():
+        own.__setitem__(obj, key, item)
+
+
+def _refill_list(obj: Any, items: list[Any]) -> None:
+    obj.clear()
+    obj.extend(items)
+
+
+def _refill_set(obj: set[Any], items: set[Any]) -> None:
+    obj.clear()
+    obj.update(items)
+
+
+def _refill_array(obj: Any, data: bytes) -> None:
+    numpy: Any = sys.modules["numpy"]
+    obj[...] = numpy.frombuffer(data, obj.dtype).reshape(obj.shape)
+
+
+def _array_bytes(obj: Any) -> bytes:
+    found: bytes = obj.tobytes()
+    return found
+
+
+def _read_torch(obj: torch.Generator) -> bytes:
+    with past_recording():
+        return obj.get_state().numpy().tobytes()
+
+
+def _put_torch(obj: torch.Generator, state: bytes) -> None:
+    with past_recording():
+        obj.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _read_generator(obj: Any) -> Any:
+    return repr(obj.bit_generator.state), obj.bit_generator.state
+
+
+def _put_generator(obj: Any, state: Any) -> None:
+    obj.bit_generator.state = state[1]
+
+
+def _get_state(obj: random.Random) -> Any:
+    return obj.getstate()
+
+
+def _set_state(obj: random.Random, state: Any) -> None:
+    obj.setstate(state)
+
+
+def _where_generator_is(obj: types.GeneratorType[Any, Any, Any]) -> Any:
+    frame = obj.gi_frame
+    return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
+
+
+def _reduced(obj: Any) -> Any:
+    try:
+        return repr(obj.__reduce__())
+    except TypeError:
+        return None
+
+
+def _slots(obj: Any) -> list[str]:
+    return [
+        name
+        for base in type(obj).__mro__
+        for name in _tuple(base.__dict__.get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def _tuple(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _read_slots(obj: Any) -> dict[str, Any]:
+    return {name: getattr(obj, name, _MISSING) for name in _slots(obj)}
+
+
+def _refill_slots(obj: Any, items: dict[str, Any]) -> None:
+    for name, value in items.items():
+        if value is not _MISSING and getattr(obj, name, _MISSING) is not value:
+            object.__setattr__(obj, name, value)
+
+
+def _read_class(kind: type) -> dict[str, Any]:
+    return {key: value for key, value in vars(kind).items() if key not in _KEPT_BY_PYTHON}
+
+
+def _refill_class(kind: type, items: dict[str, Any]) -> None:
+    for key in _read_class(kind).keys() - items.keys():
+        type.__delattr__(kind, key)
+    for key, value in items.items():
+        if vars(kind).get(key, _MISSING) is not value:
+            type.__setattr__(kind, key, value)
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _refill_cell(cell: types.CellType, value: Any) -> None:
+    if value is not _MISSING:
+        cell.cell_contents = value
+
+
+def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _refill_function(function: types.FunctionType, parts: tuple[Any, ...]) -> None:
+    function.__code__, function.__defaults__, function.__kwdefaults__ = parts
+
+
+def _read_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    return variable.get(_MISSING)
+
+
+def _put_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    if value is not _MISSING:
+        variable.set(value)
+
+
+def _leave(obj: Any, before: Any) -> None:
+    pass
+
+
+def _put_entries(entries: dict[str, Any], items: dict[str, Any]) -> None:
+    entries.update(items)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant  # may name a global, or an attribute
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _is_users(module: str) -> bool:
+    """Whether code may have state of the user's: not torch's, ours, nor an installed package's."""
+    package = module.partition(".")[0]
+    if package in ("torch", "builtins", "numpy", _OWN_PACKAGE) or (
+        package in sys.stdlib_module_names and package != "__main__"
+    ):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" not in file
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether contents are the same objects, in the same places."""
+    if before is now:
+        return True
+    if isinstance(before, dict) and isinstance(now, dict):
+        return (
+            len(before) == len(now)
+            and all(map(operator.is_, before.values(), now.values()))
+            and all(map(operator.eq, before, now))
+        )
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return bool(before == now)
+
+
+def _added(before: Any, now: Any) -> dict[Any, Any]:
+    """Returns what a container has that it had not."""
+    if isinstance(now, list):
+        return dict(enumerate(now[len(before) :], len(before)))
+    if isinstance(now, set):
+        return dict.fromkeys(now - before)
+    return {key: value for key, value in now.items() if key not in before}
+
+
+def _is_growth(obj: Any, before: Any, now: Any) -> bool:
+    """Whether things were added to a container, and nothing else has changed in it."""
+    if isinstance(obj, list | collections.deque):
+        return _same(before, now[: len(before)])
+    if isinstance(obj, dict):
+        return all(key in now and now[key] is value for key, value in before.items())
+    return isinstance(obj, set) and before <= now

@@ -1,0 +1,396 @@
+"""The Python of a step: it runs for every microbatch, on every rank, before anything is computed.
+
+Rank 0 of the pipeline runs first: it alone has the inputs, so it answers what the code asks about
+them. It tells the others its answers and the way that each microbatch went; they run the same code
+and must go the same ways. An exception of the user's is raised on every rank, before anything of
+the step was sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.model.distributed import models_of
+from smdistributed.modelparallel.torch.plan.segments import Plan, cut
+from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
+from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.nested import tensors_in
+from smdistributed.modelparallel.torch.record.recorder import Passed, Recorder
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace import Trace, Way
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.batch import Call, MiniBatch, Round, TensorKind
+from smdistributed.modelparallel.torch.stepping.first_rank import Failure, hear, say
+from smdistributed.modelparallel.torch.stepping.placing import place_models
+
+logger = logging.getLogger(__name__)
+
+#: Kinds of microbatches that are remembered.
+_MOST_TRACES = 64
+#: Ways that a trace may have; one that has more is forgotten: something is new in every step.
+_MOST_WAYS = 32
+#: Plans kept in all.
+_MOST_PLANS = 64
+
+
+class Lockstep:
+    """The microbatches of one step function, and the ways that they go.
+
+    Args:
+        runtime: the state of the library in this process.
+        function: the user's function.
+        inside: a context in which the function may run; told the recorder.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        function: Callable[..., Any],
+        inside: Callable[[Recorder], AbstractContextManager[None]],
+    ) -> None:
+        self._runtime = runtime
+        self._function = function
+        self._inside = inside
+        self._is_first = runtime.coordinates.pp_rank == 0
+        self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
+        self._ways_in: dict[Trace, int] = {}
+        self._numbers = itertools.count()
+        self._scene: tuple[object, Scene] | None = None
+        self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
+        self._passed: list[Passed] = []
+        self._new: dict[int, Way] = {}
+        #: What the user's code raised here, with its traceback.
+        self._raised: Exception | None = None
+
+    # ------------------------------------------------------------------ a step
+
+    def first_round(self, batch: MiniBatch) -> Round:
+        """Runs the Python of the first microbatches; on rank 0 of the pipeline."""
+        self._passed, self._new = [], {}
+        return self._run(batch)
+
+    def passes(self, batch: MiniBatch) -> list[Passed]:
+        """Runs the Python of all microbatches. Collective: PP_GROUP; in a first call WORLD.
+
+        Raises:
+            SMPError: the ranks of the pipeline do not go the same ways.
+            Exception: the user's.
+        """
+        if not self._is_first:
+            self._passed, self._new = [], {}
+        communicator = self._runtime.communicator
+        round_ = batch.header.first
+        ways: list[int | None] = []
+        is_new = False
+        while True:
+            ways += round_.ways
+            is_new = is_new or round_.is_new
+            failure = None if self._is_first else self._follow(batch, round_)
+            if round_.failure is not None:
+                raised, self._raised = failure or self._raised, None
+                raise raised or round_.failure.error()
+            if round_.is_open:
+                self._compare(failure)
+                self._close(batch)
+                ways[-1] = None
+            elif failure is not None:
+                if is_new:
+                    self._agree(failure)
+                self._check(ways)
+                raise failure
+            if len(self._passed) == len(batch.calls):
+                break
+            if self._is_first:
+                round_ = self._run(batch)
+                said = round_
+                say(communicator, lambda: said)  # noqa: B023 - called at once
+            else:
+                round_ = hear(communicator)
+        if is_new:
+            self._agree()
+        elif not self._is_first:
+            self._check(ways)
+        self._forget()
+        return self._passed
+
+    def _run(self, batch: MiniBatch) -> Round:
+        """Runs microbatches up to the last, or to one that shows what the partition may be."""
+        answers: list[Sequence[Any]] = []
+        ways: list[int | None] = []
+        known = len(self._new)
+        failure = None
+        is_open = False
+        try:
+            with self._on_fakes(batch) as recorder:
+                while len(self._passed) < len(batch.calls) and not is_open:
+                    decisions = OwnDecisions()
+                    answers.append(decisions.answers)
+                    passed = self._pass(recorder, batch, decisions)
+                    ways.append(None if passed.way is None else passed.way.number)
+                    is_open = passed.way is None
+        except Exception as error:
+            failure, self._raised = Failure.of(error), error
+        is_new = is_open or len(self._new) > known
+        return Round(tuple(answers), tuple(ways), is_new, is_open, failure)
+
+    def _follow(self, batch: MiniBatch, round_: Round) -> Exception | None:
+        """Runs the microbatches that rank 0 of the pipeline has run; returns what they raised."""
+        try:
+            with self._on_fakes(batch) as recorder:
+                for answers in round_.answers:
+                    self._pass(recorder, batch, GivenDecisions(functools.partial(tuple, answers)))
+        except Exception as error:
+            return error
+        return None
+
+    def _pass(
+        self, recorder: Recorder, batch: MiniBatch, decisions: OwnDecisions | GivenDecisions
+    ) -> Passed:
+        position = len(self._passed)
+        call = batch.calls[position]
+        random = self._runtime.random
+        random.begin(batch.header.seed, rehearsal=True)
+        random.enter_pass(position, backward=False)
+        trace = self._trace(batch, call)
+        passed = recorder.run(trace, self._function, call, decisions)
+        self._passed.append(passed)
+        self._note(trace, passed.way)
+        return passed
+
+    def _note(self, trace: Trace, way: Way | None) -> None:
+        if way is not None and way.plan is None and way.number not in self._new:
+            self._new[way.number] = way
+            self._ways_in[trace] = self._ways_in.get(trace, 0) + 1
+
+    def _close(self, batch: MiniBatch) -> None:
+        """Decides the partition of models, from the microbatch that has run last."""
+        passed = self._passed[-1]
+        place_models(self._runtime, passed.profile)
+        with self._on_fakes(batch) as recorder:
+            passed.way = recorder.close(passed)
+        self._note(self._trace(batch, batch.calls[len(self._passed) - 1]), passed.way)
+
+    def _on_fakes(self, batch: MiniBatch) -> AbstractContextManager[Recorder]:
+        runtime = self._runtime
+        recorder = Recorder(
+            self._scene_now(),
+            runtime.fake_mode,
+            runtime.device,
+            runtime.random,
+            self._numbers.__next__,
+        )
+        return _entered(recorder, self._inside(recorder))
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _scene_now(self) -> Scene:
+        models = models_of(self._runtime)
+        key = tuple((model.number, model.holder.version, model.partitioned) for model in models)
+        if self._scene is None or self._scene[0] != key:
+            leaves = {
+                module: leaf
+                for model in models
+                if model.partitioned
+                for module, leaf in model.holder.placement.leaves.items()
+            }
+            scene = Scene(
+                [model.holder.fakes for model in models],
+                leaves,
+                [model.holder.fakes for model in models if not model.partitioned],
+                [self._function],
+            )
+            self._scene = key, scene
+        return self._scene[1]
+
+    def _trace(self, batch: MiniBatch, call: Call) -> Trace:
+        kinds = tuple(TensorKind.of(tensor) for tensor in tensors_in(call))
+        key = (batch.header.kind.state, kinds)
+        trace = self._traces.get(key)
+        if trace is None:
+            trace = self._traces[key] = Trace([self._fake(kind) for kind in kinds])
+        self._traces.move_to_end(key)
+        return trace
+
+    def _fake(self, kind: TensorKind) -> torch.Tensor:
+        device = torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device
+        with self._runtime.fake_mode:
+            fake = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
+        return fake.requires_grad_(kind.requires_grad)
+
+    def _forget(self) -> None:
+        for key, trace in list(self._traces.items())[:-_MOST_TRACES]:
+            del self._traces[key]
+            self._ways_in.pop(trace, None)
+        for key, trace in list(self._traces.items()):
+            if self._ways_in.get(trace, 0) > _MOST_WAYS:
+                del self._traces[key], self._ways_in[trace]
+
+    # ------------------------------------------------------------------ new ways
+
+    def _agree(self, failure: Exception | None = None) -> None:
+        """Makes plans of new ways, and makes sure that all ranks have the same.
+
+        Args:
+            failure: why there are none on this rank.
+        """
+        communicator = self._runtime.communicator
+        orders = {number: way.graph.names() for number, way in self._new.items()}
+        orders = communicator.from_first(orders, CommGroup.PP_GROUP)
+        try:
+            for number, way in () if failure is not None else self._new.items():
+                way.graph.put_in_order(orders.get(number, ()))
+                way.plan = self._plan(way)
+        except Exception as error:
+            failure = error
+        models = [model for model in models_of(self._runtime) if model.partitioned]
+        for passed in self._passed:
+            for model in models:
+                model.drawing.take(passed.profile)
+        self._compare(failure)
+
+    def _plan(self, way: Way) -> Plan:
+        """Cuts a graph, or returns the plan of one that does the same."""
+        alike = self._plans.setdefault(way.graph.digest(), [])
+        self._plans.move_to_end(way.graph.digest())
+        for plan in alike:
+            if plan.graph.does_as(way.graph):
+                return plan
+        models = [model for model in models_of(self._runtime) if model.partitioned]
+        partition_of = {
+            module: partition
+            for model in models
+            for module, partition in model.holder.placement.partition_of.items()
+        }
+
+        def owner_of(slot: Any) -> int:
+            for model in models:
+                if slot in model.holder.fakes.slots:
+                    return model.holder.placement.owner_of(slot)
+            raise AssertionError("a recorded parameter belongs to no model")
+
+        plan = cut(way.graph, partition_of, owner_of)
+        _check_inputs(plan)
+        alike.append(plan)
+        while len(self._plans) > _MOST_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _compare(self, failure: Exception | None) -> None:
+        """Makes sure that all ranks went the same ways. Collective: PP_GROUP.
+
+        Raises:
+            SMPError: they did not, or another rank failed.
+            Exception: the failure.
+        """
+        communicator = self._runtime.communicator
+        ranks = self._runtime.topology.members(CommGroup.PP_GROUP, self._runtime.rank)
+        done = [] if failure is not None else self._passed
+        mine = (
+            "" if failure is None else f"{type(failure).__name__}: {failure}",
+            [passed.way.number for passed in done if passed.way],
+            [way.plan.digest() for way in self._new.values() if done and way.plan],
+        )
+        everyones = communicator.allgather(mine, CommGroup.PP_GROUP)
+        if failure is not None:
+            raise failure
+        if all(each == everyones[0] for each in everyones):
+            return
+        for rank, each in zip(ranks, everyones, strict=True):
+            if each[0]:
+                raise SMPError(f"the step function failed on rank {rank}: {each[0]}")
+        everything = communicator.allgather(
+            [way.plan.lines() for way in self._new.values() if way.plan], CommGroup.PP_GROUP
+        )
+        first = [line for lines in everything[0] for line in lines]
+        for rank, theirs in zip(ranks, everything, strict=True):
+            lines = [line for lines in theirs for line in lines]
+            if lines == first and everyones[ranks.index(rank)] == everyones[0]:
+                continue
+            raise _different(
+                next(
+                    (pair for pair in zip(first, lines, strict=False) if pair[0] != pair[1]),
+                    (f"{len(first)} nodes", f"{len(lines)} nodes"),
+                ),
+                ranks[0],
+                rank,
+            )
+
+    def _check(self, ways: Sequence[int | None]) -> None:
+        """Makes sure that microbatches went the ways that they went on rank 0 of the pipeline."""
+        for passed, theirs in zip(self._passed, ways, strict=False):
+            if passed.way is None or theirs is None or passed.way.number == theirs:
+                continue
+            other = next((way for way in self._known_ways() if way.number == theirs), None)
+            lines = ("another way", "this way")
+            if other is not None:
+                lines = next(
+                    (
+                        (str(one), str(mine))
+                        for one, mine in zip(other.entries, passed.way.entries, strict=False)
+                        if one is not mine
+                    ),
+                    lines,
+                )
+            ranks = self._runtime.topology.members(CommGroup.PP_GROUP, self._runtime.rank)
+            raise _different(lines, ranks[0], self._runtime.rank)
+
+    def _known_ways(self) -> list[Way]:
+        found = []
+        for trace in self._traces.values():
+            pending = [trace.start]
+            while pending:
+                entry = pending.pop()
+                pending += entry.following
+                if entry.way is not None:
+                    found.append(entry.way)
+        return found
+
+
+class _entered:  # noqa: N801 - reads as a function
+    """A recorder on fakes, inside the step."""
+
+    def __init__(self, recorder: Recorder, inside: AbstractContextManager[None]) -> None:
+        self._recorder = recorder
+        self._inside = inside
+        self._on_fakes = recorder.on_fakes()
+
+    def __enter__(self) -> Recorder:
+        self._inside.__enter__()
+        self._on_fakes.__enter__()
+        return self._recorder
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self._on_fakes.__exit__(*exception)
+        finally:
+            self._inside.__exit__(*exception)
+
+
+def _different(lines: tuple[str, str], first: int, rank: int) -> SMPError:
+    return SMPError(
+        "the ranks of the pipeline recorded different computations. Every rank must run "
+        f"the same code with the same settings; the first difference: rank {first}: "
+        f"{lines[0]}; rank {rank}: {lines[1]}."
+    )
+
+
+def _check_inputs(plan: Plan) -> None:
+    """Raises if the gradient of an input would have to come from another rank."""
+    for segment in plan.segments:
+        for node in segment.nodes:
+            if node.kind is NodeKind.INPUT and segment.rank and node.outputs[0].requires_grad:
+                raise UnsupportedError(
+                    f"{node.name} requires a gradient and is used on partition {segment.rank}: "
+                    "gradients of inputs arrive only from the first partition. Use the input "
+                    "there, or call requires_grad_(False) on it."
+                )

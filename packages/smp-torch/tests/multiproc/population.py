@@ -1,0 +1,349 @@
+"""A generated population of small training scripts, each with Python state in some place.
+
+A probe is a *place* where Python can keep a number, a way of *access* to it, a *moment* at which it
+changes, and a *reader*: code between modules, or a module that is never split. Each is a small
+script; see ``small_scripts``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from small_scripts import WIDTH, outcome_of
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a number is kept.
+
+    Attributes:
+        setup: code at the top of the script.
+        read: an expression; ``self`` is the module that reads.
+        put: a statement that stores ``value``; ``net`` is the model.
+    """
+
+    setup: str
+    read: str
+    put: str
+
+
+PLACES = {
+    "attribute": Place("", "self.factor", "target.factor = value"),
+    "attribute of the class": Place("", "type(self).factor", "type(target).factor = value"),
+    "computed name": Place("", "getattr(self, 'fac' + 'tor')", "setattr(target, 'factor', value)"),
+    "vars": Place("", "vars(self)['factor']", "vars(target)['factor'] = value"),
+    "nested object": Place(
+        "class Box: pass\nBOX = Box(); BOX.inner = Box(); BOX.inner.factor = 1.0",
+        "BOX.inner.factor",
+        "BOX.inner.factor = value",
+    ),
+    "own list": Place("", "self.table[0]", "target.table[0] = value"),
+    "slot": Place(
+        "class Slots:\n    __slots__ = ('factor',)\nSLOTS = Slots(); SLOTS.factor = 1.0",
+        "SLOTS.factor",
+        "SLOTS.factor = value",
+    ),
+    "class": Place("class Config:\n    factor = 1.0", "Config.factor", "Config.factor = value"),
+    "metaclass": Place(
+        "class Meta(type):\n    factor = 1.0\nclass Config(metaclass=Meta): pass",
+        "Config.factor",
+        "Meta.factor = value",
+    ),
+    "container of a class": Place(
+        "class Config:\n    table = {'factor': [1.0]}",
+        "Config.table['factor'][0]",
+        "Config.table['factor'][0] = value",
+    ),
+    "closure": Place(
+        "def make():\n    factor = 1.0\n    def get(): return factor\n"
+        "    def set(value):\n        nonlocal factor\n        factor = value\n"
+        "    return get, set\nget, set_ = make()",
+        "get()",
+        "set_(value)",
+    ),
+    "global": Place("FACTOR = 1.0", "FACTOR", "globals()['FACTOR'] = value"),
+    "globals()": Place("FACTOR = 1.0", "globals()['FACTOR']", "globals()['FACTOR'] = value"),
+    "default": Place(
+        "def default(factor=1.0): return factor",
+        "default()",
+        "default.__defaults__ = (value,)",
+    ),
+    "keyword default": Place(
+        "def default(*, factor=1.0): return factor",
+        "default()",
+        "default.__kwdefaults__['factor'] = value",
+    ),
+    "function attribute": Place(
+        "def function(): return function.factor\nfunction.factor = 1.0",
+        "function()",
+        "function.factor = value",
+    ),
+    "code of a function": Place(
+        "def function(): return 1.0",
+        "function()",
+        "function.__code__ = eval(f'lambda: {value!r}').__code__",
+    ),
+    "method of a class": Place(
+        "class Maker:\n    def get(self): return 1.0\nMAKER = Maker()",
+        "MAKER.get()",
+        "Maker.get = lambda self: value",
+    ),
+    "shadowed method": Place(
+        "class Maker:\n    def get(self): return 1.0\nMAKER = Maker()",
+        "MAKER.get()",
+        "MAKER.get = lambda: value",
+    ),
+    "module": Place(
+        "import sys, types\nsettings = sys.modules['probe_settings'] = "
+        "types.ModuleType('probe_settings')\nsettings.factor = 1.0",
+        "settings.factor",
+        "settings.factor = value",
+    ),
+    "import in a function": Place(
+        "import sys, types\nsys.modules['probe_settings'] = types.ModuleType('probe_settings')\n"
+        "sys.modules['probe_settings'].factor = 1.0\n"
+        "def imported():\n    import probe_settings\n    return probe_settings.factor",
+        "imported()",
+        "sys.modules['probe_settings'].factor = value",
+    ),
+    "descriptor": Place(
+        "class Descriptor:\n    value = 1.0\n    def __get__(self, obj, kind): return self.value\n"
+        "DESCRIPTOR = Descriptor()\nclass Holder:\n    factor = DESCRIPTOR\nHOLDER = Holder()",
+        "HOLDER.factor",
+        "DESCRIPTOR.value = value",
+    ),
+    "property with a setter": Place(
+        "class Holder:\n    _factor = 1.0\n    @property\n"
+        "    def factor(self): return self._factor\n"
+        "    @factor.setter\n    def factor(self, value): self._factor = value\nHOLDER = Holder()",
+        "HOLDER.factor",
+        "HOLDER.factor = value",
+    ),
+    "computed attribute": Place(
+        "class Holder:\n    def __init__(self): self.data = {'factor': 1.0}\n"
+        "    def __getattr__(self, name): return vars(self)['data'][name]\nHOLDER = Holder()",
+        "HOLDER.factor",
+        "HOLDER.data['factor'] = value",
+    ),
+    "dict": Place("TABLE = {'a': {'b': 1.0}}", "TABLE['a']['b']", "TABLE['a']['b'] = value"),
+    "order of a dict": Place(
+        "ORDER = {1.0: 0, 0.5: 0}",
+        "next(iter(ORDER))",
+        "first = next(iter(ORDER)); ORDER.pop(first); ORDER[first] = 0",
+    ),
+    "list": Place("ITEMS = [0.0, 1.0]", "ITEMS[-1]", "ITEMS[-1] = value"),
+    "deque": Place(
+        "import collections\nITEMS = collections.deque([1.0], maxlen=1)",
+        "ITEMS[0]",
+        "ITEMS.append(value)",
+    ),
+    "UserDict": Place(
+        "import collections\nTABLE = collections.UserDict(factor=1.0)",
+        "TABLE['factor']",
+        "TABLE['factor'] = value",
+    ),
+    "array": Place("import numpy\nARRAY = numpy.ones(2)", "float(ARRAY[1])", "ARRAY[1] = value"),
+    "environment": Place(
+        "import os\nos.environ['PROBE_FACTOR'] = '1.0'",
+        "float(os.environ['PROBE_FACTOR'])",
+        "os.environ['PROBE_FACTOR'] = repr(value)",
+    ),
+    "registry": Place(
+        "REGISTRY = {}\ndef register(function): REGISTRY['scale'] = function\n"
+        "register(lambda: 1.0)",
+        "REGISTRY['scale']()",
+        "register(lambda: value)",
+    ),
+    "singleton": Place(
+        "class Args:\n    factor = 1.0\n_args = Args()\ndef get_args(): return _args",
+        "get_args().factor",
+        "get_args().factor = value",
+    ),
+    "iterator": Place(
+        "import itertools\nclass Stream:\n    def __init__(self): self.rest = iter(())\n"
+        "STREAM = Stream(); STREAM.rest = itertools.repeat(1.0)",
+        "next(STREAM.rest)",
+        "STREAM.rest = itertools.repeat(value)",
+    ),
+    "generator": Place(
+        "SOURCE = [1.0]\ndef forever():\n    while True: yield SOURCE[0]\nGENERATOR = forever()",
+        "next(GENERATOR)",
+        "SOURCE[0] = value",
+    ),
+    "weak reference": Place(
+        "import weakref\nclass Box: pass\nBOX = Box(); BOX.factor = 1.0\nREF = weakref.ref(BOX)",
+        "REF().factor",
+        "BOX.factor = value",
+    ),
+    "context variable": Place(
+        "import contextvars\nVARIABLE = contextvars.ContextVar('factor', default=1.0)",
+        "VARIABLE.get()",
+        "VARIABLE.set(value)",
+    ),
+    "thread local": Place(
+        "import threading\nLOCAL = threading.local(); LOCAL.factor = 1.0",
+        "LOCAL.factor",
+        "LOCAL.factor = value",
+    ),
+    "enum member": Place(
+        "import enum\nclass Mode(enum.Enum):\n    TRAIN = 1\nMode.TRAIN.factor = 1.0",
+        "Mode.TRAIN.factor",
+        "Mode.TRAIN.factor = value",
+    ),
+    "logger": Place(
+        "import logging\nLOGGER = logging.getLogger('probe.population')\nLOGGER.setLevel(10)",
+        "LOGGER.level / 10",
+        "LOGGER.setLevel(int(10 * value))",
+    ),
+    "tensor": Place("CONSTANT = torch.tensor(1.0)", "CONSTANT", "CONSTANT.fill_(value)"),
+    "tensor replaced": Place(
+        "BOX = {'factor': torch.tensor(1.0)}",
+        "BOX['factor']",
+        "BOX['factor'] = torch.tensor(value)",
+    ),
+    "number of a tensor": Place(
+        "CONSTANT = torch.tensor([1.0])", "CONSTANT.item()", "CONSTANT[0] = value"
+    ),
+    "random generator": Place(
+        "import random\nRANDOM = random.Random(0)", "(0.5 + RANDOM.random())", "RANDOM.seed(value)"
+    ),
+    "counter": Place(
+        "class Counter:\n    count = 0\n    def __call__(self):\n        self.count += 1\n"
+        "        return 1.0 + self.count % 3\nCOUNTER = Counter()",
+        "COUNTER()",
+        "COUNTER.count += 1",
+    ),
+    "partial": Place(
+        "import functools\nBOX = [functools.partial(float, 1.0)]",
+        "BOX[0]()",
+        "BOX[0] = functools.partial(float, value)",
+    ),
+}
+
+#: How the reader comes by the number: code at the top of the script, code in its class, expression.
+ACCESSES = {
+    "direct": ("", "", "{read}"),
+    "function": ("def fetch(self):\n    return {read}", "", "fetch(self)"),
+    "property": ("", "@property\ndef value(self):\n    return {read}", "self.value"),
+    "method": ("", "def value(self):\n    return {read}", "self.value()"),
+    "comprehension": ("", "", "[{read} for _ in range(1)][0]"),
+    "getattr": ("", "def value(self):\n    return {read}", "getattr(self, 'val' + 'ue')()"),
+    "decorator": (
+        "import functools\ndef same(function):\n    @functools.wraps(function)\n"
+        "    def wrapper(*args): return function(*args)\n    return wrapper\n"
+        "@same\ndef fetch(self):\n    return {read}",
+        "",
+        "fetch(self)",
+    ),
+    "lambda": ("LAMBDAS = dict(fetch=lambda self: {read})", "", "LAMBDAS['fetch'](self)"),
+}
+MOMENTS = ("between steps", "between microbatches", "inside a step")
+READERS = ("glue", "leaf")
+
+_SCRIPT = """
+import torch
+from torch import nn
+
+{setup}
+{access}
+
+class Leaf(nn.Linear):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__({width}, {width})
+        self.factor = 1.0
+        self.table = [1.0]
+{leaf_members}
+    def forward(self, x):
+        return super().forward(x){leaf_use}
+
+class Net(nn.Module):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Leaf(), Leaf()
+        self.third, self.fourth = nn.Linear({width}, {width}), nn.Linear({width}, {width})
+        self.factor = 1.0
+        self.table = [1.0]
+{net_members}
+    def forward(self, x):
+        x = torch.tanh(self.first(x)){use}
+        {inside}
+        x = torch.tanh(self.second(x)){use}
+        return self.fourth(torch.tanh(self.third(x)))
+
+def put(net, value):
+    for target in {targets}:
+        {put}
+
+VALUES = iter([1.5, 0.5, -0.0, 2.0, 0.25] * 20)
+
+def body(model, x, y):
+    {each}
+    loss = ((model(x) - y) ** 2).mean()
+    model.backward(loss)
+    return loss
+"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One script."""
+
+    place: str
+    access: str
+    moment: str
+    reader: str
+
+    def __str__(self) -> str:
+        return f"{self.place}, {self.access}, {self.moment}, read by {self.reader}"
+
+    def script(self) -> str:
+        """Returns its code."""
+        place = PLACES[self.place]
+        access, members, expression = (
+            each.format(read=place.read) for each in ACCESSES[self.access]
+        )
+        members = textwrap.indent(members, "    ")
+        use = f" * ({expression})"
+        in_leaf = self.reader == "leaf"
+        change = "put(NET, next(VALUES))"
+        return _SCRIPT.format(
+            setup=place.setup,
+            access=access,
+            width=WIDTH,
+            leaf_members=members if in_leaf else "",
+            leaf_use=use if in_leaf else "",
+            net_members="" if in_leaf else members,
+            use="" if in_leaf else use,
+            inside=change if self.moment == "inside a step" else "pass",
+            each=change if self.moment == "between microbatches" else "pass",
+            put=place.put,
+            targets="(net.first, net.second)" if in_leaf else "(net,)",
+        )
+
+
+def probes() -> list[Probe]:
+    """Returns the population: each place at each moment for each reader, accesses in turn."""
+    accesses = itertools.cycle(ACCESSES)
+    found = []
+    for place, moment, reader in itertools.product(PLACES, MOMENTS, READERS):
+        number = 3 if reader == "glue" else 1
+        found += [Probe(place, next(accesses), moment, reader) for _ in range(number)]
+    return found
+
+
+def outcome(probe: Probe) -> str:
+    """Runs a probe in this job; returns "exact", why it was refused, or what was wrong."""
+
+    def between(names: dict[str, Any], net: nn.Module, model: Any, number: int) -> None:
+        if probe.moment == "between steps":
+            names["put"](net, next(names["VALUES"]))
+
+    return outcome_of(probe.script(), between)

@@ -1,0 +1,140 @@
+"""Small training scripts, run as plain PyTorch and with the library.
+
+A script has a class ``Net`` and a function ``body(model, x, y)`` that returns the loss; ``NET`` is
+its model. Losses, gradients and buffers must be the same, or the library must refuse it with an
+error of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from reference import GRADIENT_TOLERANCE, LOSS_TOLERANCE, MICROBATCHES, Plain
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import CommError, SMPError
+
+WIDTH = 4
+STEPS = 3
+#: Changes a script between two steps: its names, the user's model, the model that it calls, which.
+Between = Callable[[dict[str, Any], nn.Module, Any, int], None]
+
+
+def _seed() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+
+def _names(script: str) -> dict[str, Any]:
+    _seed()
+    names: dict[str, Any] = {"__name__": "small_script"}
+    exec(compile(script, "<script>", "exec"), names)
+    return names
+
+
+def _train(
+    names: dict[str, Any], between: Between, step: Any, net: nn.Module, model: Any
+) -> Iterator[Any]:
+    """Yields what each step returns."""
+    generator = torch.Generator().manual_seed(2)
+    names["NET"] = net
+    _seed()
+    for number in range(STEPS):
+        if number:
+            between(names, net, model, number)
+        x, y = (torch.randn(MICROBATCHES * 2, WIDTH, generator=generator) for _ in range(2))
+        net.zero_grad()
+        yield step(x, y)
+
+
+def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[Any]:
+    """Returns losses, gradients and buffers of each step."""
+    model = Plain(net, 1 / MICROBATCHES)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+        return [names["body"](model, *part).detach() for part in parts]
+
+    found = []
+    for losses in _train(names, between, step, net, model):
+        gradients = {
+            name: None if each.grad is None else each.grad.clone()
+            for name, each in net.named_parameters()
+        }
+        buffers = {name: each.clone() for name, each in net.named_buffers()}
+        found.append((losses, gradients, buffers))
+    return found
+
+
+def _difference(expected: Any, found: Any, model: Any) -> str:
+    losses, gradients, buffers = expected
+    for one, other in zip(losses, found.outputs, strict=True):
+        if not (one - other).abs() <= LOSS_TOLERANCE * max(1.0, float(one.abs())):
+            return f"wrong: loss {other.item()} instead of {one.item()}"
+    for name, parameter in model.local_named_parameters():
+        want, got = gradients[name], parameter.grad
+        if want is None or got is None:
+            if (want is None or not want.any()) and (got is None or not got.any()):
+                continue
+            return f"wrong: {name} has {'no' if got is None else 'a'} gradient"
+        if not (want - got).abs().max() <= GRADIENT_TOLERANCE * max(1.0, float(want.abs().max())):
+            return f"wrong: gradient of {name}"
+    for name, buffer in model.local_named_buffers():
+        if not torch.allclose(buffers[name], buffer, rtol=1e-5, atol=1e-6):
+            return f"wrong: buffer {name}"
+    return ""
+
+
+def outcome_of(script: str, between: Between) -> str:
+    """Runs a script in this job; returns "exact", why it was refused, or what was wrong."""
+    names = _names(script)
+    plain = names["Net"]()
+    start = copy.deepcopy(plain.state_dict())
+    if "built" in names:
+        names["built"](plain)
+    try:
+        expected = _plainly(names, between, plain)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return f"no script: {error}"  # plain PyTorch refuses it
+    finally:
+        torch.set_default_dtype(torch.float32)
+    names = _names(script)
+    net = names["Net"]()
+    net.load_state_dict(start)
+    try:
+        if "built" in names:
+            names["built"](net)
+        _seed()
+        model = smp.DistributedModel(net)
+        step = smp.step(names["body"])
+        runs = _train(names, between, lambda x, y: step(model, x, y), net, model)
+        # To the end, whatever this rank finds: the others go on.
+        differences = [_difference(*each, model) for each in zip(expected, runs, strict=True)]
+        if any(differences):
+            return next(filter(None, differences))
+    except CommError as error:
+        return f"wrong: {error}"
+    except SMPError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"wrong: {type(error).__name__}: {error}"
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return "exact"
+
+
+def losses_of(script: str, between: Between) -> list[list[float]]:
+    """Runs a script with the library; returns the losses of each step and microbatch."""
+    names = _names(script)
+    net = names["Net"]()
+    model = smp.DistributedModel(net)
+    step = smp.step(names["body"])
+    runs = _train(names, between, lambda x, y: step(model, x, y), net, model)
+    return [[round(loss.item(), 5) for loss in found.outputs] for found in runs]

@@ -1,0 +1,91 @@
+"""Python state of every kind and uses of torch of many kinds: never silently wrong.
+
+``population`` and ``uses`` generate the scripts. What is refused says why; nothing may give other
+numbers than plain PyTorch. Every run tries a part that goes through all of them in strides.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import population
+import pytest
+import torch
+import uses
+from small_scripts import MICROBATCHES
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
+
+#: Each part takes one script in so many.
+STRIDE = 7
+
+
+def start(config: dict[str, object]) -> None:
+    torch.set_num_threads(1)
+    smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
+
+
+WORLDS = {
+    name: World(ranks, start, ({"pipeline_parallel_degree": ranks},), "fork", preload=("torch",))
+    for name, ranks in (("one", 1), ("pp2", 2))
+}
+PROBES = {str(probe): probe for probe in population.probes()}
+KEYED = [name for name, use in uses.USES.items() if use.keyed]
+#: Population -> its scripts, by name.
+POPULATIONS = {
+    "state": list(PROBES),
+    "uses": [name for name in uses.USES if name not in KEYED],
+}
+PARTS = [
+    pytest.param(world, kind, part, marks=pytest.mark.slow if part else ())
+    for world in WORLDS
+    for kind in POPULATIONS
+    for part in range(STRIDE)
+]
+
+
+def try_state(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some probes on this rank."""
+    return {name: population.outcome(PROBES[name]) for name in names}
+
+
+def try_uses(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some uses on this rank."""
+    return {name: uses.outcome(name) for name in names}
+
+
+TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"state": try_state, "uses": try_uses}
+
+
+def test_the_population_is_large_enough() -> None:
+    assert len(PROBES) >= 300
+    assert len(POPULATIONS["uses"]) >= 150
+
+
+@pytest.mark.parametrize(("world", "kind", "part"), PARTS)
+def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: int) -> None:
+    names = POPULATIONS[kind][part::STRIDE]
+    ranks = worlds.run(WORLDS[world], TRY[kind], names, timeout=280)
+    wrong = {
+        name: each[name]
+        for each in ranks
+        for name in each
+        if each[name].startswith("wrong") or each[name][:7] != ranks[0][name][:7]
+    }
+    assert not wrong
+    counts = collections.Counter(each.partition(":")[0] for each in ranks[0].values())
+    print(world, kind, dict(counts))
+    # One partition runs the Python as it is.
+    assert world != "one" or not counts["refused"]
+    assert counts["exact"] > len(names) // 3
+
+
+def test_random_numbers_do_not_depend_on_the_partition(worlds: Worlds) -> None:
+    (one,) = worlds.run(WORLDS["one"], try_uses, KEYED)
+    for each in worlds.run(WORLDS["pp2"], try_uses, KEYED):
+        assert each == one

@@ -1,0 +1,709 @@
+"""A population of ways to use torch within a step that a recording could get wrong.
+
+A use is code in some place of a small script: in the split model's forward, in a module that is
+never split, in the body of the step, before the training, between the steps. Each is run as plain
+PyTorch and with the library; losses, gradients and buffers must be the same, or the library must
+refuse it with an error of its own.
+"""
+
+# Code of scripts stands on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from small_scripts import WIDTH, losses_of, outcome_of
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Use:
+    """Code of a script, by place.
+
+    Attributes:
+        top: at its top.
+        init: at the end of the model's ``__init__``.
+        glue: between two layers of the split model; ``x`` is the activation.
+        late: the same, between two layers of another partition.
+        leaf: in a layer; ``x`` is what it returns.
+        body: before the model is called.
+        call: calls the model; gives ``out``.
+        loss: gives ``loss``.
+        backward: asks for the gradients.
+        built: after the model was built, before it is given to the library.
+        between: between two steps; ``step`` counts them, ``model`` is the DistributedModel.
+        layer: the class that a layer is derived from.
+        keyed: it draws random numbers that go by the library's keys: they are not those of plain
+            PyTorch, but the same with any number of partitions.
+    """
+
+    top: str = ""
+    init: str = ""
+    glue: str = ""
+    late: str = ""
+    leaf: str = ""
+    body: str = ""
+    call: str = "out = model(x)"
+    loss: str = "loss = ((out - y) ** 2).mean()"
+    backward: str = "model.backward(loss)"
+    built: str = ""
+    between: str = ""
+    layer: str = "nn.Linear"
+    keyed: bool = False
+
+    def script(self) -> str:
+        """Returns the code of the script."""
+
+        def code(text: str, depth: int) -> str:
+            return textwrap.indent(textwrap.dedent(text).strip() or "pass", "    " * depth)
+
+        return f"""
+import contextlib, copy, functools, random
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, stateless
+from torch.utils.checkpoint import checkpoint
+
+{textwrap.dedent(self.top)}
+
+class Layer({self.layer}):
+    def forward(self, x):
+        x = super().forward(x)
+{code(self.leaf, 2)}
+        return x
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer({WIDTH}, {WIDTH}), Layer({WIDTH}, {WIDTH})
+        self.third, self.fourth = Layer({WIDTH}, {WIDTH}), Layer({WIDTH}, {WIDTH})
+{code(self.init, 2)}
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+{code(self.glue, 2)}
+        x = torch.tanh(self.second(x))
+        x = torch.tanh(self.third(x))
+{code(self.late, 2)}
+        return self.fourth(x)
+
+def built(net):
+{code(self.built, 1)}
+
+def between(net, model, step):
+{code(self.between, 1)}
+
+def body(model, x, y):
+{code(self.body, 1)}
+{code(self.call, 1)}
+{code(self.loss, 1)}
+{code(self.backward, 1)}
+    return loss
+"""
+
+
+_NORM = "self.norm = nn.BatchNorm1d(4)"
+_ADAPTER = """
+    class Adapted(nn.Linear):
+        mode = 1.0
+        def forward(self, x): return super().forward(x) * self.mode
+"""
+_COUNTING = """
+    class Counting(nn.Linear):
+        count = 0
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x) * self.count
+"""
+_SQUARE = """
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+        @staticmethod
+        def backward(ctx, g):
+            x, = ctx.saved_tensors
+            return 2 * g * x
+"""
+
+USES = {
+    # Hooks
+    "hook of an activation": Use(glue="x.register_hook(lambda g: 2 * g)"),
+    "hook of the output": Use(call="out = model(x); out.register_hook(lambda g: 3 * g)"),
+    "hook of an activation in a leaf": Use(leaf="x.register_hook(lambda g: 2 * g)"),
+    "hook of a parameter": Use(built="net.third.weight.register_hook(lambda g: 2 * g)"),
+    "hook of a parameter in the step": Use(
+        glue="self.third.weight.register_hook(lambda g: 0 * g) if self.training else None"
+    ),
+    "retain_grad": Use(glue="x.retain_grad(); self.kept = x"),
+    "backward hook of the model": Use(
+        built="net.register_full_backward_hook(lambda m, i, o: tuple(2 * g for g in i if g is not None) or None)"
+    ),
+    "backward hook of a layer": Use(
+        built="net.third.register_full_backward_hook(lambda m, i, o: tuple(2 * g for g in i))"
+    ),
+    "backward pre-hook of the model": Use(
+        built="net.register_full_backward_pre_hook(lambda m, o: tuple(2 * g for g in o))"
+    ),
+    "backward pre-hook of a layer": Use(
+        built="net.second.register_full_backward_pre_hook(lambda m, o: tuple(2 * g for g in o))"
+    ),
+    "forward hook of a layer": Use(built="net.third.register_forward_hook(lambda m, i, o: 2 * o)"),
+    "forward pre-hook of a layer": Use(
+        built="net.third.register_forward_pre_hook(lambda m, i: (2 * i[0],))"
+    ),
+    "forward hook of the model": Use(built="net.register_forward_hook(lambda m, i, o: 2 * o)"),
+    "forward hook added later": Use(
+        between="net.third.register_forward_hook(lambda m, i, o: 2 * o)"
+    ),
+    "global forward hook later": Use(
+        top="HANDLES = []",
+        between="""
+            HANDLES.append(nn.modules.module.register_module_forward_hook(
+                lambda m, i, o: 2 * o if m is net.second else None)) if step == 1 else None
+            HANDLES[0].remove() if step == 2 else None
+        """,
+    ),
+    "hook of the distributed model": Use(
+        between="model.register_forward_hook(lambda m, i, o: 2 * o) if hasattr(model, 'register_forward_hook') else net.register_forward_hook(lambda m, i, o: 2 * o)"
+    ),
+    "features of a hook": Use(
+        top="FEATURES = []",
+        built="net.second.register_forward_hook(lambda m, i, o: FEATURES.append(o))",
+        body="FEATURES.clear()",
+        loss="loss = ((out - y) ** 2).mean() + FEATURES[0].square().mean()",
+    ),
+    "features of every layer": Use(
+        top="FEATURES = {}",
+        built="""
+            for name, layer in net.named_children():
+                layer.register_forward_hook(lambda m, i, o, name=name: FEATURES.update({name: o}))
+        """,
+        loss="loss = ((out - y) ** 2).mean() + sum(f.square().mean() for f in FEATURES.values()); FEATURES.clear()",
+    ),
+    "losses in a list of the model": Use(
+        top="LOSSES = []",
+        leaf="LOSSES.append(x.square().mean())",
+        loss="loss = ((out - y) ** 2).mean() + sum(LOSSES)",
+        body="LOSSES.clear()",
+    ),
+    "losses in a shared config": Use(
+        top="class Config: pass\nCONFIG = Config(); CONFIG.losses = []",
+        init="self.config = self.second.config = self.third.config = CONFIG",
+        leaf="self.config.losses.append(x.square().mean()) if hasattr(self, 'config') else None",
+        loss="loss = ((out - y) ** 2).mean() + sum(CONFIG.losses); CONFIG.losses.clear()",
+    ),
+    "loss in an attribute of a layer": Use(
+        leaf="self.extra = x.square().mean()",
+        call="out = model(x); net = getattr(model, 'module', model)",
+        loss="loss = ((out - y) ** 2).mean() + NET.second.extra + NET.third.extra",
+    ),
+    "number of calls in a shared list": Use(
+        top="CALLS = []",
+        leaf="CALLS.append(1)",
+        loss="loss = ((out - y) ** 2).mean() * len(CALLS)",
+    ),
+    "shared counter": Use(
+        top="class Config: count = 0\nCONFIG = Config()",
+        init="self.config = self.second.config = CONFIG",
+        leaf="""
+            if hasattr(self, 'config'): self.config.count += 1
+        """,
+        late="x = x * self.config.count",
+    ),
+    "saved tensors hooks": Use(
+        glue="""
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+                x = x * x
+        """
+    ),
+    "saved tensors hooks around the model": Use(
+        call="""
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+                out = model(x)
+        """
+    ),
+    # Modes
+    "autocast": Use(
+        call="""
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+            out = out.float()
+        """
+    ),
+    "autocast switched off inside": Use(
+        glue="""
+            with torch.autocast("cpu", enabled=False):
+                x = x.float() @ x.float().t() @ x.float()
+        """,
+        call="""
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+            out = out.float()
+        """,
+    ),
+    "autocast switched off for the late half": Use(
+        late="""
+            with torch.autocast("cpu", enabled=False):
+                x = F.linear(x.float(), self.third.weight)
+        """,
+        call="""
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+            out = out.float()
+        """,
+    ),
+    "autocast in a leaf": Use(
+        leaf="""
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = (x @ x.t() @ x).float()
+        """
+    ),
+    "type of a leaf's result": Use(
+        init="self.second.half = False",
+        leaf="x = x.bfloat16() if getattr(self, 'half', False) else x",
+        glue="x = x",
+        late="x = x.float()",
+        between="net.second.half = not net.second.half",
+    ),
+    "default type between steps": Use(
+        late="x = x + torch.ones(4) * 0.1",
+        between="torch.set_default_dtype(torch.float64 if step == 1 else torch.float32)",
+    ),
+    "default type in the step": Use(
+        late="""
+            torch.set_default_dtype(torch.float64)
+            x = (x + torch.full((4,), 0.1)).float()
+            torch.set_default_dtype(torch.float32)
+        """
+    ),
+    "no_grad in the middle": Use(
+        glue="""
+            with torch.no_grad():
+                scale = x.abs().mean()
+            x = x * scale
+        """
+    ),
+    "enable_grad in no_grad": Use(
+        late="""
+            with torch.no_grad():
+                with torch.enable_grad():
+                    x = x * 2
+        """
+    ),
+    "inference mode in the middle": Use(
+        glue="""
+            with torch.inference_mode():
+                scale = x.detach().abs().mean()
+            x = x * scale.clone()
+        """
+    ),
+    "detach": Use(late="x = x + x.detach()"),
+    "train and eval in a step": Use(
+        init=_NORM,
+        glue="""
+            x = self.norm(x)
+            self.norm.eval()
+            x = self.norm(x)
+            self.norm.train()
+        """,
+    ),
+    "eval of a layer in the body": Use(
+        init="self.norm = nn.BatchNorm1d(4); self.drop = nn.Dropout(0.5)",
+        late="x = self.norm(x)",
+        body="NET.norm.train(not NET.norm.training)",
+    ),
+    # State of leaves
+    "adapter switched between calls": Use(
+        top=_ADAPTER,
+        layer="Adapted",
+        glue="""
+            self.third.mode = 2.0
+            x = self.third(x)
+            self.third.mode = 1.0
+        """,
+    ),
+    "attribute that a leaf reads": Use(
+        top=_ADAPTER,
+        layer="Adapted",
+        glue="self.third.mode = 0.5 if self.third.mode == 1.0 else 1.0",
+    ),
+    "attribute that a leaf reads, once": Use(
+        top=_ADAPTER, layer="Adapted", glue="self.third.mode = 0.5"
+    ),
+    "leaf that counts": Use(top=_COUNTING, layer="Counting"),
+    "leaf that counts, twice": Use(top=_COUNTING, layer="Counting", late="x = self.second(x)"),
+    "count of a leaf read in glue": Use(
+        top=_COUNTING, layer="Counting", late="x = x / self.second.count"
+    ),
+    "norm": Use(init=_NORM, late="x = self.norm(x)"),
+    "norm, twice": Use(init=_NORM, glue="x = self.norm(x)", late="x = self.norm(x)"),
+    "spectral norm": Use(built="parametrizations.spectral_norm(net.third)"),
+    "spectral norm, twice": Use(
+        built="parametrizations.spectral_norm(net.third)", glue="x = self.third(x)"
+    ),
+    "weight norm": Use(built="parametrizations.weight_norm(net.third)"),
+    "orthogonal": Use(built="parametrizations.orthogonal(net.third)"),
+    "dropout in eval": Use(init="self.drop = nn.Dropout(0.5).eval()", late="x = self.drop(x)"),
+    "buffer of another rank": Use(
+        init="self.fourth.register_buffer('scale', torch.tensor(2.0))",
+        glue="x = x * self.fourth.scale",
+    ),
+    "buffer of the first rank": Use(
+        init="self.first.register_buffer('scale', torch.tensor(2.0))",
+        late="x = x * self.first.scale",
+    ),
+    "statistics of a leaf read in glue": Use(
+        init=_NORM, glue="x = self.norm(x)", late="x = x * self.norm.running_var.mean()"
+    ),
+    "statistics of a late leaf read early": Use(
+        init=_NORM, glue="x = x * self.norm.running_var.mean()", late="x = self.norm(x)"
+    ),
+    "number of batches of a norm": Use(
+        init=_NORM, glue="x = self.norm(x)", late="x = x * self.norm.num_batches_tracked"
+    ),
+    "buffer updated in glue": Use(
+        init="self.register_buffer('average', torch.zeros(4))",
+        late="self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1); x = x + self.average",
+    ),
+    "buffer updated in glue, not read": Use(
+        init="self.register_buffer('average', torch.zeros(4))",
+        late="self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)",
+    ),
+    "buffer replaced in glue": Use(
+        init="self.register_buffer('average', torch.zeros(4))",
+        late="self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)",
+    ),
+    "buffer counted in glue": Use(
+        init="self.register_buffer('steps', torch.zeros(()))",
+        late="self.steps += 1; x = x * self.steps",
+    ),
+    "buffer of a leaf counted in it": Use(
+        init="self.third.register_buffer('steps', torch.zeros(()))",
+        leaf="""
+            if hasattr(self, 'steps'):
+                self.steps += 1
+                x = x * self.steps
+        """,
+    ),
+    "buffer of a leaf set in glue": Use(
+        init="self.third.register_buffer('steps', torch.zeros(()))",
+        glue="self.third.steps += 1",
+        leaf="x = x * (1 + self.steps) if hasattr(self, 'steps') else x",
+    ),
+    "memory of an activation": Use(
+        init="self.memory = None",
+        late="x = x if self.memory is None else x + self.memory; self.memory = x.detach()",
+    ),
+    "memory of an activation in a leaf": Use(
+        leaf="""
+            old = getattr(self, 'memory', None)
+            self.memory = x.detach()
+            x = x if old is None else x + 0.1 * old
+        """
+    ),
+    "parameter changed in glue": Use(
+        glue="""
+            with torch.no_grad():
+                self.third.weight.mul_(0.99)
+        """
+    ),
+    "parameter changed in a leaf": Use(
+        leaf="""
+            with torch.no_grad():
+                self.bias.clamp_(max=0.01)
+        """
+    ),
+    "parameter changed in the body": Use(
+        body="""
+            with torch.no_grad():
+                NET.second.bias.add_(0.01)
+        """
+    ),
+    # Inputs
+    "input changed in place": Use(
+        body="x = x.mul_(2)", loss="loss = ((out - y) ** 2).mean() + x.mean()"
+    ),
+    "input changed and used again": Use(
+        body="z = x; x.add_(1)", loss="loss = ((out - y) ** 2).mean() * z.mean()"
+    ),
+    "target changed after the model": Use(call="out = model(x); y.mul_(0.5)"),
+    "other input changed in place": Use(
+        body="SHARED.add_(1); x = x * SHARED", top="SHARED = torch.ones(())"
+    ),
+    "data of an activation": Use(glue="x.data = x.data * 2"),
+    "data of a parameter": Use(body="NET.third.weight.data.mul_(0.9)"),
+    "data of a parameter replaced": Use(
+        between="net.third.weight.data = net.third.weight.data * 0.5"
+    ),
+    "input that requires a gradient": Use(
+        body="x.requires_grad_()", loss="loss = ((out - y) ** 2).mean()"
+    ),
+    "gradient penalty": Use(
+        body="x.requires_grad_()",
+        loss="g, = torch.autograd.grad(out.sum(), x, create_graph=True); loss = ((out - y) ** 2).mean() + g.square().sum()",
+    ),
+    "gradient of an activation": Use(
+        late="z = x * x; g, = torch.autograd.grad(z.sum(), x, create_graph=True); x = x + g"
+    ),
+    "gradient, unused": Use(
+        late="g, = torch.autograd.grad((x * x).sum(), self.first.weight, allow_unused=True); x = x if g is None else x + g.sum()"
+    ),
+    "gradient, materialized": Use(
+        late="g, = torch.autograd.grad((x * x).sum(), self.first.weight, materialize_grads=True, retain_graph=True); x = x + g.sum()"
+    ),
+    "gradient of a parameter of one's own": Use(
+        late="g, = torch.autograd.grad((F.linear(x, self.third.weight)).sum(), self.third.weight, retain_graph=True); x = x + g.sum()"
+    ),
+    "functional vjp": Use(
+        late="z, pull = torch.func.vjp(torch.sin, x); x = x + pull(torch.ones_like(z))[0]"
+    ),
+    "functional grad": Use(late="x = x + torch.func.grad(lambda a: a.square().sum())(x)"),
+    "vmap": Use(late="x = torch.vmap(lambda row: row * row.sum())(x)"),
+    "jvp": Use(late="x = x + torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]"),
+    "jacobian in a leaf": Use(leaf="x = x + torch.func.jacrev(lambda a: a.square().sum())(x)"),
+    "grad of a parameter read": Use(
+        backward="model.backward(loss); global_norm = NET.third.weight.grad",
+        loss="loss = ((out - y) ** 2).mean()",
+    ),
+    "grad of a parameter changed": Use(
+        backward="model.backward(loss); NET.third.weight.grad.mul_(2)"
+    ),
+    "zero_grad in the step": Use(body="NET.zero_grad()"),
+    "requires_grad switched in the step": Use(
+        body="NET.second.weight.requires_grad_(not NET.second.weight.requires_grad)"
+    ),
+    "requires_grad switched between steps": Use(
+        between="net.second.weight.requires_grad_(step % 2 == 0)"
+    ),
+    # What else trains
+    "head outside": Use(top="HEAD = nn.Linear(4, 4)", loss="loss = ((HEAD(out) - y) ** 2).mean()"),
+    "frozen head outside": Use(
+        top="HEAD = nn.Linear(4, 4).requires_grad_(False)",
+        loss="loss = ((HEAD(out) - y) ** 2).mean()",
+    ),
+    "norm outside": Use(
+        top="HEAD = nn.BatchNorm1d(4, affine=False)", loss="loss = ((HEAD(out) - y) ** 2).mean()"
+    ),
+    "parameter outside": Use(
+        top="SCALE = nn.Parameter(torch.ones(()))", loss="loss = ((out * SCALE - y) ** 2).mean()"
+    ),
+    "parameter outside, detached": Use(
+        top="SCALE = nn.Parameter(torch.full((), 2.0))",
+        loss="loss = ((out * SCALE.detach() - y) ** 2).mean()",
+    ),
+    "tensor outside written": Use(
+        top="STATE = torch.zeros(4)",
+        loss="STATE.add_(out.detach().mean(0)); loss = ((out - y) ** 2).mean()",
+    ),
+    "teacher": Use(
+        built="net.teacher = copy.deepcopy(net.second).requires_grad_(False)",
+        late="x = x + 0.1 * self.teacher(x)",
+    ),
+    "teacher outside": Use(
+        top="torch.manual_seed(9); TEACHER = nn.Linear(4, 4).requires_grad_(False)",
+        loss="loss = ((out - TEACHER(x)) ** 2).mean()",
+    ),
+    # Structure
+    "functional_call of a layer": Use(
+        late="x = torch.func.functional_call(self.third, {'weight': self.third.weight * 2}, (x,))"
+    ),
+    "functional_call of the model": Use(
+        call="out = torch.func.functional_call(NET, {n: 2 * p for n, p in NET.named_parameters()}, (x,))"
+    ),
+    "parameter registered later": Use(
+        between="net.extra = nn.Parameter(torch.full((4,), 0.5)) if step == 1 else net.extra",
+        late="x = x * self.extra if hasattr(self, 'extra') else x",
+    ),
+    "buffer registered later": Use(
+        between="net.register_buffer('extra', torch.full((4,), 0.5)) if step == 1 else None",
+        late="x = x * self.extra if hasattr(self, 'extra') else x",
+    ),
+    "module swapped": Use(
+        between="torch.manual_seed(4); net.third = nn.Linear(4, 4) if step == 1 else net.third"
+    ),
+    "module replaced by an activation": Use(
+        between="net.third = nn.Identity() if step == 1 else net.third"
+    ),
+    "module added": Use(
+        between="""
+            torch.manual_seed(4)
+            net.more = nn.Linear(4, 4) if step == 1 else net.more
+        """,
+        late="x = self.more(x) if hasattr(self, 'more') else x",
+    ),
+    "weights tied": Use(built="net.third.weight = net.first.weight"),
+    "weights tied later": Use(between="net.third.weight = net.first.weight"),
+    "weight in glue": Use(late="x = F.linear(x, self.first.weight)"),
+    "weight in glue, far": Use(glue="x = F.linear(x, self.fourth.weight)"),
+    "parameter list": Use(
+        init="self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(2)])",
+        glue="x = x * self.scales[0]",
+        late="x = x * self.scales[1]",
+    ),
+    "attribute tensor": Use(init="self.table = torch.arange(4.0)", late="x = x + self.table"),
+    "attribute tensor, replaced then written": Use(
+        init="self.table = torch.arange(4.0)",
+        late="x = x + self.table",
+        between="""
+            if step == 1: net.table = torch.arange(4.0)
+            else: net.table.mul_(2)
+        """,
+    ),
+    "attribute tensor of a leaf": Use(
+        init="self.third.table = torch.arange(4.0)",
+        leaf="x = x + self.table if hasattr(self, 'table') else x",
+        between="net.third.table.mul_(2)",
+    ),
+    "global tensor in a leaf": Use(
+        top="TABLE = torch.arange(4.0)", leaf="x = x + TABLE", between="TABLE.mul_(2)"
+    ),
+    "global tensor written in glue, read in a leaf": Use(
+        top="TABLE = torch.arange(4.0)", leaf="x = x + TABLE", glue="TABLE.mul_(2)"
+    ),
+    "tensor from NumPy": Use(
+        top="ARRAY = numpy.ones(4, dtype=numpy.float32)",
+        late="x = x * torch.from_numpy(ARRAY)",
+        between="ARRAY[:] = step",
+    ),
+    "model called twice": Use(call="out = model(x); out = model(out)"),
+    "two losses": Use(backward="model.backward(loss); model.backward((out ** 2).mean())"),
+    "loss from a part": Use(loss="loss = (out[:, :2] - y[:, :2]).abs().max()"),
+    "backward of torch": Use(backward="torch.autograd.backward(loss)"),
+    "vector backward": Use(backward="model.backward(out, torch.ones_like(out) / out.numel())"),
+    # Operations
+    "in-place operations": Use(late="x = x * 1; x.relu_(); x.add_(1); x.t_(); x.t_()"),
+    "views written": Use(late="x = x.clone(); x[:, 0] = 0; x[:, 1:].mul_(2); x.view(-1)[0] += 1"),
+    "index_put": Use(late="x = x.clone(); x[torch.tensor([0, 1]), torch.tensor([1, 0])] = 0.5"),
+    "scatter": Use(late="x = x.scatter(1, torch.zeros(x.shape[0], 1, dtype=torch.long), 0.5)"),
+    "out argument": Use(
+        late="with_out = torch.empty(0); torch.add(x.detach(), 1, out=with_out); x = x + with_out"
+    ),
+    "resize": Use(late="z = torch.zeros(2); z.resize_(4).fill_(0.5); x = x + z"),
+    "squeeze in place": Use(late="z = x.unsqueeze(0).clone(); z.squeeze_(0); x = z"),
+    "set_": Use(late="z = torch.zeros(1); z.set_(torch.full((4,), 2.0)); x = x * z"),
+    "swap of views": Use(late="a, b = x.chunk(2, 1); x = torch.cat([b, a], 1)"),
+    "custom function": Use(top=_SQUARE, late="x = Square.apply(x)"),
+    "custom function in a leaf": Use(top=_SQUARE, leaf="x = Square.apply(x)"),
+    "checkpoint": Use(late="x = checkpoint(lambda a: self.third(a) * 2, x, use_reentrant=False)"),
+    "checkpoint, reentrant": Use(late="x = checkpoint(self.third, x, use_reentrant=True)"),
+    "complex numbers": Use(late="x = torch.fft.ifft(torch.fft.fft(x)).real"),
+    "double": Use(late="x = x.double().sin().float()"),
+    "where": Use(late="x = torch.where(x > 0, x, 0.1 * x)"),
+    "sort and topk": Use(late="x = x.sort(1).values + x.topk(1).values"),
+    "einsum": Use(late="x = torch.einsum('ij,kj->ik', x, self.third.weight)"),
+    "unbind and stack": Use(
+        late="x = torch.stack([each * i for i, each in enumerate(x.unbind(1))], 1)"
+    ),
+    "shape in Python": Use(late="x = x * (x.shape[0] + x.numel() + len(x))"),
+    "mask of the input": Use(
+        body="x = x * (x > 0)", loss="loss = ((out - y)[x[:, 0] > 0] ** 2).sum()"
+    ),
+    "branch on the input": Use(body="x = x * 2 if x.mean() > 0 else x"),
+    "number of the input": Use(body="x = x * float(x.abs().max())"),
+    "list of the input": Use(body="x = x * sum(x[0].tolist())"),
+    "NumPy of the input": Use(body="x = x * float(x.numpy().max())"),
+    "unique of the input": Use(body="x = x * len((x > 0).unique())"),
+    "nonzero of the input": Use(body="rows = (x[:, 0] > 0).nonzero(); x = x + rows.numel()"),
+    "item of an activation": Use(late="x = x * x.abs().max().item()"),
+    "item of an activation in a leaf": Use(leaf="x = x * x.abs().max().item()"),
+    "branch on an activation in a leaf": Use(leaf="x = x if x.sum() > 0 else 2 * x"),
+    "NumPy of an activation in a leaf": Use(leaf="x = x * float(x.detach().numpy().max())"),
+    "assertion on an activation": Use(late="assert torch.isfinite(x).all()"),
+    "printed activation": Use(late="text = str(x.shape) + repr(x.dtype)"),
+    # Random numbers
+    "noise in glue": Use(late="x = x + 0 * torch.randn_like(x)"),
+    "own generator": Use(
+        top="GENERATOR = torch.Generator()",
+        body="GENERATOR.manual_seed(3)",
+        late="x = x + torch.randn(x.shape, generator=GENERATOR)",
+    ),
+    "own generator going on": Use(
+        top="GENERATOR = torch.Generator().manual_seed(3)",
+        late="x = x + torch.randn(x.shape, generator=GENERATOR)",
+    ),
+    "own generator of a leaf": Use(
+        init="self.third.generator = torch.Generator().manual_seed(3)",
+        leaf="x = x + torch.randn(x.shape, generator=self.generator) if hasattr(self, 'generator') else x",
+    ),
+    "seed in the step": Use(late="torch.manual_seed(5); x = x + torch.randn(x.shape)"),
+    "seed in a leaf": Use(leaf="torch.manual_seed(5); x = x + torch.randn(x.shape)"),
+    "fork_rng": Use(
+        late="""
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(5)
+                x = x + torch.randn(x.shape)
+        """,
+    ),
+    "Python's random numbers": Use(
+        keyed=True, body="random.seed(3)", late="x = x * random.random()"
+    ),
+    "NumPy's random numbers": Use(
+        keyed=True, body="numpy.random.seed(3)", late="x = x * float(numpy.random.rand())"
+    ),
+    "NumPy's random array": Use(
+        keyed=True,
+        body="numpy.random.seed(3)",
+        late="x = x * torch.from_numpy(numpy.random.rand(4).astype(numpy.float32))",
+    ),
+    "Python's random numbers in a leaf": Use(leaf="random.seed(3); x = x * random.random()"),
+    "NumPy generator": Use(
+        top="GENERATOR = numpy.random.default_rng(3)", late="x = x * float(GENERATOR.random())"
+    ),
+    "NumPy generator in a leaf": Use(
+        top="GENERATOR = numpy.random.default_rng(3)", leaf="x = x * float(GENERATOR.random())"
+    ),
+    "layer dropped by a counter": Use(
+        top="COUNT = [0]",
+        glue="COUNT[0] += 1; x = self.third(x) if COUNT[0] % 2 else x",
+    ),
+    "exception caught in the step": Use(
+        late="""
+            try:
+                x = x @ torch.ones(3, 3)
+            except RuntimeError:
+                x = x * 2
+        """
+    ),
+    "exception of a leaf caught": Use(
+        late="""
+            try:
+                x = self.third(x[:, :2])
+            except RuntimeError:
+                x = x * 2
+        """
+    ),
+    "generator expression": Use(late="x = sum(layer(x) for layer in (self.second, self.third))"),
+    "module in a dict": Use(
+        init="self.layers = nn.ModuleDict({'a': nn.Linear(4, 4), 'b': nn.Linear(4, 4)})",
+        late="x = self.layers['b' if self.training else 'a'](x)",
+        between="net.train(step % 2 == 0)",
+    ),
+    "lambda shared with a leaf": Use(
+        top="FACTOR = [1.0]\nscale = lambda x: x * FACTOR[0]",
+        leaf="x = scale(x)",
+        glue="FACTOR[0] += 1",
+    ),
+    "tensor subclass": Use(
+        top="class Tagged(torch.Tensor): pass",
+        late="x = x.as_subclass(Tagged).sin().as_subclass(torch.Tensor)",
+    ),
+    "copy of the model": Use(between="other = copy.deepcopy(net)"),
+}
+
+
+def _between(names: dict[str, Any], net: nn.Module, model: Any, step: int) -> None:
+    names["between"](net, model, step)
+
+
+def outcome(name: str) -> Any:
+    """Tries a use in this job; returns what became of it, or its losses if they go by keys."""
+    use = USES[name]
+    try_it = losses_of if use.keyed else outcome_of
+    return try_it(use.script(), _between)
