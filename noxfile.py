@@ -309,6 +309,14 @@ def architectures(session: nox.Session) -> None:
 
 
 @nox.session
+def population(session: nox.Session) -> None:
+    """Train a population of Keras models: which give the numbers of TensorFlow alone?"""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-tf")
+    session.run("python", "packages/smp-tf/tests/population", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def trainer(session: nox.Session) -> None:
     """Train with the Trainer of Transformers 4, over two partitions and in one process."""
     install_groups(session, "test", "trainer")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tf_worlds import TWO_BY_HAND
@@ -93,6 +95,100 @@ def case_unknown_partition() -> None:
     expect(ValueError, "received 7", lambda: stepping(layers(of_an_absent_one))(ones(4)))
 
 
+def case_errors_keep_their_types_in_tf_functions() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    def of_an_absent_one(x: Any) -> Any:
+        with smp.partition(7):
+            return x * 2.0
+
+    step, other = stepping(layers(of_an_absent_one)), stepping(layers())
+    inside = tf.function(lambda x: step(x).merge())
+    expect(ValueError, r"received 7: use one of these, or raise pipeline", lambda: inside(ones(4)))
+    small = tf.function(lambda x: other(x).merge())
+    expect(ConfigError, r"is smaller than microbatches \(4\)", lambda: small(ones(3)))
+
+
+def case_what_is_no_tensor() -> None:
+    """Numbers are a list, all else is that of the first microbatch, with a warning."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, count = layers(), iter(range(100))
+
+    def body(x: Any) -> Any:
+        number = next(count)
+        return {
+            "loss": model(x),
+            "number": number,
+            "half": np.float32(number / 2),
+            "word": f"word {number % 4}",
+            "same": ("a", None, True),
+        }
+
+    with pytest.warns(UserWarning, match="is that of the first microbatch"):
+        found = smp.step(body)(ones(4))
+    assert found["loss"].merge().shape == [4, WIDTH]
+    assert (found["number"], found["half"]) == ([0, 1, 2, 3], [0, 0.5, 1, 1.5])
+    assert (found["word"], found["same"]) == ("word 0", ("a", None, True))
+
+
+def case_python_counters() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    class Counting(smp.DistributedModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="counting")
+            self.dense, self.calls = tf.keras.layers.Dense(2), 0
+
+        def call(self, x: Any) -> Any:
+            self.calls += 1
+            return self.dense(x)
+
+    model = Counting()
+    with pytest.warns(UserWarning, match="of counting changed its attribute calls: Python in a"):
+        smp.step(lambda x: model(x))(ones(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smp.step(lambda x: model(x))(ones(4))
+
+
+def case_ragged_and_sparse_input() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(10.0), [1, 3, 0, 2, 3, 1])
+    sparse = tf.sparse.from_dense(np.eye(6, WIDTH, dtype=np.float32))
+    model = layers()
+
+    @smp.step
+    def step(r: Any, s: Any) -> Any:
+        return model(
+            tf.sparse.to_dense(s) + tf.reduce_sum(r, axis=1, keepdims=True)
+        ), r.row_lengths()
+
+    @smp.step
+    def whole(x: Any) -> Any:
+        return model(x)
+
+    outputs, lengths = step(ragged, sparse)
+    dense = tf.sparse.to_dense(sparse) + tf.reduce_sum(ragged, axis=1, keepdims=True)
+    np.testing.assert_allclose(outputs.merge(), whole(dense).merge(), rtol=1e-6)
+    assert lengths.merge().numpy().tolist() == [1, 3, 0, 2, 3, 1]
+    assert len(step._compiled) == 1
+    step(ragged * 2.0, sparse)
+    assert len(step._compiled) == 1
+
+
+def case_batches_of_many_shapes() -> None:
+    """Shapes that are known in the step only travel whatever they are."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers(tf.tanh)
+    shape = [tf.TensorSpec([None, None, WIDTH], tf.float32)]
+    step = smp.step(lambda x: model(x), input_signature=shape)
+    for lengths in ((8 * 4, 40), (9 * 4, 9), (4, 1), (5, 7), (4, 0), (8 * 4, 40)):
+        assert step(tf.ones([*lengths, WIDTH])).merge().shape == [*lengths, WIDTH]
+
+
 def case_model_outside_a_step() -> None:
     model = layers()
     expect(SMPError, r"decorated with @smp\.step", lambda: model(ones(4)))
@@ -125,7 +221,7 @@ def case_variable_of_another_rank() -> None:
     others = [v for v in every if id(v) not in held]
     assert len(mine) == len(others) == 2
     other = 1 - smp.rank()
-    where = rf"lives on rank {other} \(partition {other}\)"
+    where = rf"variable layers/\w+/\w+ lives on rank {other} \(partition {other}\)"
     for variable in others:
         expect(PartitionError, where, lambda v=variable: v.numpy())
         expect(PartitionError, where, lambda v=variable: v.assign(tf.zeros(v.shape)))

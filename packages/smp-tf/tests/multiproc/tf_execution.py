@@ -86,7 +86,7 @@ def execute() -> Executed:
     for name in NAMES:
         problem = PROBLEMS[name](smp.DistributedModel, smp.partition)
         train(problem.model, tf.nest.map_structure(tf.constant, problem.batch), problem.loss)
-        ((traced, local),) = problem.model._smp_engine.programs.values()
+        traced, local = problem.model._smp_engine.newest
         executed.whole[name] = _names(traced.operations)
         executed.own[name] = [
             each

@@ -23,7 +23,7 @@ def test_access_of_variables_is_checked_and_then_no_longer() -> None:
         lambda: variable.read_value(),
         lambda: tf.convert_to_tensor(variable),
     )
-    with checked_access(seen.append):
+    with checked_access(seen.append, seen.append, lambda variable, value: False):
         for access in accesses:
             seen.clear()
             access()

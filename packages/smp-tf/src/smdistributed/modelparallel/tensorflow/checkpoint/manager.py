@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,33 +123,60 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         found = self.latest_checkpoint
         if found is None:
             return None
-        read = functools.partial(self._read, os.path.basename(found))
-        if self._runtime.is_partitioned:
-            read()
-        else:
-            self._runtime.post_partition_hooks.append(read)
+        self._read_when_partitioned(os.path.basename(found))
         return found
 
     def restore_or_initialize(self) -> str | None:
         """Same as ``restore``: variables have their initial values otherwise."""
         return self.restore()
 
+    def _read_when_partitioned(self, tag: str) -> None:
+        if CheckpointNames(self.checkpoint).are_partitioned:
+            self._read(tag)
+        else:
+            again = functools.partial(self._read_when_partitioned, tag)
+            self._runtime.post_partition_hooks.append(again)
+
     def _read(self, tag: str) -> None:
         checkpoint = self._files.resolve(tag)
-        self._files.everywhere(f"Restoring {tag}", lambda: self._assign(checkpoint))
+        places: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
 
-    def _assign(self, checkpoint: Checkpoint) -> None:
-        parts = {name: np.load(checkpoint.open(name)) for name in sorted(checkpoint.paths)}
-        places = {key: part for part in parts.values() for key in part.files}
-        build_optimizers(self.checkpoint, places)
-        variables = dict(self._variables())
-        missing = sorted(set(variables) - set(places))
-        if missing:
-            raise CheckpointError(
-                f"checkpoint '{checkpoint.tag}' lacks {len(missing)} variables of this process "
-                f"({', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}): restore it into "
-                "the model and optimizer that it was saved from."
-            )
+        def find() -> None:
+            for name in sorted(checkpoint.paths):
+                part = np.load(checkpoint.open(name))
+                places.update(dict.fromkeys(part.files, part))
+            build_optimizers(self.checkpoint, places)
+            variables.update(self._variables())
+
+        self._files.everywhere(f"Restoring {tag}", find)
+        everyone = self._runtime.communicator.allgather(list(variables), CommGroup.WORLD)
+        taken = {name for names in everyone for name in names}
+        self._files.everywhere(
+            f"Restoring {tag}", lambda: self._assign(checkpoint, variables, places, taken)
+        )
+
+    def _assign(
+        self,
+        checkpoint: Checkpoint,
+        variables: Mapping[str, Any],
+        places: Mapping[str, Any],
+        taken: Collection[str],
+    ) -> None:
+        for verb, names, where in (
+            ("lacks", sorted(set(variables) - set(places)), "of this process"),
+            (
+                "has",
+                CheckpointNames(self.checkpoint).leftover(places, taken),
+                "that nothing here takes",
+            ),
+        ):
+            if names:
+                raise CheckpointError(
+                    f"checkpoint '{checkpoint.tag}' {verb} {len(names)} variables {where} "
+                    f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): restore it into "
+                    "the model and optimizer that it was saved from."
+                )
         for key, variable in variables.items():
             value = places[key][key]
             if tuple(value.shape) != tuple(variable.shape):

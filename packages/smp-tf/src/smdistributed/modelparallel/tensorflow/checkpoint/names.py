@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -30,10 +31,40 @@ class CheckpointNames:
             for name, child in self._children.items()
             if isinstance(child, DistributedModel)
         }
-        #: By ``id`` of TensorFlow's variable, of the models.
-        self._names: dict[int, str] = {}
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        """Names by ``id`` of TensorFlow's variable, of the models."""
+        names: dict[int, str] = {}
         for name, model in self._models.items():
-            self._names |= _names_of(name, model)
+            names |= _names_of(name, model)
+        return names
+
+    def leftover(self, saved: Collection[str], taken: Collection[str]) -> list[str]:
+        """Returns the names of saved values that have a place in this checkpoint but no taker.
+
+        Those of whole parts that it does not have (the optimizer, say, where only the model is
+        restored) are left alone, and so is what an optimizer keeps of a variable that it does not
+        train any more.
+
+        Args:
+            saved: all names.
+            taken: those that some process takes.
+        """
+        slots = {tuple(name.split("/", 2)[:2]) for name in taken}
+        models = set(self._names.values())
+        found = []
+        for name in sorted(set(saved) - set(taken)):
+            part = name.split("/", 2)
+            is_frozen = tuple(part[:2]) in slots and part[-1] in models
+            if part[0] in self._children and not is_frozen:
+                found.append(name)
+        return found
+
+    @property
+    def are_partitioned(self) -> bool:
+        """Whether all models in it are."""
+        return all(model._smp_engine.is_partitioned for model in self._models.values())
 
     def variables(self) -> Iterator[tuple[str, Any]]:
         """Yields name and TensorFlow's variable, for those of this process.
@@ -44,10 +75,11 @@ class CheckpointNames:
             NotPartitionedError: a model is not partitioned.
             UnsupportedError: something in the checkpoint cannot be saved.
         """
+        names = self._names
         for name, child in self._children.items():
             if isinstance(child, DistributedModel):
                 for variable in map(keras.variable_of, child.variables):
-                    yield self._names[id(variable)], variable
+                    yield names[id(variable)], variable
             elif is_optimizer(child):
                 yield from self._optimizer(name, child)
             else:
@@ -73,7 +105,7 @@ class CheckpointNames:
         for variable in keras.optimizer_variables(optimizer):
             if id(variable) not in of_slots:
                 yield (
-                    f"{name}/{_plain(variable).rsplit('/', maxsplit=1)[-1]}",
+                    f"{name}/{keras.path_of(variable).rsplit('/', maxsplit=1)[-1]}",
                     keras.variable_of(variable),
                 )
 
@@ -139,16 +171,11 @@ def _names_of(name: str, model: Any) -> dict[int, str]:
     counts: Counter[str] = Counter()
     names: dict[int, str] = {}
     for variable in every:
-        path = _plain(variable)
+        path = keras.path_of(variable)
         number = counts[path]
         counts[path] += 1
         names[id(keras.variable_of(variable))] = f"{name}/{path}" + (f"#{number}" if number else "")
     return names
-
-
-def _plain(variable: Any) -> str:
-    path = getattr(variable, "path", None) or variable.name
-    return str(path).split(":", maxsplit=1)[0]
 
 
 def _children(value: Any) -> Mapping[str, Any]:

@@ -32,6 +32,12 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def pass_through(error: Exception) -> None:
+    """Makes an error leave converted code as it is, not as a ``StagingError`` about that code."""
+    error.ag_pass_through = True  # type: ignore[attr-defined]
+    vars(error).pop("ag_error_metadata", None)
+
+
 def leave_unconverted(package: str) -> None:
     """Makes AutoGraph leave the code of a package as it is."""
     rule = autograph_config.DoNotConvert(package)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 from tensorflow.python.framework import ops
 
-_gradient_count = 0
+#: The gradient that stands in graphs for all of ours. TensorFlow never forgets what is registered.
+_NAME = "SmpGradient"
 
 
 def with_gradient(
@@ -20,18 +21,37 @@ def with_gradient(
 
     Args:
         originals: tensors of the present graph.
-        gradient: takes a gradient (or None) for each, returns one (or None) for each.
-        label: part of the names of the operation and its gradient.
+        gradient: takes a gradient (or None) for each, returns one (or None) for each. It lives as
+            long as the graph.
+        label: the name of the operation.
     """
-    global _gradient_count
-    _gradient_count += 1
-    name = f"{label}{_gradient_count}"
-    ops.RegisterGradient(name)(lambda operation, *gradients: gradient(*gradients))
     graph = ops.get_default_graph()
-    with record.stop_recording(), graph.gradient_override_map({"IdentityN": name}):
+    with record.stop_recording(), graph.gradient_override_map({"IdentityN": _NAME}):
         results = tf.identity_n(list(originals), name=label)
-    record.record_operation(name, results, list(originals), gradient)
+    if not hasattr(graph, "_smp_gradients"):
+        graph._smp_gradients = {}
+    graph._smp_gradients[results[0].op.name] = gradient
+    record.record_operation(label, results, list(originals), gradient)
     return list(results)
+
+
+@ops.RegisterGradient(_NAME)  # type: ignore[untyped-decorator]
+def _own_gradient(operation: Any, *gradients: Any) -> Sequence[Any]:
+    gradient: Callable[..., Sequence[Any]] = operation.graph._smp_gradients[operation.name]
+    return gradient(*gradients)
+
+
+def is_recorded(tensor: Any) -> bool:
+    """Tells whether gradients of a tensor can be asked for later.
+
+    A tape says which tensors it follows. Without one there is ``tf.gradients``, which asks for any.
+    """
+    return not record.could_possibly_record() or record.should_record_backprop([tensor])
+
+
+def has_tangents(tensors: Sequence[Any]) -> bool:
+    """Tells whether ``tf.autodiff.ForwardAccumulator`` follows any of the tensors."""
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:

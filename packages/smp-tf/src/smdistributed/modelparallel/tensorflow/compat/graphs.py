@@ -27,6 +27,8 @@ def trace(
 ) -> Graph:
     """Runs a function on symbolic tensors; returns the graph of its operations.
 
+    To be called eagerly.
+
     Args:
         name: of the graph.
         function: takes one tensor a spec, returns a list of tensors.
@@ -38,7 +40,7 @@ def trace(
         with tf.variable_creator_scope(creator):
             return function(*tensors)
 
-    with tf.init_scope(), tf.variable_creator_scope(creator):
+    with tf.variable_creator_scope(creator):
         return func_graph.func_graph_from_py_func(
             name, body, tuple(specs), {}, add_control_dependencies=True
         )
@@ -180,6 +182,11 @@ def colocated_with(operation: Operation) -> list[str]:
     """Returns the names of operations that TensorFlow keeps with this one."""
     marks = (mark.decode() for mark in operation.colocation_groups())
     return [mark[5:] for mark in marks if mark.startswith("loc:@") and mark[5:] != operation.name]
+
+
+def has_custom_gradient(operation: Operation) -> bool:
+    """Tells whether an operation stands for a function with a gradient of its own."""
+    return operation.type == "IdentityN" and "_gradient_op_type" in operation.node_def.attr
 
 
 def is_stateful(operation: Operation) -> bool:

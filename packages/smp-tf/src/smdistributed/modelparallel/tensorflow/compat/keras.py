@@ -46,6 +46,16 @@ def variable_of(variable: Variable) -> Variable:
     return variable
 
 
+def is_variable(value: Any) -> bool:
+    """Tells whether a value is a variable, TensorFlow's or one that Keras wrapped."""
+    return isinstance(value, tf.Variable) or (IS_KERAS_3 and isinstance(value, tf.keras.Variable))
+
+
+def path_of(variable: Variable) -> str:
+    """Returns the name of a variable with those of the layers around it, as far as Keras has it."""
+    return str(getattr(variable, "path", None) or variable.name).split(":", maxsplit=1)[0]
+
+
 def note_loss(model: Any, loss: Any, count: Any) -> None:
     """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
 
@@ -56,6 +66,14 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
     """
     if IS_KERAS_3:
         model._loss_tracker.update_state(loss, sample_weight=count)
+
+
+def thread_states() -> list[Any]:
+    """Returns what Keras keeps of a thread: settings, counters of names, the source of seeds."""
+    if not IS_KERAS_3:
+        return [_private("backend")._SEED_GENERATOR]
+    state = _private("backend.common.global_state")
+    return [state.GLOBAL_STATE_TRACKER, state.GLOBAL_SETTINGS_TRACKER]
 
 
 def takes_training(model: Any) -> bool:
@@ -92,7 +110,7 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
     )
     for name, value in sorted(vars(optimizer).items()):
         is_list = isinstance(value, (list, tuple)) and len(value) == len(positions) > 0
-        if is_list and name not in ("_trainable_variables", "_variables"):
+        if is_list and name not in ("_trainable_variables", "_variables", "_smp_trained"):
             slots = {key: value[place] for key, place in positions.items()}
             if all(hasattr(variable, "assign") for variable in slots.values()):
                 found[name] = slots
@@ -174,6 +192,11 @@ def whole_model(
             "_clip_gradients",
             clipping,
         )
+        replace(
+            base_optimizer.BaseOptimizer if IS_KERAS_3 else base_optimizer.Optimizer,
+            "add_variable_from_reference",
+            _noting_slots,
+        )
         if IS_KERAS_3:
             replace(
                 loss_scale_optimizer.LossScaleOptimizer,
@@ -189,6 +212,19 @@ def whole_model(
                 lambda original: lambda gradients: is_finite(original(gradients)),
             )
         yield
+
+
+def _noting_slots(original: Any) -> Any:
+    """Returns what makes an optimizer's variables such that each knows the one that it is about."""
+    place = inspect.signature(original)
+
+    def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, *args, **kwargs)
+        _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
+        variable_of(slot)._smp_slot_of = variable_of(reference)
+        return slot
+
+    return add_variable_from_reference
 
 
 def _noting_variables(original: Any) -> Any:

@@ -13,6 +13,11 @@ from tensorflow.python.training.server_lib import ClusterSpec
 _DERIVED = b"type.googleapis.com/tensorflow.DerivedStatus"
 
 
+def has_begun() -> bool:
+    """Tells whether TensorFlow's runtime has started, after which it cannot join others."""
+    return context.context()._context_handle is not None
+
+
 def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
     """Starts this process's server, through which TensorFlow's collectives reach the others.
 

@@ -5,18 +5,113 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from smdistributed.modelparallel.tensorflow.compat import graphs
-from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
-from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free
+from smdistributed.modelparallel.tensorflow.compat import graphs, resources
+from smdistributed.modelparallel.tensorflow.compat.gradients import (
+    is_recorded,
+    unrecorded,
+    with_gradient,
+)
+from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
 def self_test() -> None:
-    """Uses graphs, gradients and variables once.
+    """Uses what there is in this folder once.
 
     Raises:
         Exception: the installed TensorFlow lacks something, or it works differently.
     """
+    _test_graphs()
+    _test_isolation()
+    _test_references()
+    _test_initial_values()
+    _test_resources()
+
+
+def _test_isolation() -> None:
+    """A tape inside records, one outside does not, and Keras's settings reach the function."""
+    before = tf.keras.mixed_precision.global_policy().name
+    other = "float64" if before == "float32" else "float32"
+
+    def inside() -> tuple[Any, str]:
+        assert tf.executing_eagerly()
+        x = tf.constant(3.0)
+        with tf.GradientTape() as own:
+            own.watch(x)
+            y = x * x
+        return own.gradient(y, x), tf.keras.mixed_precision.global_policy().name
+
+    tf.keras.mixed_precision.set_global_policy(other)
+    try:
+        with tf.GradientTape() as tape, tf.Graph().as_default():
+            assert is_recorded(tf.constant(1.0)) is False
+            gradient, policy = apart(inside)
+    finally:
+        tf.keras.mixed_precision.set_global_policy(before)
+    assert (float(gradient), policy) == (6.0, other)
+    assert not tape.watched_variables()
+    assert is_recorded(tf.constant(1.0)), "tf.gradients asks without a tape"
+
+
+def _test_references() -> None:
+    variable = tf.Variable(1.0)
+    number(variable, 7)
+    assert hash(variable.ref()) == 7
+    assert variable.ref() == variable.ref()
+    assert variable.ref().deref() is variable
+
+
+def _test_resources() -> None:
+    """A loop that only reads is no writer, and what reads later waits for what a pass changed."""
+    variable = tf.Variable(1.0)
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def run() -> Any:
+        graph = tf.compat.v1.get_default_graph()
+
+        def loop(body: Any) -> Any:
+            tf.while_loop(lambda n: n < 3.0, lambda n: [body(n)], [tf.constant(0.0)])
+            return next(op for op in graph.get_operations()[::-1] if op.type == "While")
+
+        reading = loop(lambda n: n + variable)
+        writing = loop(lambda n: n + variable.assign_add(1.0))
+        handle = graphs.capture(graph, variable.handle)
+        assert not resources.writes(reading, handle)
+        assert resources.writes(writing, handle)
+        assert resources.origin(graph, handle) is variable.handle
+        assert id(handle) in resources.written([writing])
+        with tf.control_dependencies(resources.before([handle])):
+            # As a pass does it: nothing orders it but what it is told to wait for.
+            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=5.0)
+        graphs.keep(graph, [own])
+        resources.after(own, [], [handle])
+        return variable.read_value()
+
+    assert float(run()) == 8.0
+
+
+def _test_initial_values() -> None:
+    """Noted operations draw what eager ones draw, one after the other."""
+
+    def draw() -> Any:
+        return tf.random.normal([2]) + tf.random.uniform([2])
+
+    with tf.init_scope():
+        before = context.global_seed()
+    tf.random.set_seed(5)
+    expected = [draw().numpy().tolist() for _ in range(2)]
+    tf.random.set_seed(5)
+    noted = [InitialValue(draw, None) for _ in range(2)]
+    assert [each.value().numpy().tolist() for each in reversed(noted)] == expected[::-1]
+    if before is not None:
+        tf.random.set_seed(before)
+
+
+def _test_graphs() -> None:
+    """Traces, copies and calls a function that reads a variable without memory."""
     made: list[Any] = []
 
     def creator(next_creator: Any, **arguments: Any) -> Any:

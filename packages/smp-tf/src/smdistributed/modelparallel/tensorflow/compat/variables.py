@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.util import object_identity
 
 from smdistributed.modelparallel.tensorflow.compat.autograph import not_converted
 
@@ -40,19 +42,59 @@ def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
         )
 
 
+class _Numbered(object_identity.Reference):  # type: ignore[misc]
+    """A reference whose hash is not an address."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, variable: Variable, number: int) -> None:
+        super().__init__(variable)
+        self._number = number
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def number(variable: Variable, place: int) -> None:
+    """Makes sets of references to variables have the same order in all processes.
+
+    TensorFlow goes through such sets where it builds custom gradients.
+
+    Args:
+        variable: TensorFlow's.
+        place: a number that no other variable of the model has.
+    """
+    known = weakref.ref(variable)
+    variable.ref = lambda: _Numbered(known(), place)
+
+
 def free(variable: Variable) -> None:
     """Gives the memory of a variable back; it has no value from now on."""
     tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
 
 
 @contextlib.contextmanager
-def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
-    """Within, ``check`` is called with every variable that Python code reads or writes."""
+def checked_access(
+    check: Callable[[Variable], None],
+    saved_alone: Callable[[Variable], None],
+    restored: Callable[[Variable, Any], bool],
+) -> Iterator[None]:
+    """Within, variables are watched.
+
+    Args:
+        check: called with every variable that Python code reads or writes.
+        saved_alone: called with every variable that a checkpoint of TensorFlow takes.
+        restored: called with every variable that such a checkpoint is to give a value, and the
+            value; returns whether that is done with.
+    """
     names = ("_read_variable_op", "assign", "assign_add", "assign_sub", "sparse_read")
     kinds = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
     # Eager variables are of the second class, which has some of these methods of its own.
     saved = [
-        (kind, name, vars(kind)[name]) for kind in kinds for name in names if name in vars(kind)
+        (kind, name, vars(kind)[name])
+        for kind in kinds
+        for name in (*names, "_serialize_to_tensors", "_restore_from_tensors")
+        if name in vars(kind)
     ]
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +105,30 @@ def checked_access(check: Callable[[Variable], None]) -> Iterator[None]:
         unconverted: Callable[..., Any] = not_converted(access)
         return unconverted
 
+    def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+        def restore(self: Variable, tensors: Mapping[str, Any]) -> Any:
+            (value,) = tensors.values()
+            return self.handle if restored(self, value) else original(self, tensors)
+
+        return restore
+
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def serialize(self: Variable) -> Any:
+            # Asked for when restoring, too; only the values of the result are for saving.
+            def value_of(each: Any) -> Any:
+                def value() -> Any:
+                    saved_alone(self)
+                    return each.tensor
+
+                return type(each)(value, dtype=each.dtype, device=each.device)
+
+            return {key: value_of(each) for key, each in original(self).items()}
+
+        return serialize
+
+    others = {"_serialize_to_tensors": saving, "_restore_from_tensors": restoring}
     for kind, name, original in saved:
-        setattr(kind, name, checking(original))
+        setattr(kind, name, others.get(name, checking)(original))
     try:
         yield
     finally:

@@ -41,10 +41,13 @@ _HEALTH_SECONDS = 2.0
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
 
 
-#: TensorFlow keeps the shape of a collective by its key, so that a transfer whose shape is known in
-#: the step only needs a key for each shape: it has this many, in a range of their own.
-_KEYS_OF_SHAPES = 4096
-_FIRST_OF_SHAPES = 1 << 28
+#: TensorFlow keeps the shape of a collective by its key. What has a shape that is known in the step
+#: only travels flat, filled up to one of these lengths, each of which has a key of its own: three
+#: between two powers of two, which is a quarter of filling at most.
+_LENGTHS = tuple(
+    sorted({max(1, part << power >> 2) for power in range(40) for part in (4, 5, 6, 7)})
+)
+_FIRST_OF_LENGTHS = 1 << 28
 #: Keys of sums are apart as well, those of each kind of group in a range of their own.
 _FIRST_SUM = 1 << 30
 _KEYS_OF_SUMS = 1 << 26
@@ -55,11 +58,11 @@ class Key(NamedTuple):
 
     Attributes:
         number: of the tensor; of its shape where that is sent.
-        of_shapes: first of the keys of the tensor, one of which its shape chooses; or None.
+        of_lengths: first of the keys of the tensor, one of which its length chooses; or None.
     """
 
     number: int
-    of_shapes: int | None
+    of_lengths: int | None
 
 
 class Links:
@@ -79,7 +82,7 @@ class Links:
         self._has_gpu = has_gpu
         self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._next_key = 0
-        self._next_of_shapes = _FIRST_OF_SHAPES
+        self._next_of_lengths = _FIRST_OF_LENGTHS
         self._num_sums: Counter[CommGroup] = Counter()
 
     def new_key(self, like: Any) -> Key:
@@ -97,8 +100,8 @@ class Links:
                 "not known before the step: give it one with tf.ensure_shape, or keep its reader "
                 "on the same partition."
             )
-        self._next_of_shapes += _KEYS_OF_SHAPES
-        return Key(self._next_key, self._next_of_shapes)
+        self._next_of_lengths += len(_LENGTHS)
+        return Key(self._next_key, self._next_of_lengths)
 
     def needs_order(self, like: Any) -> bool:
         """Tells whether transfers of tensors like one must be given to ``in_order``."""
@@ -122,12 +125,12 @@ class Links:
         Shape: any of a known number of dimensions. One that is not known before the step goes
             first, as int32 of (dimensions,).
         """
-        if key.of_shapes is None:
+        if key.of_lengths is None:
             return [self._send(self._carried(tensor), target, key.number)]
-        shape = tf.shape(tensor)
+        flat, place = _filled(self._carried(tensor))
         return [
-            self._send(shape, target, key.number),
-            self._send(self._carried(tensor), target, _chosen(key.of_shapes, shape)),
+            self._send(tf.shape(tensor), target, key.number),
+            self._send(flat, target, key.of_lengths + place),
         ]
 
     def receive(self, like: Any, source: int, key: Key) -> tuple[Any, Any]:
@@ -139,16 +142,20 @@ class Links:
             the tensor, and the operation that receives it.
         """
         dtype = self._carrier(like.dtype)
-        if key.of_shapes is None:
+        if key.of_lengths is None:
             shape = tf.constant(like.shape.as_list(), tf.int32)
             received = self._receive(shape, dtype, source, key.number)
+            operation = received.op
         else:
             rank = like.shape.rank
             shape = self._receive(tf.constant([rank], tf.int32), tf.int32, source, key.number)
             shape.set_shape([rank])
-            received = self._receive(shape, dtype, source, _chosen(key.of_shapes, shape))
+            length, place = _next_length(tf.reduce_prod(shape))
+            flat = self._receive(length[tf.newaxis], dtype, source, key.of_lengths + place)
+            operation = flat.op
+            received = _emptied(flat, shape)
         received.set_shape(like.shape)
-        return _as_dtype(received, like.dtype), received.op
+        return _as_dtype(received, like.dtype), operation
 
     def all_reduce(self, tensor: Any, kind: CommGroup, members: Sequence[int]) -> Any:
         """Adds the sum of a tensor over a group of ranks, all of which do the same, to the graph.
@@ -163,15 +170,19 @@ class Links:
             members: of the group, this rank among them.
         """
         place = list(CommGroup).index(kind)
-        self._num_sums[kind] += 1
-        total = self._sum(
-            tensor,
-            len(members),
-            self._size * (self._size + 1 + place) + min(members),
-            _FIRST_SUM + place * _KEYS_OF_SUMS + self._num_sums[kind],
-        )
+        group = self._size * (self._size + 1 + place) + min(members)
+        key = _FIRST_SUM + place * _KEYS_OF_SUMS + self._num_sums[kind]
+        if tensor.shape.is_fully_defined():
+            self._num_sums[kind] += 1
+            sums = total = self._sum(tensor, len(members), group, key)
+        else:
+            self._num_sums[kind] += len(_LENGTHS)
+            flat, length = _filled(tensor)
+            sums = self._sum(flat, len(members), group, key + length)
+            total = _emptied(sums, tf.shape(tensor))
+            total.set_shape(tensor.shape)
         if not tf.executing_eagerly() and self.needs_order(tensor):
-            self.in_order([total.op])
+            self.in_order([sums.op])
         return total
 
     def _send(self, tensor: Any, target: int, key: Any) -> Any:
@@ -240,12 +251,24 @@ class Links:
         return 1 + min(self._rank, peer) * self._size + max(self._rank, peer)
 
 
-def _chosen(first: int, shape: Any) -> Any:
-    """Returns the key for a shape, out of those of a transfer."""
-    place = tf.constant(0)
-    for length in tf.unstack(shape):
-        place = (place * 31 + length) % _KEYS_OF_SHAPES
-    return first + place
+def _next_length(count: Any) -> tuple[Any, Any]:
+    """Returns the length to which a number of elements is filled up, and its place among all."""
+    lengths = tf.constant([each for each in _LENGTHS if each < 2**31], tf.int32)
+    place = tf.searchsorted(lengths, count[tf.newaxis])[0]
+    return tf.gather(lengths, place), place
+
+
+def _filled(tensor: Any) -> tuple[Any, Any]:
+    """Returns a tensor flat and filled up, and the place of its length among all."""
+    flat = tf.reshape(tensor, [-1])
+    count = tf.size(flat)
+    length, place = _next_length(count)
+    return tf.pad(flat, [[0, length - count]]), place
+
+
+def _emptied(flat: Any, shape: Any) -> Any:
+    """Returns what was ``_filled``."""
+    return tf.reshape(flat[: tf.reduce_prod(shape)], shape)
 
 
 def _as_dtype(tensor: Any, dtype: Any) -> Any:

@@ -10,6 +10,7 @@ it is read off the graph: which calls an input or a gradient comes from.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -39,6 +40,7 @@ def impose_order(
     pipeline: Any,
     active_microbatches: int,
     links: Links,
+    is_serial: bool,
 ) -> Timeline | None:
     """Orders the passes of this process; returns the plan of the whole pipeline.
 
@@ -49,6 +51,8 @@ def impose_order(
         pipeline: name of the schedule.
         active_microbatches: bound of the microbatches in flight.
         links: of this process.
+        is_serial: the body itself writes what the calls read, so that each microbatch must find
+            what the one before it left.
     """
     calls = microbatches[0]
     for number, others in enumerate(microbatches):
@@ -61,7 +65,10 @@ def impose_order(
     offsets = [0]
     for call in calls:
         offsets.append(offsets[-1] + len(call.local.plan.partitions))
-    graph = _joined(calls, offsets, num_partitions)
+    in_a_row = is_serial or _share_state(calls)
+    graph = _joined(calls, offsets, num_partitions, in_a_row)
+    if in_a_row:
+        pipeline, active_microbatches = "interleaved", 1
     timeline = build_schedule(
         graph, len(microbatches), pipeline, active_microbatches, CostModel.unmeasured(graph)
     )
@@ -76,6 +83,24 @@ def impose_order(
         graphs.add_control_input(later, earlier)
     links.in_order(_ordered_transfers(microbatches, offsets, timeline))
     return timeline
+
+
+def _share_state(calls: Sequence[Call]) -> bool:
+    """Tells whether several passes of a microbatch use a resource that one of them changes.
+
+    In a pipeline a microbatch would find in it what a later one left.
+    """
+    uses: dict[int, set[Any]] = defaultdict(set)
+    changed: set[int] = set()
+    for number, call in enumerate(calls):
+        plan = call.local.plan
+        for one, used in plan.resources.items():
+            for name, is_changed in used.items():
+                key = id(plan.trace.captured[name])
+                uses[key].add((number, one))
+                if is_changed:
+                    changed.add(key)
+    return any(len(uses[key]) > 1 for key in changed)
 
 
 def _ordered_transfers(
@@ -95,8 +120,17 @@ def _ordered_transfers(
     return [operation for _, operation in sorted(found, key=lambda one: one[0])]
 
 
-def _joined(calls: Sequence[Call], offsets: Sequence[int], num_partitions: int) -> SegmentGraph:
-    """Returns the segments of all calls of one microbatch as one graph."""
+def _joined(
+    calls: Sequence[Call], offsets: Sequence[int], num_partitions: int, in_a_row: bool
+) -> SegmentGraph:
+    """Returns the segments of all calls of one microbatch as one graph.
+
+    Args:
+        calls: of a microbatch.
+        offsets: number of the first segment of each call.
+        num_partitions: of the model.
+        in_a_row: each call waits for the one before.
+    """
     segments: list[Segment] = []
     edges: dict[tuple[int, int], Edge] = {}
     waits: set[tuple[int, int]] = set()
@@ -120,6 +154,11 @@ def _joined(calls: Sequence[Call], offsets: Sequence[int], num_partitions: int) 
             waits |= {(offset + late, offset + early) for late, early in graph.backward_waits}
     for number, call in enumerate(calls):
         _link(calls, number, call, offsets, edges, waits)
+    for begin, middle, end in (
+        zip(offsets, offsets[1:], offsets[2:], strict=False) if in_a_row else ()
+    ):
+        for pair in itertools.product(range(begin, middle), range(middle, end)):
+            edges.setdefault(pair, Edge(*pair, 0, has_grad=False))
     return SegmentGraph(
         tuple(segments), tuple(edges.values()), num_partitions, tuple(sorted(waits))
     )

@@ -38,12 +38,16 @@ class Program:
         function: takes a random key, then ``inputs``; returns ``outputs``.
         inputs: tensors of the trace that other passes, other processes, or callers make.
         outputs: tensors of the trace that others need.
+        read: names of captured resources that it only reads.
+        changed: names of those that it may change.
     """
 
     one: Pass
     function: Any
     inputs: list[Any]
     outputs: list[Any]
+    read: list[str]
+    changed: list[str]
 
 
 class LocalPrograms:
@@ -59,7 +63,6 @@ class LocalPrograms:
         programs: in the order of execution of one microbatch.
         received: transfers to this process.
         sent: transfers from this process.
-        written: names of captured handles that some program writes to.
     """
 
     def __init__(self, plan: Plan, partition: int, unseeded: int) -> None:
@@ -77,14 +80,6 @@ class LocalPrograms:
         asked_for |= {transfer.tensor.name for transfer in self.sent}
         self.programs = [self._program(one, ops, asked_for) for one, ops in own]
         self.programs.sort(key=_order)
-        self.written = {
-            tensor.name
-            for one, ops in own
-            for op in ops
-            if not _only_reads(op)
-            for tensor in op.inputs
-            if tensor.name in plan.trace.captured and tensor.dtype == tf.resource
-        }
 
     def _program(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Program:
         graph = graphs.new_graph(f"{one[0].name.lower()}_{one[1]}")
@@ -130,7 +125,10 @@ class LocalPrograms:
         results = [copies[tensor.name] for tensor in outputs]
         always = list(dict.fromkeys([*effects, *(result.op for result in results)]))
         function = graphs.function_of(graph, [key, *placeholders], results, always)
-        return Program(one, function, inputs, outputs)
+        used = self.plan.resources[one]
+        read = [name for name, is_changed in used.items() if not is_changed]
+        changed = [name for name, is_changed in used.items() if is_changed]
+        return Program(one, function, inputs, outputs, read, changed)
 
 
 def _order(program: Program) -> tuple[bool, int]:
@@ -145,10 +143,6 @@ def _consumers(plan: Plan) -> dict[str, list[Any]]:
         for tensor in op.inputs:
             found[tensor.name].append(op)
     return found
-
-
-def _only_reads(op: Any) -> bool:
-    return op.type in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
 def constants(graph: Any, tensors: Sequence[Any]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.compat import graphs
-from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
+from smdistributed.modelparallel.tensorflow.compat import graphs, resources
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded
+from smdistributed.modelparallel.tensorflow.execute.backward import Backward
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
-from smdistributed.modelparallel.tensorflow.record.tracing import results_of, tensors_in
+from smdistributed.modelparallel.tensorflow.record.tracing import results_of
 
 
 @dataclass(eq=False)
@@ -73,7 +73,8 @@ class Replay:
             local: what this process executes.
             inputs: tensors of the present graph.
             key: of random operations, int64 of shape [2].
-            anchor: a variable that stands for the missing ones where this process trains none.
+            anchor: a variable that stands for the missing ones where this process trains none. Its
+                gradient is zero.
         """
         trace = local.plan.trace
         graph = tf.compat.v1.get_default_graph()
@@ -85,9 +86,6 @@ class Replay:
         for name, outside in trace.captured.items():
             if name in needed:
                 values[name] = graphs.capture(graph, outside)
-                if name in local.written:
-                    # The order of passes decides about it, not that in which they are made here.
-                    values[name] = tf.identity(values[name])
         values |= constants(graph, list(results_of(trace)))
         keys = {transfer: self._links.new_key(transfer.tensor) for transfer in local.plan.transfers}
         with unrecorded():
@@ -99,40 +97,17 @@ class Replay:
             if variable._smp_home.is_here
         ]
         reads = [variable.read_value() for variable, _ in mine]
-        if not reads:
-            reads = [anchor.read_value()]
-        originals = [*outputs, *inputs, *reads]
-
-        def gradient(*upstream: Any) -> list[Any]:
-            if call.gradients is not None:
-                raise SMPError(
-                    "gradients of one call of the model were asked for twice in a step function: "
-                    "ask for all of them at once, of the sum of the losses if there are several."
-                )
-            call.gradients = [
-                dy if dy is not None else tf.zeros_like(output)
-                for dy, output in zip(upstream, outputs, strict=False)
-            ]
-            for dy, given in zip(trace.output_gradients, call.gradients, strict=True):
-                if dy is not None:
-                    values[dy.name] = tf.convert_to_tensor(given)
-            with unrecorded():
-                self._run(call, Kind.BACKWARD, values, keys, key)
-
-                def found(wanted: Any) -> Any:
-                    parts = [values[tensor.name] for tensor in tensors_in(wanted)]
-                    call.returned |= {part.op for part in parts}
-                    if isinstance(wanted, tf.IndexedSlices):
-                        return tf.IndexedSlices(*parts)
-                    return parts[0] if parts else None
-
-                of_inputs = [found(each) for each in trace.input_gradients]
-                of_variables = [found(each) for _, each in mine] or [tf.zeros([])]
-            return [None] * len(outputs) + of_inputs + of_variables
-
-        results = with_gradient(originals, gradient, "SmpCall")
-        call.results = results[0].op
-        return results[: len(outputs)], call
+        reads += [variable.read_value() for variable in trace.others]
+        reads.append(anchor.read_value())
+        backward = Backward(
+            call,
+            values,
+            lambda: self._run(call, Kind.BACKWARD, values, keys, key),
+            outputs,
+            [*inputs, *reads],
+            [*(gradient for _, gradient in mine), *trace.other_gradients],
+        )
+        return backward.attached(), call
 
     def _run(
         self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[Transfer, Key], key: Any
@@ -159,7 +134,14 @@ class Replay:
             if program.one[0] is not phase:
                 continue
             operands = [values[tensor.name] for tensor in program.inputs]
-            operation = graphs.call(program.function, [key, *operands])
+            # Passes have an order of their own. With resources they wait for what else uses these,
+            # but not for each other in the order in which they are made here.
+            read = [values[name] for name in program.read]
+            changed = [values[name] for name in program.changed]
+            with tf.control_dependencies(resources.before([*read, *changed])):
+                operation = graphs.call(program.function, [key, *operands])
+            resources.after(operation, read, changed)
+            kept.append(operation)
             call.operations[program.one] = operation
             for tensor, made in zip(program.outputs, operation.outputs, strict=True):
                 made.set_shape(tensor.shape)

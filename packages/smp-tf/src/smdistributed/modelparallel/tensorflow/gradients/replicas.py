@@ -21,20 +21,45 @@ def averaged(runtime: TFRuntime, value: Any) -> Any:
 
     Args:
         runtime: of this process.
-        value: tensor, or ``tf.IndexedSlices``, which become dense.
+        value: tensor, or ``tf.IndexedSlices``: the slices of all ranks, as one process has them
+            of the whole batch. Optimizers treat slices otherwise than tensors.
 
-    Shape: that of ``value``, the same on all ranks of the group.
+    Shape: that of ``value``, the same on all ranks of the group; slices may differ in number.
     """
     members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
     if len(members) == 1:
         return value
-    tensor = tf.convert_to_tensor(value)
     if runtime.config.horovod:
         import horovod.tensorflow as hvd
 
-        return hvd.allreduce(tensor, op=hvd.Average)
+        return hvd.allreduce(value, op=hvd.Average)  # of slices, too
+    if isinstance(value, tf.IndexedSlices):
+        values, indices = (_gathered(runtime, each) for each in (value.values, value.indices))
+        share = values / tf.cast(len(members), values.dtype)
+        return tf.IndexedSlices(share, indices, value.dense_shape)
+    tensor = tf.convert_to_tensor(value)
     total = runtime.links.all_reduce(tensor, CommGroup.DP_GROUP, members)
     return total / tf.cast(len(members), tensor.dtype)
+
+
+def _gathered(runtime: TFRuntime, tensor: Any) -> Any:
+    """Returns the tensors of the data-parallel group, one after the other.
+
+    Shape: (rows, ...), where the number of rows may differ, to (sum of rows, ...).
+    """
+    members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+    place = members.index(runtime.rank)
+    is_own = tf.one_hot(place, len(members), dtype=tf.int32)
+    counts = runtime.links.all_reduce(is_own * tf.shape(tensor)[0], CommGroup.DP_GROUP, members)
+    most = tf.reduce_max(counts)
+    rest = tensor.shape.rank - 1
+    padded = tf.pad(tensor, [[0, most - tf.shape(tensor)[0]], *([[0, 0]] * rest)])
+    before, after = place * most, (len(members) - 1 - place) * most
+    everyone = runtime.links.all_reduce(
+        tf.pad(padded, [[before, after], *([[0, 0]] * rest)]), CommGroup.DP_GROUP, members
+    )
+    is_row = tf.reshape(tf.sequence_mask(counts, most), [-1])
+    return tf.boolean_mask(everyone, is_row)
 
 
 def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:

@@ -51,6 +51,7 @@ class DistributedModel(KerasTraining):
         engine = Engine(
             self._smp_slot.get(),
             self.name,
+            self,
             super().__call__,
             lambda: (
                 list(super(DistributedModel, self).trainable_variables),

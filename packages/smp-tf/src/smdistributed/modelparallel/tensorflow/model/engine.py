@@ -11,12 +11,13 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
+from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.model.signature import (
     Signature,
     example,
-    is_differentiable,
     signature,
 )
 from smdistributed.modelparallel.tensorflow.parameters.variables import (
@@ -40,7 +41,8 @@ class Engine:
     Attributes:
         runtime: of this process.
         name: of the model.
-        run: the model's own call.
+        model: what is executed.
+        run: its own call.
         collect: returns its trainable and all its variables, wherever they live.
         losses: returns the losses of its layers after a call.
         is_tracing: whether the model's own call is being traced.
@@ -50,11 +52,12 @@ class Engine:
         placement: what is decided about it.
         example: positional arguments of its first call, as specs, and the others.
         steps: step functions of Keras's training loop.
-        programs: trace and what this process executes, by signature.
+        newest: trace of its last call in a graph that was made, and what this process executes.
     """
 
     runtime: TFRuntime
     name: str
+    model: Any
     run: Callable[..., Any]
     collect: _Variables
     losses: Callable[[], list[Any]]
@@ -65,7 +68,7 @@ class Engine:
     placement: Placement = field(default_factory=Placement)
     example: Any = None
     steps: dict[str, Any] = field(default_factory=dict)
-    programs: dict[tuple[Any, ...], tuple[Trace, LocalPrograms]] = field(default_factory=dict)
+    newest: tuple[Trace, LocalPrograms] | None = None
 
     def __post_init__(self) -> None:
         self._variables = ModelVariables(
@@ -77,14 +80,16 @@ class Engine:
         """Adds a call of the model to the step whose graph is being made."""
         step = self.runtime.current_step
         asked = signature(args, kwargs)
-        wanted = tuple(is_differentiable(tensor) for tensor in asked.tensors)
-        key = (*asked.key, wanted)
-        if key not in self.programs:
+        wanted = tuple(_is_wanted(tensor) for tensor in asked.tensors)
+        # Python's state may be another one at each call of the body, and in each graph that is
+        # made, as it may for TensorFlow; microbatches are the same call again.
+        key = (self, len(step.calls[-1]), asked.key, wanted)
+        if key not in step.programs:
             with tf.init_scope():
-                self.programs[key] = self._make(asked, wanted, step.progress)
+                step.programs[key] = self._make(asked, wanted, step.progress)
         if self.example is None:
             self.example = example(args, kwargs)
-        traced, local = self.programs[key]
+        self.newest = traced, local = step.programs[key]
         outputs, call = self._replay.call(
             local, asked.tensors, step.random_key(), self.anchor_variable()
         )
@@ -100,9 +105,9 @@ class Engine:
         others would wait for its part of the backward pass.
         """
         if self.anchor is None:
-            with tf.init_scope():
-                kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
-                self.anchor = kind(0.0, name="smp_anchor")
+            kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
+            # Not seen by a tf.function, which would make the graph again without new variables.
+            self.anchor = apart(lambda: kind(0.0, name="smp_anchor"))
             partition = self.runtime.coordinates.pp_rank
             home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
             keras.variable_of(self.anchor)._smp_home = home
@@ -127,12 +132,14 @@ class Engine:
         progress.stage = f"the passes of {self.name} in this process"
         local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded)
         self._variables.settle(self.placement.homes, every, self._default_partition)
+        self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True
-            for hook in runtime.post_partition_hooks:
-                hook()
+            hooks = list(runtime.post_partition_hooks)
             runtime.post_partition_hooks.clear()
+            for hook in hooks:
+                hook()  # which may want to be called for the next model as well
         return traced, local
 
     def _traced(self, asked: Signature, wanted: Sequence[bool]) -> tuple[Trace, list[Any]]:
@@ -140,19 +147,23 @@ class Engine:
 
         def run(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
             args, kwargs = asked.arguments(tensors)
-            return self.run(*args, **kwargs), self.losses()
+            with self.layer_names.watched(self.model):
+                return self.run(*args, **kwargs), self.losses()
 
         self.is_tracing = True
         try:
+            self._variables.number(self._collect()[1])
             with self.runtime.guard.suspended():
-                traced = trace(
-                    self.name,
-                    self.layer_names,
-                    autograph.converted(run),
-                    [tf.TensorSpec(t.shape, t.dtype) for t in asked.tensors],
-                    wanted,
-                    self._variables.create,
-                    self._collect,
+                traced = apart(
+                    lambda: trace(
+                        self.name,
+                        self.layer_names,
+                        autograph.converted(run),
+                        [tf.TensorSpec(t.shape, t.dtype) for t in asked.tensors],
+                        wanted,
+                        self._variables.create,
+                        self._collect,
+                    )
                 )
             _, every = self.collect()
         finally:
@@ -202,3 +213,8 @@ class Engine:
                 f"{self.name} differ between rank {ranks[0]} and rank "
                 f"{', '.join(map(str, differ))}: make the model independent of the rank."
             )
+
+
+def _is_wanted(tensor: Any) -> bool:
+    """Tells whether the gradient of an input can be asked for."""
+    return (tensor.dtype.is_floating or tensor.dtype.is_complex) and is_recorded(tensor)

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.record.likeness import Likeness, spec_of
+from smdistributed.modelparallel.tensorflow.record.structure import (
+    Structure,
+    is_composite,
+    leaves_of,
+)
 
 
 @dataclass(eq=False)
@@ -22,7 +28,7 @@ class Signature:
         structure: of the arguments.
     """
 
-    key: tuple[Any, ...]
+    key: Likeness
     tensors: list[Any]
     structure: Structure
 
@@ -33,40 +39,29 @@ class Signature:
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """Returns what traces are told apart by: shapes, dtypes, and everything that is no tensor."""
-    given = tf.nest.map_structure(
-        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
-        (args, kwargs),
-    )
-    structure = Structure(given)
-    leaves = tf.nest.flatten(given, expand_composites=True)
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    shapes = tuple(
-        (None if t.shape.rank is None else tuple(t.shape.as_list()), t.dtype.name) for t in tensors
-    )
-    others = tuple(map(repr, structure.others))
-    return Signature((shapes, others, structure.are_tensors), tensors, structure)
+    """Returns what traces are told apart by: everything but the numbers in tensors."""
+    given = tf.nest.map_structure(_converted, (args, kwargs))
+    tensors = [leaf for leaf in leaves_of(given) if tf.is_tensor(leaf)]
+    return Signature(Likeness(given, spec_of), tensors, Structure(given))
 
 
 def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns what a model is called with when it serves: specs, and no training."""
-    specs = tf.nest.map_structure(
-        lambda each: tf.TensorSpec(each.shape, tf.as_dtype(each.dtype)), tuple(args)
-    )
-    return specs, {**kwargs, "training": False} if "training" in kwargs else dict(kwargs)
+    """Returns what a model is called with when it serves: specs for tensors, and no training."""
+
+    def spec(leaf: Any) -> Any:
+        if is_composite(leaf):
+            return tf.type_spec_from_value(leaf)
+        is_array = tf.is_tensor(leaf) or isinstance(leaf, np.ndarray)
+        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)) if is_array else leaf
+
+    if "training" in kwargs and not tf.is_tensor(kwargs["training"]):
+        kwargs = {**kwargs, "training": False}
+    specs: tuple[Any, dict[str, Any]] = tf.nest.map_structure(spec, (tuple(args), dict(kwargs)))
+    return specs
 
 
-def is_differentiable(tensor: Any) -> bool:
-    """Tells whether an input comes from variables or from another call of a model in the step."""
-    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
-        return False
-    stack, seen = [tensor], set()
-    while stack:
-        op = getattr(stack.pop(), "op", None)
-        if op is None or op in seen:
-            continue
-        seen.add(op)
-        if op.type in ("ReadVariableOp", "ResourceGather") or "SmpCall" in op.name:
-            return True
-        stack += list(op.inputs)
-    return False
+def _converted(leaf: Any) -> Any:
+    """Returns arrays and variables as tensors: what is called with them gets their values."""
+    if isinstance(leaf, np.ndarray) or keras.is_variable(leaf):
+        return tf.convert_to_tensor(leaf)
+    return leaf

@@ -8,8 +8,7 @@ that existed before (made in a constructor) are given back on the processes that
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,8 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
 from smdistributed.modelparallel.tensorflow.compat import keras
-from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free
+from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,28 @@ def home_of(variable: Any) -> Home | None:
     return getattr(keras.variable_of(variable), "_smp_home", None)
 
 
-class AccessGuard:
-    """Refuses reads and writes of variables that have no value in this process."""
+def _path(variable: Any) -> str:
+    """Returns the name of a variable with its layers, where the library knows it."""
+    return str(getattr(variable, "_smp_path", variable.name))
 
-    def __init__(self) -> None:
+
+def _too_early(variable: Any) -> NotPartitionedError:
+    return NotPartitionedError(
+        f"variable {_path(variable)} has no value before the model is partitioned, which the first "
+        "call of a step function does: use it after that, or in a function registered with "
+        "smp.register_post_partition_hook."
+    )
+
+
+class AccessGuard:
+    """Refuses reads and writes of variables that have no value in this process.
+
+    Args:
+        num_partitions: of models.
+    """
+
+    def __init__(self, num_partitions: int) -> None:
+        self._num_partitions = num_partitions
         self._is_suspended = False
 
     @contextlib.contextmanager
@@ -66,16 +84,45 @@ class AccessGuard:
         if home is None or home.is_here or self._is_suspended:
             return
         if home.partition is None:
-            raise NotPartitionedError(
-                f"variable {variable.name} has no value before the model is partitioned, which the "
-                "first call of a step function does: use it after that, or in a function "
-                "registered with smp.register_post_partition_hook."
-            )
+            raise _too_early(variable)
         raise PartitionError(
-            f"variable {variable.name} lives on rank {home.rank} (partition {home.partition}), not "
-            "in this process: use it there, or let smp.CheckpointManager or save_model collect it. "
-            "model.trainable_variables and model.variables hold those of this process."
+            f"variable {_path(variable)} lives on rank {home.rank} (partition {home.partition}), "
+            "not in this process: use it there, or let smp.CheckpointManager or save_model collect "
+            "it, where tf.train.Checkpoint would write a part. model.trainable_variables and "
+            "model.variables hold those of this process."
         )
+
+    def check_saving(self, variable: Any) -> None:
+        """Raises unless a checkpoint of TensorFlow can have a variable.
+
+        Raises:
+            NotPartitionedError: no process has a value yet.
+            PartitionError: it would have a part of a model or an optimizer.
+        """
+        self.check(variable)
+        trained = getattr(variable, "_smp_slot_of", None)
+        if self._num_partitions > 1 and home_of(trained) is not None and not self._is_suspended:
+            raise PartitionError(
+                f"{variable.name} belongs to an optimizer of a model that is spread over "
+                f"{self._num_partitions} partitions, of which this process has its part only: save "
+                "it with smp.CheckpointManager."
+            )
+
+    def restore(self, variable: Any, value: Any) -> bool:
+        """Takes a value that a checkpoint of TensorFlow has for a variable.
+
+        Returns:
+            whether that is all, since the variable lives elsewhere.
+
+        Raises:
+            NotPartitionedError: it is not known yet where it lives.
+        """
+        home = getattr(variable, "_smp_home", None)
+        if home is None or home.is_here:
+            return False
+        if home.partition is None:
+            raise _too_early(variable)
+        return True
 
 
 class ModelVariables:
@@ -89,20 +136,52 @@ class ModelVariables:
     def __init__(self, partition: int, ranks: list[int]) -> None:
         self._partition = partition
         self._ranks = ranks
-        self._initial_values: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._initial_values: dict[int, tuple[Any, InitialValue]] = {}
+        self._numbered: dict[int, Any] = {}
 
     def create(self, next_creator: Callable[..., Any], **arguments: Any) -> Any:
         """Makes a variable without memory; a creator as ``tf.variable_creator_scope`` takes it."""
         initial_value = arguments.get("initial_value")
         if not callable(initial_value):
             return next_creator(**arguments)
-        # Only shape and dtype are wanted: the graph is never run.
-        with tf.Graph().as_default():
-            like = tf.convert_to_tensor(initial_value(), dtype=arguments.get("dtype"))
-        variable = empty_variable(like, arguments)
+        try:
+            initial = InitialValue(initial_value, arguments.get("dtype"))
+        except Exception as error:
+            error.add_note(
+                f"raised by the initial value of variable {arguments.get('name')}, which is noted "
+                "as a graph: compute it by operations of TensorFlow, or by NumPy alone."
+            )
+            raise
+        variable = empty_variable(initial.like, arguments)
         variable._smp_home = Home()
-        self._initial_values[id(variable)] = (variable, initial_value)
+        self.number([variable])
+        self._initial_values[id(variable)] = (variable, initial)
         return variable
+
+    def number(self, variables: Iterable[Any]) -> None:
+        """Gives variables numbers, by which they are in one order in all processes."""
+        for variable in variables:
+            if id(variable) not in self._numbered:
+                self._numbered[id(variable)] = variable
+                number(variable, len(self._numbered))
+
+    def claim(
+        self, homes: Mapping[int, int], variables: Iterable[Any], changed: Collection[int]
+    ) -> None:
+        """Gives homes to variables that are not the model's but are changed by its call.
+
+        They have a value everywhere, which from now on is the right one in one process only.
+
+        Args:
+            homes: partition by ``id``.
+            variables: that are not the model's.
+            changed: ``id`` of each variable that the call may change.
+        """
+        for variable in variables:
+            if id(variable) in changed and home_of(variable) is None:
+                partition = homes[id(variable)]
+                is_here = partition == self._partition
+                variable._smp_home = Home(partition, self._ranks[partition], is_here)
 
     def settle(self, homes: Mapping[int, int], variables: list[Any], default: int) -> None:
         """Gives variables the partition where they live from now on, and their memory there.
@@ -113,6 +192,7 @@ class ModelVariables:
             default: partition of those that nothing reads yet.
         """
         every = {id(v): v for v in map(keras.variable_of, variables)}
+        paths = {id(keras.variable_of(v)): keras.path_of(v) for v in variables}
         every |= {id(v): v for v, _ in self._initial_values.values()}
         for key, variable in every.items():
             known = getattr(variable, "_smp_home", None)
@@ -121,12 +201,9 @@ class ModelVariables:
             partition = homes.get(key, default)
             is_here = partition == self._partition
             variable._smp_home = Home(partition, self._ranks[partition], is_here)
-            _, initial_value = self._initial_values.pop(key, (None, None))
-            if is_here and initial_value is not None:
-                with warnings.catch_warnings():
-                    # Keras warns of a second call, which must give the values of the first.
-                    warnings.simplefilter("ignore")
-                    value = initial_value()
-                variable.assign(tf.cast(value, variable.dtype))
-            elif not is_here and initial_value is None:
+            variable._smp_path = paths.get(key, variable.name)
+            _, initial = self._initial_values.pop(key, (None, None))
+            if is_here and initial is not None:
+                variable.assign(tf.cast(initial.value(), variable.dtype))
+            elif not is_here and initial is None:
                 free(variable)

@@ -130,6 +130,7 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
     made_in: dict[Any, str] = {}
     leaving: dict[str, dict[str, int]] = defaultdict(dict)
     parents: dict[str, str] = {}
+    ties: dict[str, list[str]] = {}  # handles that a custom gradient is about
     for order, op in enumerate(ops):
         names = ["", *_path(op)]
         for parent, child in itertools.pairwise(names):
@@ -141,6 +142,7 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
         own = names[-1]
         counts[own] += 1
         made_in[op] = own
+        ties[op.name] = [handle.name for handle in _handles_of_gradient(op)]
         for tensor in op.inputs:
             if tensor.name in trace.variable_names:
                 holders[tensor.name][own] = None
@@ -157,6 +159,10 @@ def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
         if len(layers) > 1:
             for name in layers:
                 shared[name].add(handle)
+    for tie, handles in ties.items():
+        for handle in handles:
+            for name in _innermost(holders[handle], parents):
+                shared[name].add(tie)
 
     def unit(name: str) -> Unit:
         return Unit(
@@ -257,8 +263,9 @@ class _Placing:
 class _Resources:
     """Variables and other resources of a trace, in groups that some operation needs together.
 
-    A loop takes all variables that its body reads; what makes a list and what reads it are on one
-    process, since a list cannot be sent.
+    A loop takes all variables that its body reads; a custom gradient computes the gradients of all
+    variables that it is about; what makes a list and what reads it are on one process, since a list
+    cannot be sent.
     """
 
     def __init__(self, trace: Trace, ops: list[Any]) -> None:
@@ -283,12 +290,19 @@ class _Resources:
         return self.group(names[0]) if names else None
 
     def _names(self, op: Any) -> list[str]:
-        tensors = [*op.inputs, *op.outputs]
+        tensors = [*op.inputs, *op.outputs, *_handles_of_gradient(op)]
         return [
             str(self._variables.get(tensor.name, tensor.name))
             for tensor in tensors
             if tensor.dtype in (tf.resource, tf.variant)
         ]
+
+
+def _handles_of_gradient(op: Any) -> list[Any]:
+    """Returns the handles of the variables of a custom gradient, which is computed in one place."""
+    if not graphs.has_custom_gradient(op):
+        return []
+    return [tensor.op.inputs[0] for tensor in op.inputs if tensor.op.type == "ReadVariableOp"]
 
 
 def check_index(index: int, num_partitions: int) -> None:

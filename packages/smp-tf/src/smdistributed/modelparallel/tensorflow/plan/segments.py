@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import tensorflow as tf
+
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.schedule import (
     Edge,
@@ -22,7 +24,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import graphs, resources
 from smdistributed.modelparallel.tensorflow.plan.placement import is_constant, num_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import Trace, tensors_in
 
@@ -66,6 +68,8 @@ class Plan:
         output_passes: of each output, the pass that makes it; None for inputs and constants.
         input_passes: of each input, the forward passes that read it.
         gradient_passes: of each output, the backward passes that read its gradient.
+        resources: of each pass, the captured resources that it uses by name of their placeholders,
+            and whether it may change them.
     """
 
     trace: Trace
@@ -77,6 +81,16 @@ class Plan:
     output_passes: list[Pass | None] = field(default_factory=list)
     input_passes: list[set[Pass]] = field(default_factory=list)
     gradient_passes: list[set[Pass]] = field(default_factory=list)
+    resources: dict[Pass, dict[str, bool]] = field(default_factory=dict)
+
+    def changed(self) -> set[int]:
+        """Returns the ``id`` of each variable that some pass may change."""
+        return {
+            self.trace.variable_names[name]
+            for used in self.resources.values()
+            for name, is_changed in used.items()
+            if is_changed and name in self.trace.variable_names
+        }
 
     def digest(self) -> str:
         """Returns what all processes must agree on, as a short text."""
@@ -123,6 +137,7 @@ def cut(
         transfers,
         _segment_graph(passes, pass_of, partitions, num_partitions),
     )
+    plan.resources = {one: _resources(trace, ops) for one, ops in passes.items()}
     plan.output_passes = [pass_of.get(output.op) for output in trace.outputs]
     readers: dict[str, set[Pass]] = defaultdict(set)
     for op, one in pass_of.items():
@@ -133,6 +148,16 @@ def cut(
         set() if dy is None else readers[dy.name] for dy in trace.output_gradients
     ]
     return plan
+
+
+def _resources(trace: Trace, ops: Sequence[Any]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for op in ops:
+        for tensor in op.inputs:
+            if tensor.dtype == tf.resource and tensor.name in trace.captured:
+                is_changed = found.get(tensor.name, False) or resources.writes(op, tensor)
+                found[tensor.name] = is_changed
+    return found
 
 
 def _dependencies(op: Any) -> Iterable[Any]:
@@ -322,7 +347,7 @@ def _transfers(
         if id(variable) in homes:
             for tensor in tensors_in(gradient):
                 want(tensor, homes[id(variable)], Kind.BACKWARD)
-    for gradient in trace.input_gradients:
+    for gradient in (*trace.input_gradients, *trace.other_gradients):
         for tensor in tensors_in(gradient):
             for partition in range(num_partitions):
                 want(tensor, partition, Kind.BACKWARD)

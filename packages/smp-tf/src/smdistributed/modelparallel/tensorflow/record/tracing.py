@@ -8,6 +8,7 @@ operations can then be given to processes together.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import autograph, graphs
-from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.record.structure import Structure, leaves_of
 
 #: Attributes of operations in a trace. They name the partition that the user asked for, the path
 #: of Keras layers in whose call the operation was made, and operations that follow their input.
@@ -38,6 +39,9 @@ class Trace:
         variables: trainable ones, TensorFlow's.
         variable_gradients: of each; a tensor, ``tf.IndexedSlices`` or None.
         input_gradients: of each input; None where there is none or none is wanted.
+        foreign: variables that are not the model's but are used by its call.
+        others: those of them whose gradients can be asked for.
+        other_gradients: of each of these.
         captured: by name of placeholder, the tensor outside.
         variable_names: by name of placeholder, ``id`` of TensorFlow's variable whose handle it is.
         operations: those that outputs or gradients need, and those with effects, each after what it
@@ -55,11 +59,36 @@ class Trace:
     variables: list[Any]
     variable_gradients: list[Any]
     input_gradients: list[Any]
+    foreign: list[Any]
+    others: list[Any]
+    other_gradients: list[Any]
     captured: dict[str, Any] = field(default_factory=dict)
     variable_names: dict[str, int] = field(default_factory=dict)
     operations: list[Any] = field(default_factory=list)
     forward: set[Any] = field(default_factory=set)
     added: set[Any] = field(default_factory=set)
+    _masks: dict[Any, int] = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> list[Any]:
+        """All gradients."""
+        return [*self.variable_gradients, *self.input_gradients, *self.other_gradients]
+
+    def dependencies(self, gradient: Any) -> int:
+        """Returns the outputs whose gradients a gradient is made of, a bit each."""
+        if not self._masks:
+            for place, dy in enumerate(self.output_gradients):
+                if dy is not None:
+                    self._masks[dy.op] = 1 << place
+            for op in self.operations:
+                mask = 0
+                for tensor in op.inputs:
+                    mask |= self._masks.get(tensor.op, 0)
+                self._masks[op] = mask
+        mask = 0
+        for tensor in tensors_in(gradient):
+            mask |= self._masks.get(tensor.op, 0)
+        return mask
 
 
 def tensors_in(gradient: Any) -> list[Any]:
@@ -75,7 +104,7 @@ def tensors_in(gradient: Any) -> list[Any]:
 def results_of(trace: Trace) -> Iterator[Any]:
     """Yields the tensors that a call and its gradient return."""
     yield from trace.outputs
-    for gradient in (*trace.variable_gradients, *trace.input_gradients):
+    for gradient in trace.gradients:
         yield from tensors_in(gradient)
 
 
@@ -84,12 +113,38 @@ class LayerNames:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[Any, str]] = {}  # with the layer, so that its id stays taken
+        self._has_warned = False
+
+    @contextlib.contextmanager
+    def watched(self, layer: Any) -> Iterator[None]:
+        """Within, a number that the code of a layer counts up is noticed, with a warning, once."""
+        before = _numbers_of(layer)
+        yield
+        changed = [
+            key for key, value in _numbers_of(layer).items() if before.get(key, value) != value
+        ]
+        if changed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the call of {layer.name} changed its attribute {changed[0]}: Python in a call "
+                "runs when the model is traced, not in each step or for each microbatch; keep "
+                "what changes in a variable (add_weight).",
+                stacklevel=2,
+            )
 
     def of(self, layer: Any) -> str:
         """Returns the name of a layer, numbered in the order of first calls."""
         if id(layer) not in self._names:
             self._names[id(layer)] = (layer, f"{layer.name}#{len(self._names)}")
         return self._names[id(layer)][1]
+
+
+def _numbers_of(layer: Any) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(layer).items()
+        if type(value) in (int, float) and not key.startswith("_")
+    }
 
 
 def trace(
@@ -117,8 +172,7 @@ def trace(
     def body(*tensors: Any) -> list[Any]:
         with _layers_noted(layer_names):
             result, losses = run(tensors)
-        leaves = tf.nest.flatten(result, expand_composites=True)
-        kept = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        kept = [leaf for leaf in leaves_of(result) if tf.is_tensor(leaf)]
         seen["structure"] = Structure(result)
         seen["losses"] = len(losses)
         with graphs.attributes({FOLLOWS: 1}):
@@ -134,6 +188,9 @@ def trace(
     num_forward = len(graph.get_operations())
     effects = list(graph.control_outputs)
     trainable, every = variables()
+    known = {id(variable) for variable in every}
+    foreign = [variable for variable in graph.variables if id(variable) not in known]
+    others = [v for v in foreign if v.trainable and v.dtype.is_floating]
     with graph.as_default(), tf.name_scope("gradients"):
         output_gradients = [
             tf.compat.v1.placeholder(output.dtype, output.shape)
@@ -141,7 +198,11 @@ def trace(
             else None
             for output in outputs
         ]
-        sources = [*trainable, *(x for x, want in zip(inputs, wanted, strict=True) if want)]
+        sources = [
+            *trainable,
+            *(x for x, want in zip(inputs, wanted, strict=True) if want),
+            *others,
+        ]
         targets = [
             (y, dy) for y, dy in zip(outputs, output_gradients, strict=True) if dy is not None
         ]
@@ -166,8 +227,11 @@ def trace(
         trainable,
         gradients[: len(trainable)],
         [next(rest) if want else None for want in wanted],
+        foreign,
+        others,
+        list(rest),
     )
-    handles = {id(variable.handle): id(variable) for variable in every}
+    handles = {id(variable.handle): id(variable) for variable in (*every, *foreign)}
     for outside, placeholder in graphs.captures(graph):
         result.captured[placeholder.name] = outside
         if id(outside) in handles:
@@ -187,11 +251,7 @@ def _find_needed(trace: Trace, num_forward: int, effects: list[Any]) -> None:
     roots += [op for op in created if op in kept]
     roots += [op for op in created[:num_forward] if graphs.is_stateful(op) and op.type not in _PURE]
     forward = _reachable(roots, placeholders)
-    roots += [
-        tensor.op
-        for gradient in (*trace.variable_gradients, *trace.input_gradients)
-        for tensor in tensors_in(gradient)
-    ]
+    roots += [tensor.op for gradient in trace.gradients for tensor in tensors_in(gradient)]
     trace.operations = _reachable(roots, placeholders)
     # What a gradient added to the forward pass belongs to it, whenever it was made; but a forward
     # operation that only gradients need stays where the forward pass made it.
@@ -239,7 +299,7 @@ def _layers_noted(names: LayerNames) -> Iterator[None]:
             return saved(self, *args, **kwargs)
         path.append(name)
         try:
-            with graphs.attributes({LAYER: "/".join(path)}):
+            with graphs.attributes({LAYER: "/".join(path)}), names.watched(self):
                 return saved(self, *args, **kwargs)
         finally:
             path.pop()

@@ -26,7 +26,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     Transport,
     started_by_mpi,
 )
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.simulator import Timeline
@@ -110,6 +110,7 @@ def start(
         replacements.enter_context(
             explaining(lambda error: explained(error, transport.rank, transport.size))
         )
+        _come_first()
     settings.check_world(transport.size, "tensorflow")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, settings.communication_timeout)
@@ -128,8 +129,8 @@ def start(
         replacements.callback(watch.stop)
         patience = watch.latest_seconds
     autograph.leave_unconverted("smdistributed")
-    guard = AccessGuard()
-    replacements.enter_context(checked_access(guard.check))
+    guard = AccessGuard(topology.pp_size)
+    replacements.enter_context(checked_access(guard.check, guard.check_saving, guard.restore))
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]
@@ -168,18 +169,25 @@ def _bind_device(transport: Transport) -> list[Any]:
     return [own]
 
 
+class _TooLateError(SMPError, RuntimeError):
+    """The library was started when TensorFlow could no longer be configured."""
+
+
+def _come_first() -> None:
+    """Raises unless TensorFlow has yet to begin."""
+    if processes.has_begun():
+        raise _TooLateError(
+            "smp.init connects the processes before TensorFlow begins, which it did when something "
+            "made a tensor or a variable: call smp.init first, also before optimizers, which make "
+            "variables as soon as they are made."
+        )
+
+
 def _have_threads() -> None:
-    """Gives TensorFlow threads for transfers beside the one that computes, if it has not begun."""
+    """Gives TensorFlow threads for transfers beside the one that computes."""
     asked = tf.config.threading.get_inter_op_parallelism_threads()
     fewest = max(_FEWEST_THREADS, asked or os.cpu_count() or 1)
-    try:
-        tf.config.threading.set_inter_op_parallelism_threads(fewest)
-    except RuntimeError:
-        warnings.warn(
-            "TensorFlow computed something before smp.init, which can no longer set the number of "
-            f"threads to {fewest}: call smp.init first, or transfers may wait for computation.",
-            stacklevel=4,
-        )
+    tf.config.threading.set_inter_op_parallelism_threads(fewest)
 
 
 def _start_horovod(members: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,15 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat import autograph, resources
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
-from smdistributed.modelparallel.tensorflow.record.structure import Structure
+from smdistributed.modelparallel.tensorflow.record.likeness import Likeness
+from smdistributed.modelparallel.tensorflow.record.structure import (
+    Structure,
+    is_composite,
+    leaves_of,
+)
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.inputs import split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
@@ -31,7 +36,7 @@ from smdistributed.modelparallel.tensorflow.stepping.results import (
     without_plain,
 )
 
-_Compiled = tuple[Any, list[Any], Structure]
+_Compiled = tuple[Any, list[Any]]
 
 
 @dataclass
@@ -45,6 +50,8 @@ class StepInProgress:
         microbatch: index of the present one.
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
+        programs: what models made for calls in it, under keys of theirs.
+        begin: number of operations in the graph before it.
     """
 
     step_number: Any
@@ -53,6 +60,8 @@ class StepInProgress:
     microbatch: int = 0
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
+    programs: dict[Hashable, Any] = field(default_factory=dict)
+    begin: int = 0
 
     def random_key(self) -> Any:
         """Returns a key that is another one for each call of the model, int64 of shape [2].
@@ -100,11 +109,15 @@ class StepFunction:
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
         self._options = {"autograph": False, **options}
-        self._compiled: dict[Any, _Compiled] = {}
+        self._compiled: dict[Likeness, _Compiled] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
-        return autograph.not_converted(self._call)(args, kwargs)
+        try:
+            return autograph.not_converted(self._call)(args, kwargs)
+        except Exception as error:
+            autograph.pass_through(error)
+            raise
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
@@ -119,17 +132,13 @@ class StepFunction:
             )
         if not tf.executing_eagerly():
             return without_plain(self._build(runtime, args, kwargs))
-        structure = Structure((args, kwargs), _is_array, expand_composites=False)
-        arrays = [leaf for leaf in tf.nest.flatten((args, kwargs)) if _is_array(leaf)]
-        key = (
-            *(_identity(leaf) for leaf in structure.others),
-            *structure.are_tensors,
-        )
+        key = Likeness((args, kwargs), _kind_of)
+        arrays = [leaf for leaf in leaves_of((args, kwargs)) if _is_array(leaf)]
         if key not in self._compiled:
-            self._compiled[key] = self._compile(structure)
-        compiled, rebuilds, _ = self._compiled[key]
+            self._compiled[key] = self._compile(Structure((args, kwargs), _is_array))
+        compiled, rebuilds = self._compiled[key]
         try:
-            number, made = compiled(*map(tf.convert_to_tensor, arrays))
+            number, made = compiled(*map(_as_tensor, arrays))
         except Exception:
             if not rebuilds:
                 # A first trace that failed leaves a tf.function that refuses new variables.
@@ -141,9 +150,7 @@ class StepFunction:
         """Returns the step as a tf.function of its tensors, for calls with the same other values.
 
         Returns:
-            the function; what puts the result of each of its traces together from tensors; and the
-            arguments, whose other values must not be forgotten as long as they are known by their
-            identity.
+            the function, and what puts the result of each of its traces together from tensors.
         """
         rebuilds: list[Any] = []
 
@@ -154,7 +161,7 @@ class StepFunction:
             rebuilds.append(taken_apart(result, made))
             return tf.constant(len(rebuilds) - 1), made
 
-        return tf.function(run, **self._tf_options()), rebuilds, structure
+        return tf.function(run, **self._tf_options()), rebuilds
 
     def _tf_options(self) -> dict[str, Any]:
         """Returns the options of ``tf.function``, for a function of all tensors in a row."""
@@ -170,7 +177,9 @@ class StepFunction:
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
-            step = StepInProgress(runtime.step_number.assign_add(1), progress, first)
+            begin = len(tf.compat.v1.get_default_graph().get_operations())
+            number = runtime.step_number.assign_add(1)
+            step = StepInProgress(number, progress, first, begin=begin)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
@@ -200,6 +209,7 @@ class StepFunction:
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
                 runtime.links,
+                is_serial=_writes_to_models(step),
             )
 
 
@@ -219,12 +229,34 @@ def step(
     return decorate if function is None else decorate(function)
 
 
+def _writes_to_models(step: StepInProgress) -> bool:
+    """Tells whether the body, outside calls of models, writes variables that these calls use."""
+    graph = tf.compat.v1.get_default_graph()
+    calls = [call for calls in step.calls for call in calls]
+    passes = {operation for call in calls for operation in call.operations.values()}
+    others = [op for op in graph.get_operations()[step.begin :] if op not in passes]
+    written = resources.written(others)
+    if not written:
+        return False
+    used = {
+        id(outside)
+        for call in calls
+        for outside in call.local.plan.trace.captured.values()
+        if outside.dtype == tf.resource
+    }
+    return any(id(resources.origin(graph, each)) in used for each in written.values())
+
+
+def _as_tensor(array: Any) -> Any:
+    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray))
 
 
-def _identity(value: Any) -> Any:
-    """Returns what tells values that are no tensors apart: plain ones by value, or as objects."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return type(value), value
-    return id(value)
+def _kind_of(tensor: Any) -> Hashable:
+    """Returns what counts of a tensor here: TensorFlow itself tells shapes and dtypes apart."""
+    if _is_array(tensor):
+        return "array"
+    return (type(tensor) if is_composite(tensor) else tensor.ref(),)

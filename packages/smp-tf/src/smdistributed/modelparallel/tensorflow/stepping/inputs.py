@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import (
     Microbatches,
     SplitRules,
     split_arguments,
 )
+from smdistributed.modelparallel.tensorflow.record.structure import is_composite
 
 
 class _Tensors:
@@ -25,9 +27,24 @@ class _Tensors:
         return tuple(value.shape)
 
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
+        if isinstance(value, tf.RaggedTensor):
+            if axis != 0:
+                raise UnsupportedError(
+                    f"ragged tensors are split along their first axis; received axis {axis}: give "
+                    "them whole (non_split_inputs), or as dense tensors."
+                )
+            return value[start : start + length]
         begin = [0] * len(value.shape)
         size = [-1] * len(value.shape)
         begin[axis], size[axis] = start, length
+        if isinstance(value, tf.SparseTensor):
+            ends = tf.where(tf.equal(size, -1), value.dense_shape, tf.cast(size, tf.int64))
+            part = tf.sparse.slice(value, tf.cast(begin, tf.int64), ends)
+            shape = value.shape.as_list()
+            shape[axis] = length
+            if any(tf.is_tensor(each) or each is None for each in shape):
+                return part
+            return tf.SparseTensor(part.indices, part.values, shape)
         return tf.slice(value, begin, size)
 
 
@@ -45,7 +62,7 @@ class _UnknownBatch(_Tensors):
         return (self._microbatches,) * len(value.shape)
 
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
-        size = tf.shape(value)[axis]
+        size = _length(value, axis)
         if self.size is None:
             message = f"a batch must have at least {self._microbatches} examples, one a microbatch"
             with tf.control_dependencies(
@@ -56,6 +73,8 @@ class _UnknownBatch(_Tensors):
         with tf.control_dependencies([tf.debugging.assert_equal(size, self.size, message)]):
             begin, end = self.bound(start), self.bound(start + 1)
         part = super().narrow(value, axis, begin, end - begin)
+        if is_composite(value):
+            return part
         shape = value.shape.as_list()
         shape[axis] = None
         part.set_shape(shape)
@@ -80,9 +99,24 @@ def split(
     Shape: (batch, ...) to (microbatch, ...), along the axis that the rules name.
     """
     leaves = tf.nest.flatten((args, kwargs))
-    if not any(tf.is_tensor(leaf) and None in leaf.shape.as_list() for leaf in leaves):
+    if not any(tf.is_tensor(leaf) and _is_unknown(leaf) for leaf in leaves):
         cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
         return cut, cut.weights
     tensors = _UnknownBatch(microbatches)
     cut = split_arguments(tensors, rules, microbatches, args, kwargs)
     return cut, [tensors.weight(number) for number in range(microbatches)]
+
+
+def _is_unknown(tensor: Any) -> bool:
+    """Tells whether the length of a tensor along some axis to be cut is known in the step only."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.shape[0] is None
+    return tensor.shape.rank is None or None in tensor.shape.as_list()
+
+
+def _length(tensor: Any, axis: int) -> Any:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows(tf.int32)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[axis], tf.int32)
+    return tf.shape(tensor)[axis]

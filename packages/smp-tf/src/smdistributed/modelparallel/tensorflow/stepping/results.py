@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.stepping.output import StepOutput
@@ -25,17 +27,34 @@ def _is_result(value: Any) -> bool:
 def joined(results: Sequence[Any], weights: Sequence[float]) -> Any:
     """Returns the structure of the results with a StepOutput for each tensor.
 
+    A number becomes a list with one entry a microbatch; anything else is that of the first one,
+    with a warning if others differ.
+
     Shape: (microbatch, ...) in each StepOutput, as the body returned it.
     """
 
     def join(*leaves: Any) -> Any:
         if _is_result(leaves[0]):
             return StepOutput(leaves, weights)
-        if isinstance(leaves[0], (int, float)) and not isinstance(leaves[0], bool):
+        if isinstance(leaves[0], (int, float, np.number)) and not isinstance(leaves[0], bool):
             return _Plain(list(leaves))
-        return _Plain(leaves[0] if all(leaf == leaves[0] for leaf in leaves) else list(leaves))
+        if not all(_is_equal(leaf, leaves[0]) for leaf in leaves):
+            warnings.warn(
+                "what a step function returns besides tensors and numbers is that of the first "
+                f"microbatch; others returned another value than {leaves[0]!r}: return tensors or "
+                "numbers.",
+                stacklevel=2,
+            )
+        return _Plain(leaves[0])
 
     return tf.nest.map_structure(join, *results)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other)
+    except Exception:  # what cannot be compared is not known to be equal
+        return False
 
 
 def without_plain(structure: Any) -> Any:

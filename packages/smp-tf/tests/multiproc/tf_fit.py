@@ -1,0 +1,124 @@
+"""Bodies that train with Keras's own loop, see ``tf_beside``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tf_beside import Found, Side, by_name
+
+L = tf.keras.layers
+ROWS = 32
+
+
+def _data(seed: int = 0) -> tuple[Any, Any]:
+    x = np.random.RandomState(seed).standard_normal((ROWS, 6)).astype("float32")
+    return x, x[:, :3].argmax(axis=1)
+
+
+def _found(model: Any, *histories: Any) -> Found:
+    same = [
+        np.array(history.history[key], np.float32)
+        for history in histories
+        for key in sorted(history.history)
+    ]
+    return Found(same, by_name(model.trainable_variables, model.trainable_variables))
+
+
+def _on_a_base(side: Side) -> Any:
+    """Returns a classifier on a base that is built and frozen."""
+    base = tf.keras.Sequential(
+        [L.Dense(8, "tanh", name=f"base_{place}") for place in range(2)], name="base"
+    )
+    base.build((None, 6))
+    base.trainable = False
+
+    class OnBase(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="on_base")
+            self.base, self.head = base, L.Dense(3, name="head")
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            with side.part(0):
+                x = self.base(x, training=training)
+            with side.part(1):
+                return self.head(x)
+
+    return OnBase()
+
+
+def _compile(model: Any, **options: Any) -> None:
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(tf.keras.optimizers.Adam(0.05), loss, **options)
+
+
+def transfer(side: Side) -> Found:
+    """A frozen base, then all of it, then the head frozen."""
+    model = _on_a_base(side)
+    histories = []
+    for of_base, of_head in ((False, True), (True, True), (True, False)):
+        model.base.trainable, model.head.trainable = of_base, of_head
+        _compile(model, metrics=["accuracy"])
+        histories.append(model.fit(*_data(), batch_size=16, epochs=2, shuffle=False, verbose=0))
+    model.head.trainable = True
+    return _found(model, *histories)
+
+
+def options(side: Side) -> Found:
+    """Class weights, weights of examples, validation, callbacks, and a dataset."""
+    model = _on_a_base(side)
+    model.base.trainable = True
+    _compile(model, weighted_metrics=["accuracy"])
+    x, y = _data()
+    common = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    seen: list[float] = []
+    callbacks = [
+        tf.keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (1 + epoch)),
+        tf.keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        tf.keras.callbacks.LambdaCallback(on_batch_end=lambda _, logs: seen.append(logs["loss"])),
+    ]
+    weights = {0: 1.0, 1: 3.0, 2: 0.5}
+    first = model.fit(
+        x,
+        y,
+        epochs=5,
+        class_weight=weights,
+        validation_data=_data(1),
+        callbacks=callbacks,
+        **common,
+    )
+    second = model.fit(x, y, sample_weight=np.linspace(0.0, 2.0, ROWS, dtype="float32"), **common)
+    third = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(16), verbose=0)
+    found = _found(model, first, second, third)
+    return found._replace(same=[*found.same, np.array(seen, np.float32)])
+
+
+def outputs(side: Side) -> Found:
+    """Several inputs and outputs by name, losses of two outputs with weights, none of the third."""
+
+    class Named(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="named")
+            self.body = L.Dense(8, "tanh", name="body")
+            self.heads = {name: L.Dense(2, name=name) for name in ("a", "b", "c")}
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            with side.part(0):
+                body = self.body(x["left"] + x["right"])
+                a = self.heads["a"](body)
+            with side.part(1):
+                return {"a": a, "b": self.heads["b"](body), "c": self.heads["c"](body)}
+
+    model = Named()
+    x, _ = _data()
+    targets = {"a": x[:, :2], "b": x[:, 2:4]}
+    model.compile(
+        tf.keras.optimizers.SGD(0.1, momentum=0.9),
+        loss={"a": "mse", "b": "mae"},
+        loss_weights={"a": 2.0, "b": 0.5},
+    )
+    given = {"left": x, "right": 2.0 * x}
+    return _found(
+        model, model.fit(given, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    )

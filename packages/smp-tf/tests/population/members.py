@@ -1,0 +1,175 @@
+"""The models of the population: each is trained with the library and without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_calls
+import tf_effects
+import tf_fit
+import tf_gradients
+import tf_state
+from tf_beside import Found, Side
+
+L = tf.keras.layers
+BATCH = 8
+#: Side of the images that the smallest model of each family of ``tf.keras.applications`` takes.
+_IMAGES = {
+    "VGG16": 32,
+    "ResNet50": 32,
+    "ResNet50V2": 32,
+    "MobileNet": 32,
+    "MobileNetV2": 32,
+    "MobileNetV3Small": 32,
+    "DenseNet121": 32,
+    "EfficientNetB0": 32,
+    "EfficientNetV2B0": 32,
+    "ConvNeXtTiny": 32,
+    "NASNetMobile": 32,
+    "Xception": 71,
+    "InceptionV3": 75,
+    "InceptionResNetV2": 75,
+}
+
+
+def _numbers(*shape: int) -> Any:
+    return tf.constant(np.random.RandomState(0).standard_normal(shape), tf.float64)
+
+
+@contextlib.contextmanager
+def _double() -> Iterator[None]:
+    """Within, models compute in double precision: what differs then is no rounding."""
+    saved, policy = tf.keras.backend.floatx(), tf.keras.mixed_precision.global_policy()
+    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
+    try:
+        yield
+    finally:
+        tf.keras.backend.set_floatx(saved)
+        tf.keras.mixed_precision.set_global_policy(policy)
+
+
+def train(side: Side, make: Callable[[], Any], *shape: int, training: bool = True) -> Found:
+    """Trains a model for two steps; returns the losses and the last gradients."""
+    with _double():
+        return _train(side, _given(side, make()), _numbers(BATCH, *shape), training)
+
+
+def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
+    # Small steps: normalisations of few numbers make much of rounding when weights are large.
+    optimizer = tf.keras.optimizers.SGD(1e-5)
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(x, training=training))
+            loss = tf.add_n([tf.reduce_mean(tf.square(each - 0.1)) for each in outputs])
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    losses = []
+    for _ in range(2):
+        gradients, loss = compute(batch)
+        pairs = zip(gradients, model.trainable_variables, strict=True)
+        optimizer.apply_gradients([(g.accumulate(), v) for g, v in pairs if g is not None])
+        losses.append(loss.reduce_mean())
+    every = model.trainable_variables
+    if side.base is not tf.keras.Model:
+        every = model._smp_engine.everywhere()[0]
+    places = {id(variable): str(place) for place, variable in enumerate(every)}
+    pairs = zip(gradients, model.trainable_variables, strict=True)
+    given = {id(v): g.accumulate() for g, v in pairs if g is not None}
+    return Found(losses, {places[key]: given[key] for key in given if key in places})
+
+
+def _given(side: Side, model: Any) -> Any:
+    return model if side.base is tf.keras.Model else side.base(model)
+
+
+def _application(name: str) -> Callable[[Side], Found]:
+    def member(side: Side) -> Found:
+        shape = (_IMAGES[name], _IMAGES[name], 3)
+        sizes = {"MobileNet": 0.25, "MobileNetV2": 0.35}
+        options = {"alpha": sizes[name]} if name in sizes else {}
+
+        def make() -> Any:
+            model = getattr(tf.keras.applications, name)(
+                input_shape=shape, weights=None, include_top=False, pooling="avg", **options
+            )
+            for layer in model.layers:
+                if type(layer).__name__ in ("Dropout", "StochasticDepth"):
+                    layer.rate = layer.drop_path_rate = 0.0  # masks are other ones for each cut
+            return model
+
+        # Fifty normalisations over the few numbers of a small image make 1e4 of each rounding, and
+        # gradients of 1e5; with their moving averages the same operations are tame.
+        return train(side, make, *shape, training=False)
+
+    return member
+
+
+def _sequential(*layers: Callable[[], Any], shape: tuple[int, ...]) -> Callable[[Side], Found]:
+    def member(side: Side) -> Found:
+        return train(side, lambda: tf.keras.Sequential([make() for make in layers]), *shape)
+
+    return member
+
+
+def _transformer() -> Any:
+    inputs = tf.keras.Input((6, 16))
+    x = inputs
+    for _ in range(2):
+        y = L.MultiHeadAttention(2, 8)(L.LayerNormalization()(x), x, use_causal_mask=True)
+        x = L.Add()([x, y])
+        x = L.Add()([x, L.Dense(16)(L.Dense(32, "gelu")(L.LayerNormalization()(x)))])
+    return tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
+
+
+MEMBERS: dict[str, Callable[[Side], Found]] = {
+    **{name: _application(name) for name in _IMAGES},
+    "LSTM": _sequential(
+        lambda: L.LSTM(8, return_sequences=True),
+        lambda: L.LSTM(8),
+        lambda: L.Dense(3),
+        shape=(5, 4),
+    ),
+    "bidirectional GRU": _sequential(
+        lambda: L.Bidirectional(L.GRU(8, return_sequences=True)),
+        lambda: L.Bidirectional(L.GRU(8)),
+        lambda: L.Dense(3),
+        shape=(5, 4),
+    ),
+    "ConvLSTM": _sequential(
+        lambda: L.ConvLSTM1D(4, 3), lambda: L.Flatten(), lambda: L.Dense(3), shape=(4, 6, 3)
+    ),
+    "cells in a loop": _sequential(
+        lambda: L.RNN([L.LSTMCell(6), L.GRUCell(6)], return_sequences=True),
+        lambda: L.TimeDistributed(L.Dense(3)),
+        shape=(5, 4),
+    ),
+    "attention": lambda side: train(side, _transformer, 6, 16),
+    "loops on both halves": tf_effects.loops,
+    "normalisation on both ends": tf_effects.repeated_norm,
+    "state read and written": tf_effects.read_then_written,
+    "variable of the body": tf_effects.written_in_the_body,
+    "recomputed layers": tf_calls.recompute,
+    "tape in the call": tf_calls.tape_in_call,
+    "named arguments": tf_calls.arguments,
+    "embeddings with Adam": tf_state.embeddings,
+    "own initializers": tf_state.initial,
+    "gradients of inputs": tf_gradients.of_inputs,
+    "several outputs": tf_gradients.of_one_output,
+    "transfer learning by fit": tf_fit.transfer,
+    "fit with weights and callbacks": tf_fit.options,
+    "fit with losses by name": tf_fit.outputs,
+}
+
+
+def run(name: str, is_alone: bool) -> Found:
+    """Runs a member; to be called on every rank."""
+    from tf_beside import on_side
+
+    return on_side(MEMBERS[name], is_alone)
