@@ -16,7 +16,8 @@ from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.nested import tensors_in
-from smdistributed.modelparallel.torch.record.recorder import Passed, Recorder
+from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 

@@ -12,14 +12,21 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import fill, placeholders, tensor_paths
+from smdistributed.modelparallel.torch.record.nested import (
+    fill,
+    placeholders,
+    tensor_paths,
+    tensors_in,
+)
 from smdistributed.modelparallel.torch.record.python_random import python_random_kept
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
-from smdistributed.modelparallel.torch.record.trace import HookedCall
+from smdistributed.modelparallel.torch.record.trace import Entry, HookedCall
 from smdistributed.modelparallel.torch.record.undo import Change, Growth, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
 
@@ -168,3 +175,32 @@ def _without_hooks(leaf: nn.Module) -> Iterator[None]:
     finally:
         for module, hooks, pre_hooks in kept:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+class Watch:
+    """Sees what a call of a module does, from its arguments and the meter.
+
+    Args:
+        meter: counts.
+        module: that is called.
+        arguments: of the call.
+    """
+
+    def __init__(self, meter: Meter, module: nn.Module, arguments: Any) -> None:
+        self._meter = meter
+        self._flops = meter.flops
+        self._tensors = [(each, version_of(each)) for each in tensors_in(arguments)]
+        self._own = [
+            (inner, each, version_of(each))
+            for inner in module.modules()
+            for each in (*inner._buffers.values(), *inner._parameters.values())
+            if each is not None
+        ]
+
+    def tell(self, entry: Entry) -> None:
+        """Notes it in an entry."""
+        entry.flops = self._meter.flops - self._flops
+        entry.changed = [each for each, version in self._tensors if version_of(each) != version]
+        entry.stateful |= {
+            inner: None for inner, each, version in self._own if version_of(each) != version
+        }

@@ -5,6 +5,8 @@ what it changes, is what one process would read and change. What is not done aga
 work. Each call of a torch function or of a leaf is compared with the entries that follow in the
 trace, and answered with the recorded fakes; where none fits, the trace branches, and from there on
 calls are made on fakes and written down.
+
+(A long file: what is seen, compared, answered and written down is one talk about one state.)
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +43,12 @@ from smdistributed.modelparallel.torch.record.carried import (
     give_state,
     same_in_objects,
     state_of,
-    tensors_held,
 )
 from smdistributed.modelparallel.torch.record.constants import Constants
 from smdistributed.modelparallel.torch.record.costs import Meter, Profile
 from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.interception import intercepted
-from smdistributed.modelparallel.torch.record.ir import Graph
-from smdistributed.modelparallel.torch.record.leaves import LeafRuns, depends_on_others
+from smdistributed.modelparallel.torch.record.leaves import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     fill,
@@ -62,6 +61,7 @@ from smdistributed.modelparallel.torch.record.nested import (
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.questions import Question, same_answer
 from smdistributed.modelparallel.torch.record.real_run import works_for_real
@@ -122,77 +122,6 @@ _SWITCHING_GRADIENTS = {
 
 #: What a call of a torch function may be in a trace.
 _KINDS_OF_CALLS = (EntryKind.CALL, EntryKind.QUESTION, EntryKind.NUMBER)
-
-
-@dataclass
-class Passed:
-    """A microbatch whose Python has run.
-
-    Attributes:
-        result: what the step function returned: a template with values.
-        way: that it went; None while the partition is not decided.
-        constants: the tensors that it read besides its arguments.
-        pending: the numbers that were taken from activations.
-        profile: of the modules that ran on fakes.
-        opened: what to make the way of, once the partition is decided.
-    """
-
-    result: Any
-    way: Way | None
-    constants: Constants
-    pending: list[PendingNumber]
-    profile: Profile
-    opened: OpenPass | None = None
-
-    @property
-    def graph(self) -> Graph:
-        """What it computes."""
-        assert self.way is not None
-        return self.way.graph
-
-    @property
-    def plan(self) -> Any:
-        """The graph, cut."""
-        assert self.way is not None
-        return self.way.plan
-
-    def leave_fakes(self) -> None:
-        """Puts values in the places of fakes: these stand for other tensors in the next pass."""
-        returned = iter(self.graph.result)
-        self.result = template(self.result, lambda tensor: next(returned), _returned_object)
-        for number in self.pending:
-            number.tensor = None
-
-    def constants_read(self) -> list[torch.Tensor]:
-        """Returns the tensors that stand behind its arguments.
-
-        Raises:
-            UnsupportedError: a large one was changed in place since it was read.
-        """
-        return self.constants.tensors(self.graph.constants)
-
-
-@dataclass
-class OpenPass:
-    """A pass in which modules were run that had no partition yet.
-
-    Attributes:
-        at: the last entry that was known.
-        known: the entries up to it.
-        log: the new ones, those of modules that turn out to be leaves included.
-        spans: the calls of modules.
-        trace, call, decisions: what the pass was made with.
-        end: of the way.
-    """
-
-    at: Entry
-    known: list[Entry]
-    log: list[Entry]
-    spans: list[Span]
-    trace: Trace
-    call: tuple[Sequence[Any], Mapping[str, Any]]
-    decisions: Decisions
-    end: Entry
 
 
 class Recorder(TorchFunctionMode):
@@ -990,7 +919,7 @@ class Recorder(TorchFunctionMode):
             assert values is not None
             args, kwargs = map_tensors((tuple(args), dict(kwargs)), self._fake)
             entry = self._leaf_entry(module, args, kwargs)
-            watch = _Watch(self._meter, module, (args, kwargs))
+            watch = Watch(self._meter, module, (args, kwargs))
             measured = functools.partial(self._call, call, module)
             templates = entry.args, entry.kwargs
             handed = self._handed(entry)
@@ -1074,7 +1003,7 @@ class Recorder(TorchFunctionMode):
             entry = self._leaf_entry(module, args, kwargs)
             before = [(each, copied(self._objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
-            watch = _Watch(self._meter, module, (args, kwargs))
+            watch = Watch(self._meter, module, (args, kwargs))
             snapshot = Snapshot(module.modules())
             again = functools.partial(self._call, call, module)
             outer = self._span
@@ -1120,52 +1049,11 @@ class Recorder(TorchFunctionMode):
         entry.changes = list(changes)
 
 
-class _Watch:
-    """Sees what a call of a module does, from its arguments and the meter.
-
-    Args:
-        meter: counts.
-        module: that is called.
-        arguments: of the call.
-    """
-
-    def __init__(self, meter: Meter, module: nn.Module, arguments: Any) -> None:
-        self._meter = meter
-        self._flops = meter.flops
-        self._tensors = [(each, version_of(each)) for each in tensors_in(arguments)]
-        self._own = [
-            (inner, each, version_of(each))
-            for inner in module.modules()
-            for each in (*inner._buffers.values(), *inner._parameters.values())
-            if each is not None
-        ]
-
-    def tell(self, entry: Entry) -> None:
-        """Notes it in an entry."""
-        entry.flops = self._meter.flops - self._flops
-        entry.changed = [each for each, version in self._tensors if version_of(each) != version]
-        entry.stateful |= {
-            inner: None for inner, each, version in self._own if version_of(each) != version
-        }
-
-
 def _is_fixed(obj: Any) -> bool:
     """Whether nobody can change a result."""
     if isinstance(obj, tuple):
         return all(map(_is_fixed, obj))
     return isinstance(obj, torch.Tensor) or is_plain_value(obj)
-
-
-def _returned_object(obj: Any) -> Any:
-    """Returns what the user gets for an object that the step function returned."""
-    if isinstance(obj, PendingNumber) or not any(True for _ in tensors_held(obj)):
-        return obj
-    logger.warning(
-        "the step function returned an object of class %s, whose tensors are spread over the "
-        "partitions; None is returned in its place.",
-        type(obj).__qualname__,
-    )
-    return None
 
 
 def _holds_arrays(obj: Any) -> bool:

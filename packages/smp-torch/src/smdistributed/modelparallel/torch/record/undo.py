@@ -14,7 +14,6 @@ import contextvars
 import enum
 import functools
 import logging
-import operator
 import os
 import random
 import sys
@@ -27,10 +26,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, version_of
+from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.record import holders
+from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
-_MISSING = object()
 _ATOMS = (
     torch.dtype,
     types.ModuleType,
@@ -43,38 +43,7 @@ OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = frozenset(name for name in OF_MODULES if name.endswith("_hooks"))
 #: What a change of is seen in other ways, or changes no number.
 _OWN_ATTRIBUTES = OF_MODULES | {""}
-#: What Python itself leaves in classes, sooner or later.
-_KEPT_BY_PYTHON = frozenset(
-    {"__slotnames__", "__doc__", "__annotations__", "__annotations_cache__", "_abc_impl"}
-)
 _OWN_PACKAGE = __name__.partition(".")[0]
-
-
-class Owner(NamedTuple):
-    """The attribute of a module by which state is reached."""
-
-    module: nn.Module
-    attribute: str
-
-
-class _Holder(NamedTuple):
-    """Something that can be changed, and what was in it.
-
-    Attributes:
-        obj: what is changed.
-        owner: by which attribute it is reached; None for a class, a global, a closure.
-        path: names it.
-        read: gives its contents, comparable item by item.
-        put_back: fills it with former contents.
-        before: its contents.
-    """
-
-    obj: Any
-    owner: Owner | None
-    path: str
-    read: Callable[[Any], Any]
-    put_back: Callable[[Any, Any], None] | None
-    before: Any
 
 
 #: The identity of what can be changed, and for a namespace the name in it.
@@ -107,7 +76,7 @@ class Difference(NamedTuple):
         now: what is in it now.
     """
 
-    holder: _Holder
+    holder: Holder
     now: Any
 
 
@@ -119,7 +88,7 @@ def as_it_was(differences: Sequence[Difference]) -> Iterator[None]:
         UnsupportedError: something cannot be put back.
     """
     for holder, _ in differences:
-        if holder.put_back is None or holder.put_back is _leave:
+        if holder.put_back is None or holder.put_back is holders.TENSOR.put_back:
             raise UnsupportedError(f"{holder.path} cannot be put back")
     try:
         for holder, _ in differences:
@@ -147,22 +116,22 @@ class Growth(NamedTuple):
         by_id = {id(value): made[key] for key, value in self.added.items()}
         if isinstance(self.obj, dict):
             for key, value in self.added.items():
-                if dict.get(self.obj, key, _MISSING) is value:
+                if dict.get(self.obj, key, MISSING) is value:
                     dict.__setitem__(self.obj, key, made[key])
         elif isinstance(self.obj, list | collections.deque):
-            _refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
+            holders.refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
         return Growth(self.obj, made)
 
     def remove(self) -> None:
         """Takes it out again, as far as it is still there."""
         if isinstance(self.obj, list | collections.deque):
             gone = set(map(id, self.added.values()))
-            _refill_list(self.obj, [item for item in self.obj if id(item) not in gone])
+            holders.refill_list(self.obj, [item for item in self.obj if id(item) not in gone])
         elif isinstance(self.obj, set):
             self.obj.difference_update(self.added)
         else:
             for key, value in self.added.items():
-                if dict.get(self.obj, key, _MISSING) is value:
+                if dict.get(self.obj, key, MISSING) is value:
                     dict.__delitem__(self.obj, key)
 
 
@@ -181,9 +150,9 @@ class Snapshot:
         code: Iterable[Callable[..., Any]] = (),
         apart_from: Collection[nn.Module] = (),
     ) -> None:
-        self._holders: list[_Holder] = []
+        self._holders: list[Holder] = []
         #: What has changed, and what is in it now.
-        self._changed: list[tuple[_Holder, Any]] = []
+        self._changed: list[tuple[Holder, Any]] = []
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
@@ -213,7 +182,7 @@ class Snapshot:
         self._changed = []
         for holder in self._holders:
             now = holder.read(holder.obj)
-            if not _same(holder.before, now):
+            if not holders.same(holder.before, now):
                 self._changed.append((holder, now))
                 changes += self._named(holder, now)
         return changes
@@ -260,14 +229,14 @@ class Snapshot:
             Difference(holder, now)
             for holder in self._outer
             if id(holder.obj) not in apart_from
-            and not _same(holder.before, now := holder.read(holder.obj))
+            and not holders.same(holder.before, now := holder.read(holder.obj))
         ]
 
-    def _named(self, holder: _Holder, now: Any) -> Iterator[Change]:
+    def _named(self, holder: Holder, now: Any) -> Iterator[Change]:
         if holder.owner is not None and holder.owner.attribute == "":
             for key in {**holder.before, **now}:
-                value = now.get(key, _MISSING)
-                if value is not holder.before.get(key, _MISSING):
+                value = now.get(key, MISSING)
+                if value is not holder.before.get(key, MISSING):
                     owner = Owner(holder.owner.module, key)
                     yield Change(owner, f"{holder.path}.{key}", frozenset(), value, None)
         else:
@@ -277,9 +246,12 @@ class Snapshot:
 
     # ------------------------------------------------------------------ collecting
 
+    def _hold(self, kind: holders.Kind, obj: Any, owner: Owner | None, path: str) -> None:
+        self._holders.append(Holder(obj, owner, path, *kind, kind.read(obj)))
+
     def _module(self, module: nn.Module) -> None:
         name = type(module).__name__
-        self._holders.append(_dict_holder(vars(module), Owner(module, ""), name))
+        self._hold(holders.DICT, vars(module), Owner(module, ""), name)
         for key, value in list(vars(module).items()):
             if key in _HOOKS:
                 self._pending += [(hook, None, f"{name}.{key}") for hook in value.values()]
@@ -301,15 +273,15 @@ class Snapshot:
     def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
         add = self._pending.append
         if isinstance(obj, dict):
-            self._holders.append(_dict_holder(obj, owner, path))
+            self._hold(holders.DICT, obj, owner, path)
             for value in list(dict.values(obj)):
                 add((value, owner, path))
         elif isinstance(obj, list | collections.deque):
-            self._holders.append(_Holder(obj, owner, path, list, _refill_list, list(obj)))
+            self._hold(holders.LIST, obj, owner, path)
             for value in list(obj):
                 add((value, owner, path))
         elif isinstance(obj, set):
-            self._holders.append(_Holder(obj, owner, path, set, _refill_set, set(obj)))
+            self._hold(holders.SET, obj, owner, path)
         elif isinstance(obj, tuple | frozenset):
             for value in obj:
                 add((value, owner, path))
@@ -321,63 +293,52 @@ class Snapshot:
         elif isinstance(obj, torch.Tensor):
             if not isinstance(obj, FakeTensor):
                 # Its content is put back by who lets it change.
-                self._holders.append(_Holder(obj, owner, path, version_of, _leave, version_of(obj)))
+                self._hold(holders.TENSOR, obj, owner, path)
         elif isinstance(obj, weakref.ref):
             add((obj(), owner, path))
         elif isinstance(obj, functools.partial):
             add(((obj.func, obj.args, obj.keywords), owner, path))
         elif isinstance(obj, contextvars.ContextVar):
-            self._holders.append(
-                _Holder(obj, owner, path, _read_variable, _put_variable, _read_variable(obj))
-            )
+            self._hold(holders.VARIABLE, obj, owner, path)
         elif isinstance(obj, logging.Logger):
-            self._holders.append(_dict_holder(vars(obj), owner, path))
+            self._hold(holders.DICT, vars(obj), owner, path)
         elif isinstance(obj, torch.Generator):
-            self._holders.append(
-                _Holder(obj, owner, path, _read_torch, _put_torch, _read_torch(obj))
-            )
+            self._hold(holders.TORCH_GENERATOR, obj, owner, path)
         elif isinstance(obj, random.Random):
-            self._holders.append(_Holder(obj, owner, path, _get_state, _set_state, obj.getstate()))
+            self._hold(holders.RANDOM, obj, owner, path)
         elif isinstance(obj, type):
             self._class(obj)
         elif isinstance(obj, nn.Module):
             if obj not in self._modules and obj not in self._apart_from:
                 self._module(obj)
         elif isinstance(obj, types.GeneratorType):
-            self._holders.append(
-                _Holder(obj, owner, path, _where_generator_is, None, _where_generator_is(obj))
-            )
+            self._hold(holders.GENERATOR, obj, owner, path)
         elif type(obj).__module__.partition(".")[0] == "numpy":
             self._numpy(obj, owner, path)
         elif hasattr(type(obj), "__next__"):
-            self._holders.append(_Holder(obj, owner, path, _reduced, None, _reduced(obj)))
+            self._hold(holders.ITERATOR, obj, owner, path)
         else:
             self._object(obj, owner, path)
 
     def _object(self, obj: Any, owner: Owner | None, path: str) -> None:
         entries = getattr(obj, "__dict__", None)
         if isinstance(entries, dict):
-            self._holders.append(_dict_holder(entries, owner, path))
+            self._hold(holders.DICT, entries, owner, path)
             for key, value in list(entries.items()):
                 self._pending.append((value, owner, f"{path}.{key}"))
-        slots = _slots(obj)
+        slots = holders.SLOTS.read(obj)
         if slots:
-            before = _read_slots(obj)
-            self._holders.append(_Holder(obj, owner, path, _read_slots, _refill_slots, before))
-            for key, value in before.items():
+            self._hold(holders.SLOTS, obj, owner, path)
+            for key, value in slots.items():
                 self._pending.append((value, owner, f"{path}.{key}"))
         self._class(type(obj))
 
     def _numpy(self, obj: Any, owner: Owner | None, path: str) -> None:
         flags = getattr(obj, "flags", None)
         if hasattr(obj, "tobytes") and flags is not None and flags.writeable:
-            self._holders.append(
-                _Holder(obj, owner, path, _array_bytes, _refill_array, _array_bytes(obj))
-            )
+            self._hold(holders.ARRAY, obj, owner, path)
         elif hasattr(obj, "bit_generator"):
-            self._holders.append(
-                _Holder(obj, owner, path, _read_generator, _put_generator, _read_generator(obj))
-            )
+            self._hold(holders.NUMPY_GENERATOR, obj, owner, path)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
@@ -386,10 +347,8 @@ class Snapshot:
                 continue
             self._classes.add(base)
             self._seen.add(id(base))
-            before = _read_class(base)
-            self._holders.append(
-                _Holder(base, None, base.__qualname__, _read_class, _refill_class, before)
-            )
+            before = holders.CLASS.read(base)
+            self._hold(holders.CLASS, base, None, base.__qualname__)
             for key, value in before.items():
                 value = getattr(value, "__func__", value)
                 if isinstance(value, property):
@@ -403,17 +362,11 @@ class Snapshot:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._holders.append(
-                _Holder(cell, None, name, _read_cell, _refill_cell, _read_cell(cell))
-            )
-            content = _read_cell(cell)
-            if content is not _MISSING:
+            self._hold(holders.CELL, cell, None, name)
+            content = holders.CELL.read(cell)
+            if content is not MISSING:
                 self._pending.append((content, None, name))
-        self._holders.append(
-            _Holder(
-                function, None, path, _read_function, _refill_function, _read_function(function)
-            )
-        )
+        self._hold(holders.FUNCTION, function, None, path)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self._pending.append((value, None, path))
         names = frozenset(_names_in(function.__code__))
@@ -435,169 +388,26 @@ class Snapshot:
         self._namespaces.add(key)
 
         def read(entries: dict[str, Any]) -> dict[str, Any]:
-            return {name: entries.get(name, _MISSING) for name in named}
+            return {name: entries.get(name, MISSING) for name in named}
 
         self._holders.append(
-            _Holder(namespace, None, f"a global of {path}", read, _put_entries, read(namespace))
+            Holder(
+                namespace, None, f"a global of {path}", read, holders.put_entries, read(namespace)
+            )
         )
         for name in named:
             self._pending.append((namespace[name], None, name))
 
 
-def _places(holder: _Holder, now: Any = None) -> frozenset[Place]:
+def _places(holder: Holder, now: Any = None) -> frozenset[Place]:
     """Returns where something is; of a namespace the names that are others now."""
-    if holder.put_back is not _put_entries:
+    if holder.put_back is not holders.put_entries:
         return frozenset({(id(holder.obj), None)})
     return frozenset(
         (id(holder.obj), name)
         for name, value in holder.before.items()
         if now is None or now[name] is not value
     )
-
-
-def _dict_holder(obj: dict[Any, Any], owner: Owner | None, path: str) -> _Holder:
-    return _Holder(obj, owner, path, _read_dict, _refill_dict, _read_dict(obj))
-
-
-def _read_dict(obj: dict[Any, Any]) -> dict[Any, Any]:
-    return dict(dict.items(obj))
-
-
-def _refill_dict(obj: dict[Any, Any], items: dict[Any, Any]) -> None:
-    own: Any = collections.OrderedDict if isinstance(obj, collections.OrderedDict) else dict
-    own.clear(obj)
-    for key, item in items.items():
-        own.__setitem__(obj, key, item)
-
-
-def _refill_list(obj: Any, items: list[Any]) -> None:
-    obj.clear()
-    obj.extend(items)
-
-
-def _refill_set(obj: set[Any], items: set[Any]) -> None:
-    obj.clear()
-    obj.update(items)
-
-
-def _refill_array(obj: Any, data: bytes) -> None:
-    numpy: Any = sys.modules["numpy"]
-    obj[...] = numpy.frombuffer(data, obj.dtype).reshape(obj.shape)
-
-
-def _array_bytes(obj: Any) -> bytes:
-    found: bytes = obj.tobytes()
-    return found
-
-
-def _read_torch(obj: torch.Generator) -> bytes:
-    with past_recording():
-        return obj.get_state().numpy().tobytes()
-
-
-def _put_torch(obj: torch.Generator, state: bytes) -> None:
-    with past_recording():
-        obj.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _read_generator(obj: Any) -> Any:
-    return repr(obj.bit_generator.state), obj.bit_generator.state
-
-
-def _put_generator(obj: Any, state: Any) -> None:
-    obj.bit_generator.state = state[1]
-
-
-def _get_state(obj: random.Random) -> Any:
-    return obj.getstate()
-
-
-def _set_state(obj: random.Random, state: Any) -> None:
-    obj.setstate(state)
-
-
-def _where_generator_is(obj: types.GeneratorType[Any, Any, Any]) -> Any:
-    frame = obj.gi_frame
-    return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
-
-
-def _reduced(obj: Any) -> Any:
-    try:
-        return repr(obj.__reduce__())
-    except TypeError:
-        return None
-
-
-def _slots(obj: Any) -> list[str]:
-    return [
-        name
-        for base in type(obj).__mro__
-        for name in _tuple(base.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    ]
-
-
-def _tuple(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _read_slots(obj: Any) -> dict[str, Any]:
-    return {name: getattr(obj, name, _MISSING) for name in _slots(obj)}
-
-
-def _refill_slots(obj: Any, items: dict[str, Any]) -> None:
-    for name, value in items.items():
-        if value is not _MISSING and getattr(obj, name, _MISSING) is not value:
-            object.__setattr__(obj, name, value)
-
-
-def _read_class(kind: type) -> dict[str, Any]:
-    return {key: value for key, value in vars(kind).items() if key not in _KEPT_BY_PYTHON}
-
-
-def _refill_class(kind: type, items: dict[str, Any]) -> None:
-    for key in _read_class(kind).keys() - items.keys():
-        type.__delattr__(kind, key)
-    for key, value in items.items():
-        if vars(kind).get(key, _MISSING) is not value:
-            type.__setattr__(kind, key, value)
-
-
-def _read_cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _refill_cell(cell: types.CellType, value: Any) -> None:
-    if value is not _MISSING:
-        cell.cell_contents = value
-
-
-def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
-def _refill_function(function: types.FunctionType, parts: tuple[Any, ...]) -> None:
-    function.__code__, function.__defaults__, function.__kwdefaults__ = parts
-
-
-def _read_variable(variable: contextvars.ContextVar[Any]) -> Any:
-    return variable.get(_MISSING)
-
-
-def _put_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
-    if value is not _MISSING:
-        variable.set(value)
-
-
-def _leave(obj: Any, before: Any) -> None:
-    pass
-
-
-def _put_entries(entries: dict[str, Any], items: dict[str, Any]) -> None:
-    entries.update(items)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -620,23 +430,6 @@ def _is_users(module: str) -> bool:
     return "site-packages" not in file
 
 
-def _same(before: Any, now: Any) -> bool:
-    """Whether contents are the same objects, in the same places."""
-    if before is now:
-        return True
-    if isinstance(before, dict) and isinstance(now, dict):
-        return (
-            len(before) == len(now)
-            and all(map(operator.is_, before.values(), now.values()))
-            and all(map(operator.eq, before, now))
-        )
-    if isinstance(before, list) and isinstance(now, list):
-        return len(before) == len(now) and all(map(operator.is_, before, now))
-    if isinstance(before, tuple) and isinstance(now, tuple):
-        return len(before) == len(now) and all(map(_same, before, now))
-    return bool(before == now)
-
-
 def _added(before: Any, now: Any) -> dict[Any, Any]:
     """Returns what a container has that it had not."""
     if isinstance(now, list):
@@ -649,7 +442,7 @@ def _added(before: Any, now: Any) -> dict[Any, Any]:
 def _is_growth(obj: Any, before: Any, now: Any) -> bool:
     """Whether things were added to a container, and nothing else has changed in it."""
     if isinstance(obj, list | collections.deque):
-        return _same(before, now[: len(before)])
+        return holders.same(before, now[: len(before)])
     if isinstance(obj, dict):
         return all(key in now and now[key] is value for key, value in before.items())
     return isinstance(obj, set) and before <= now

@@ -25,7 +25,8 @@ from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.record.nested import tensors_in
-from smdistributed.modelparallel.torch.record.recorder import Passed, Recorder
+from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime

@@ -1,0 +1,247 @@
+"""What can be changed in Python, read so that it can be compared and put back.
+
+A ``Holder`` is one such thing and what was in it: a dict, a list, the slots of an object, a class,
+a cell, a generator of random numbers. For each kind there is a pair of functions.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
+
+MISSING = object()
+#: What Python itself leaves in classes, sooner or later.
+_KEPT_BY_PYTHON = frozenset(
+    {"__slotnames__", "__doc__", "__annotations__", "__annotations_cache__", "_abc_impl"}
+)
+
+
+class Owner(NamedTuple):
+    """The attribute of a module by which state is reached."""
+
+    module: nn.Module
+    attribute: str
+
+
+class Kind(NamedTuple):
+    """How one kind of thing is read and put back.
+
+    Attributes:
+        read: gives its contents, comparable item by item.
+        put_back: fills it with former contents; None if that cannot be done.
+    """
+
+    read: Callable[[Any], Any]
+    put_back: Callable[[Any, Any], None] | None
+
+
+class Holder(NamedTuple):
+    """Something that can be changed, and what was in it.
+
+    Attributes:
+        obj: what is changed.
+        owner: by which attribute it is reached; None for a class, a global, a closure.
+        path: names it.
+        read: gives its contents, comparable item by item.
+        put_back: fills it with former contents.
+        before: its contents.
+    """
+
+    obj: Any
+    owner: Owner | None
+    path: str
+    read: Callable[[Any], Any]
+    put_back: Callable[[Any, Any], None] | None
+    before: Any
+
+
+def _read_dict(obj: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(dict.items(obj))
+
+
+def _refill_dict(obj: dict[Any, Any], items: dict[Any, Any]) -> None:
+    own: Any = collections.OrderedDict if isinstance(obj, collections.OrderedDict) else dict
+    own.clear(obj)
+    for key, item in items.items():
+        own.__setitem__(obj, key, item)
+
+
+def refill_list(obj: Any, items: list[Any]) -> None:
+    """Fills a list or a deque with items."""
+    obj.clear()
+    obj.extend(items)
+
+
+def _refill_set(obj: set[Any], items: set[Any]) -> None:
+    obj.clear()
+    obj.update(items)
+
+
+def _refill_array(obj: Any, data: bytes) -> None:
+    numpy: Any = sys.modules["numpy"]
+    obj[...] = numpy.frombuffer(data, obj.dtype).reshape(obj.shape)
+
+
+def _array_bytes(obj: Any) -> bytes:
+    found: bytes = obj.tobytes()
+    return found
+
+
+def _read_torch(obj: torch.Generator) -> bytes:
+    with past_recording():
+        return obj.get_state().numpy().tobytes()
+
+
+def _put_torch(obj: torch.Generator, state: bytes) -> None:
+    with past_recording():
+        obj.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _read_generator(obj: Any) -> Any:
+    return repr(obj.bit_generator.state), obj.bit_generator.state
+
+
+def _put_generator(obj: Any, state: Any) -> None:
+    obj.bit_generator.state = state[1]
+
+
+def _get_state(obj: random.Random) -> Any:
+    return obj.getstate()
+
+
+def _set_state(obj: random.Random, state: Any) -> None:
+    obj.setstate(state)
+
+
+def _where_generator_is(obj: types.GeneratorType[Any, Any, Any]) -> Any:
+    frame = obj.gi_frame
+    return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
+
+
+def _reduced(obj: Any) -> Any:
+    try:
+        return repr(obj.__reduce__())
+    except TypeError:
+        return None
+
+
+def _slots(obj: Any) -> list[str]:
+    return [
+        name
+        for base in type(obj).__mro__
+        for name in _names_of_slots(base.__dict__.get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def _names_of_slots(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _read_slots(obj: Any) -> dict[str, Any]:
+    return {name: getattr(obj, name, MISSING) for name in _slots(obj)}
+
+
+def _refill_slots(obj: Any, items: dict[str, Any]) -> None:
+    for name, value in items.items():
+        if value is not MISSING and getattr(obj, name, MISSING) is not value:
+            object.__setattr__(obj, name, value)
+
+
+def _read_class(kind: type) -> dict[str, Any]:
+    return {key: value for key, value in vars(kind).items() if key not in _KEPT_BY_PYTHON}
+
+
+def _refill_class(kind: type, items: dict[str, Any]) -> None:
+    for key in _read_class(kind).keys() - items.keys():
+        type.__delattr__(kind, key)
+    for key, value in items.items():
+        if vars(kind).get(key, MISSING) is not value:
+            type.__setattr__(kind, key, value)
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _refill_cell(cell: types.CellType, value: Any) -> None:
+    if value is not MISSING:
+        cell.cell_contents = value
+
+
+def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _refill_function(function: types.FunctionType, parts: tuple[Any, ...]) -> None:
+    function.__code__, function.__defaults__, function.__kwdefaults__ = parts
+
+
+def _read_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    return variable.get(MISSING)
+
+
+def _put_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    if value is not MISSING:
+        variable.set(value)
+
+
+def _leave(obj: Any, before: Any) -> None:
+    pass
+
+
+def put_entries(entries: dict[str, Any], items: dict[str, Any]) -> None:
+    """Puts some names of a namespace back."""
+    entries.update(items)
+
+
+def same(before: Any, now: Any) -> bool:
+    """Whether contents are the same objects, in the same places."""
+    if before is now:
+        return True
+    if isinstance(before, dict) and isinstance(now, dict):
+        return (
+            len(before) == len(now)
+            and all(map(operator.is_, before.values(), now.values()))
+            and all(map(operator.eq, before, now))
+        )
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(operator.is_, before, now))
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return len(before) == len(now) and all(map(same, before, now))
+    return bool(before == now)
+
+
+DICT = Kind(_read_dict, _refill_dict)
+#: Deques too.
+LIST = Kind(list, refill_list)
+SET = Kind(set, _refill_set)
+#: Its content is put back by who lets it change.
+TENSOR = Kind(version_of, _leave)
+ARRAY = Kind(_array_bytes, _refill_array)
+#: Of ``contextvars``.
+VARIABLE = Kind(_read_variable, _put_variable)
+TORCH_GENERATOR = Kind(_read_torch, _put_torch)
+NUMPY_GENERATOR = Kind(_read_generator, _put_generator)
+#: Of Python's module of that name.
+RANDOM = Kind(_get_state, _set_state)
+GENERATOR = Kind(_where_generator_is, None)
+ITERATOR = Kind(_reduced, None)
+SLOTS = Kind(_read_slots, _refill_slots)
+CLASS = Kind(_read_class, _refill_class)
+CELL = Kind(_read_cell, _refill_cell)
+FUNCTION = Kind(_read_function, _refill_function)
