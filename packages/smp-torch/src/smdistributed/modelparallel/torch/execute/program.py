@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
-from smdistributed.modelparallel.torch.record.ir import ANYTHING, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import (
     Container,
     Path,
+    follow,
     placeholders,
-    retemplate,
     same,
 )
 from smdistributed.modelparallel.torch.record.switches import (
@@ -77,33 +78,24 @@ def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None
 
 
 def _alike(name: str, want: Any, result: Any) -> None:
-    """Makes sure that what a leaf returns besides tensors is what was recorded.
+    """Makes sure that the numbers and texts that a leaf returns are those that were recorded.
 
     Args:
         name: of the leaf.
-        want: a template.
+        want: by path, what was recorded.
         result: what it returned.
 
     Raises:
-        UnsupportedError: it is something else.
+        UnsupportedError: one is another.
     """
-    if not same(want, result, _stands_for):
-        raise UnsupportedError(
-            f"{name} returned {_brief(result)} where the recording had {_brief(want)}: it depends "
-            "on data, or on state that has changed since. The Python around it has run already: "
-            "keep what depends on it inside one module."
-        )
-
-
-def _stands_for(want: Any, got: Any) -> bool:
-    """Compares what is no plain value; objects with state are looked at by who gets them."""
-    return want is ANYTHING or type(want) is type(got)
-
-
-def _brief(obj: Any) -> str:
-    kinds = (torch.Tensor, type(ANYTHING))
-    found = repr(retemplate(obj, kinds, lambda each: ...))
-    return found if len(found) < 200 else f"{found[:200]}..."
+    for path, value in want.items():
+        found = follow(result, path)
+        if not same(value, found, operator.is_):
+            raise UnsupportedError(
+                f"{name} returned {found!r} where the recording had {value!r}: it depends on data, "
+                "or on state that has changed since. The Python around it has run already: keep "
+                "what depends on it inside one module."
+            )
 
 
 class flagged:  # noqa: N801 - reads as a function
@@ -279,8 +271,8 @@ class Program:
             else:
                 expression = "result" + _access(output.source)
             lines.append(f"v{output.index} = {expression}")
-        if node.kind is NodeKind.LEAF and node.result is not ANYTHING:
-            lines.append(f"alike({node.name!r}, {self._constant(node.result)}, result)")
+        if node.values:
+            lines.append(f"alike({node.name!r}, {self._constant(node.values)}, result)")
         lines.append(f"del {results}")
         if node.kind is NodeKind.LEAF:
             values = tuple(each for each in node.outputs if not isinstance(each.source, Value))

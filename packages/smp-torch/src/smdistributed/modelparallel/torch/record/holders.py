@@ -21,6 +21,7 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
 
 MISSING = object()
+_OWN_PACKAGE = __name__.partition(".")[0]
 #: What Python itself leaves in classes, sooner or later.
 _KEPT_BY_PYTHON = frozenset(
     {"__slotnames__", "__doc__", "__annotations__", "__annotations_cache__", "_abc_impl"}
@@ -75,6 +76,22 @@ def _refill_dict(obj: dict[Any, Any], items: dict[Any, Any]) -> None:
     own.clear(obj)
     for key, item in items.items():
         own.__setitem__(obj, key, item)
+
+
+def _read_hooks(obj: dict[int, Any]) -> dict[int, Any]:
+    """Returns the hooks of others: the library's own come and go by themselves."""
+    return {
+        key: hook
+        for key, hook in obj.items()
+        if not (getattr(hook, "__module__", "") or "").startswith(_OWN_PACKAGE)
+    }
+
+
+def _refill_hooks(obj: dict[int, Any], items: dict[int, Any]) -> None:
+    for key in _read_hooks(obj).keys() - items.keys():
+        del obj[key]
+    for key, hook in items.items():
+        obj.setdefault(key, hook)
 
 
 def refill_list(obj: Any, items: list[Any]) -> None:
@@ -227,6 +244,8 @@ def same(before: Any, now: Any) -> bool:
 
 
 DICT = Kind(_read_dict, _refill_dict)
+#: Of a module.
+HOOKS = Kind(_read_hooks, _refill_hooks)
 #: Deques too.
 LIST = Kind(list, refill_list)
 SET = Kind(set, _refill_set)

@@ -40,10 +40,6 @@ class NodeKind(enum.Enum):
     CALL = "call"
 
 
-#: Stands in the template of a leaf's result for its tensors, and for objects with state.
-ANYTHING = object()
-
-
 class Leaf(NamedTuple):
     """A module that sits whole on one partition."""
 
@@ -132,7 +128,7 @@ class Node:
         switches: of PyTorch's backends, that were set since the start of the step.
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
         stateful: LEAF: the modules in it whose attributes, buffers or parameters it changes.
-        result: LEAF: template of what it returns, with ``ANYTHING`` for tensors and objects.
+        values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
         changes: values whose tensors it changes in place.
@@ -156,7 +152,7 @@ class Node:
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     stateful: tuple[nn.Module, ...] = ()
-    result: Any = None
+    values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
     flops: int = 0
@@ -195,6 +191,7 @@ class Node:
             and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
             and (self.switches, self.default_dtype) == (other.switches, other.default_dtype)
             and self.flags == other.flags
+            and self.values == other.values
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and _same_target(self.target, other.target)
             and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]

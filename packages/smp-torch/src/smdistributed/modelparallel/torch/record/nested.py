@@ -365,6 +365,22 @@ def tensor_paths(obj: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor
             yield from tensor_paths(getattr(obj, field.name), (*path, ("attribute", field.name)))
 
 
+def value_paths(obj: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields every number and text in a template with the way to reach it."""
+    if isinstance(obj, bool | int | float | complex | str) and not isinstance(obj, enum.Enum):
+        yield path, obj
+    elif isinstance(obj, Container):
+        kind = "attribute" if obj.kind == "fields" else "item"
+        for key, item in obj.items.items():
+            yield from value_paths(item, (*path, (kind, key)))
+    elif type(obj) in (tuple, list):
+        for index, item in enumerate(obj):
+            yield from value_paths(item, (*path, ("item", index)))
+    elif type(obj) is dict:
+        for key, item in obj.items():
+            yield from value_paths(item, (*path, ("item", key)))
+
+
 def follow(obj: Any, path: Path) -> Any:
     """Returns what stands at ``path`` in a structure."""
     for kind, key in path:

@@ -403,7 +403,9 @@ class Recorder(TorchFunctionMode):
 
     def _check_held(self, values: Values, span: Span) -> None:
         """Makes sure that a leaf does not depend on what another rank left in an object."""
-        entry, call = span.entry, span.call
+        entry = span.entry
+        # The run that made the span has calls of its own.
+        call = functools.partial(self._call, span.call, span.module)
         fresh = CarriedObjects(Carried.stand_in)
         for carried, before in span.before:
             give_state(fresh(carried), before)
@@ -1005,9 +1007,8 @@ class Recorder(TorchFunctionMode):
             handed = self._handed(entry)
             watch = Watch(self._meter, module, (args, kwargs))
             snapshot = Snapshot(module.modules())
-            again = functools.partial(self._call, call, module)
             outer = self._span
-            span = Span(module, outer, len(self._new), entry, snapshot, again, before)
+            span = Span(module, outer, len(self._new), entry, snapshot, call, before)
             self._span = span
             self._spans.append(span)
         first = len(self._spans)

@@ -14,6 +14,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor, storage_of
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
+from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace import Entry, Seen
 from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Place, Snapshot
 
@@ -157,6 +158,10 @@ class Scene:
                 entry.hidden.append((*change.owner, tensor))
                 entry.stateful[change.owner.module] = None
         entry.changes = []
+        if entry.seen is Seen.NOTHING and any(
+            has_hooks_of_packages(each[0]) for each in entry.hooked
+        ):
+            entry.seen = Seen.HOOKS
 
     def _settle_shared(self, change: Change, entry: Entry) -> None:
         added = change.added

@@ -32,7 +32,7 @@ class Span:
         start, end: position of its first entry, and of the first one after it.
         entry: the call as a whole, as if the module were a leaf.
         snapshot: the Python state before it.
-        call: calls the module.
+        call: calls modules.
         before: copies of the objects with state that it is given, as they were.
         outputs: the tensors that it returns and where they stand.
         failed: it raised, and code around it went on.

@@ -15,6 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.record.nested import Path, follow
+from smdistributed.modelparallel.torch.record.undo import is_users
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
@@ -47,6 +48,16 @@ def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tup
 def has_hooks_of_others(module: nn.Module) -> bool:
     """Whether somebody has put forward hooks on a module."""
     return any(True for _ in _hooks_of_others(module))
+
+
+def has_hooks_of_packages(module: nn.Module) -> bool:
+    """Whether an installed package has put forward hooks on a module: to collect what it gives.
+
+    What it collects need not be a tensor that would be missed; that calls are counted is enough.
+    """
+    return any(
+        not is_users(getattr(hook, "__module__", "") or "") for _, hook in _hooks_of_others(module)
+    )
 
 
 def call_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:

@@ -40,7 +40,7 @@ _ATOMS = (
 #: Attributes that every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
 #: What others do when a module is called: it belongs to them, not to the module.
-_HOOKS = frozenset(name for name in OF_MODULES if name.endswith("_hooks"))
+_HOOKS = frozenset(name for name in OF_MODULES if "_hooks" in name)
 #: What a change of is seen in other ways, or changes no number.
 _OWN_ATTRIBUTES = OF_MODULES | {""}
 _OWN_PACKAGE = __name__.partition(".")[0]
@@ -254,6 +254,8 @@ class Snapshot:
         self._hold(holders.DICT, vars(module), Owner(module, ""), name)
         for key, value in list(vars(module).items()):
             if key in _HOOKS:
+                if key in ("_forward_hooks", "_forward_pre_hooks"):
+                    self._hold(holders.HOOKS, value, Owner(module, key), f"{name}.{key}")
                 self._pending += [(hook, None, f"{name}.{key}") for hook in value.values()]
             else:
                 self._pending.append((value, Owner(module, key), f"{name}.{key}"))
@@ -343,7 +345,7 @@ class Snapshot:
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
         for base in (*kind.__mro__, *metaclass.__mro__):
-            if base in self._classes or not _is_users(base.__module__):
+            if base in self._classes or not is_users(base.__module__):
                 continue
             self._classes.add(base)
             self._seen.add(id(base))
@@ -357,7 +359,7 @@ class Snapshot:
                     self._pending.append((value, None, f"{base.__qualname__}.{key}"))
 
     def _function(self, function: types.FunctionType, owner: Owner | None, path: str) -> None:
-        if not _is_users(function.__module__ or ""):
+        if not is_users(function.__module__ or ""):
             return
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -374,7 +376,7 @@ class Snapshot:
         self._entries(namespace, names, function.__module__)
         for name in sorted(names):
             module = namespace[name] if name in namespace else sys.modules.get(name)
-            if isinstance(module, types.ModuleType) and _is_users(module.__name__):
+            if isinstance(module, types.ModuleType) and is_users(module.__name__):
                 self._entries(vars(module), names, name)
         if names & {"environ", "getenv"}:
             self._pending.append((os.environ, None, "os.environ"))
@@ -419,7 +421,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Whether code may have state of the user's: not torch's, ours, nor an installed package's."""
     package = module.partition(".")[0]
     if package in ("torch", "builtins", "numpy", _OWN_PACKAGE) or (

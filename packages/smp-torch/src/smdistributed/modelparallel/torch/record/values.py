@@ -13,8 +13,13 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, storage_of
 from smdistributed.modelparallel.torch.record.carried import Carried
-from smdistributed.modelparallel.torch.record.ir import ANYTHING, Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import Path, placeholders, retemplate
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import (
+    Path,
+    placeholders,
+    retemplate,
+    value_paths,
+)
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -109,7 +114,7 @@ class Values:
             region=entry.region,
             flops=entry.flops,
             stateful=tuple(entry.stateful),
-            result=retemplate(entry.result, (torch.Tensor, Carried), lambda each: ANYTHING),
+            values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=kind is NodeKind.CALL
             and entry.draw is None
             and all(value.replicated for value in inputs)
