@@ -74,7 +74,7 @@ MUTATIONS = (
     Mutation(
         "hooks are forgotten",
         "tensorflow/model/engine.py",
-        "                hook()\n",
+        "                hook()  # which may want to be called for the next model as well\n",
         "                pass\n",
         (
             "hooks_run_once_after_partitioning_and_before_the_first_forward_pass",
