@@ -12,6 +12,7 @@ from smdistributed.modelparallel.torch.gradients.overflow import shared_overflow
 from smdistributed.modelparallel.torch.model.adoption import modules_adopted
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
+from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
 
 
 def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> None:
@@ -36,4 +37,5 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(shared_overflows(runtime))
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         runtime.replacements.enter_context(modules_adopted(runtime))
+        runtime.replacements.enter_context(compiled_inside())
         runtime.replacements.enter_context(original_forward())

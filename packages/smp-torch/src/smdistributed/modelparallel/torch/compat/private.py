@@ -8,8 +8,10 @@ PyTorch marks as its own by a leading underscore.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
+)
+from torch.overrides import (
+    TorchFunctionMode,
+    _pop_mode_temporarily,
 )
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as native_checkpoint
@@ -48,6 +54,8 @@ Reentrant = Callable[..., Any]
 
 #: What fakes raise where a result depends on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+_innermost_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 
 #: What ``torch.no_grad`` and the like call.
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
@@ -115,6 +123,15 @@ def past_function_modes() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+@contextlib.contextmanager
+def without_function_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Leaves the innermost function modes that are of a kind."""
+    with contextlib.ExitStack() as stack:
+        while torch._C._len_torch_function_stack() and isinstance(_innermost_mode(), kind):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
 def past_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Does something that no dispatch mode of torch sees."""
     return _disable_current_modes()
@@ -147,21 +164,112 @@ def saved_tensors_hooks() -> Any:
 # Compiled modules
 
 
+def _wrapper_class() -> Any:
+    """Returns the class of what ``torch.compile(module)`` gives, if anything has been compiled."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # seconds to import
+    return () if compiler is None else compiler.OptimizedModule
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Returns what tells how a module was compiled; None if it was not."""
+    if isinstance(module, _wrapper_class()):
+        return module.dynamo_ctx
+    call = vars(module).get("_compiled_call_impl")
+    return call.call if isinstance(call, AroundCompiled) else call
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that a compiled one was made of; any other as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def compile_like(call: Any, module: nn.Module) -> Callable[..., Any]:
+    """Compiles the calls of a module as another one was compiled; returns the new call.
+
+    Args:
+        call: of the other one, by ``compiled_call``.
+        module: to compile.
+    """
+    context = call
+    if isinstance(call, FunctionType):
+        cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+        context = cells["self"].cell_contents
+
+    # Of a module of torch's own, the compiler takes only what another function calls.
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call_module.__code__ = _code_for(id(type(module)), call_module.__code__)
+    compiled: Callable[..., Any] = context(call_module)
+    module._compiled_call_impl = compiled
+    return compiled
+
+
+@functools.cache
+def _code_for(kind: int, code: CodeType) -> CodeType:
+    """Returns a copy for each class of modules: how often one code is compiled is limited."""
+    return code.replace()
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Runs a module as it is written again."""
+    vars(module).pop("_compiled_call_impl", None)
+
+
+class AroundCompiled:
+    """Does something before and after the compiled calls of a module, outside the compiled code.
+
+    Args:
+        module: compiled in place.
+        enter: called before, with the module and its positional arguments.
+        leave: called after, also when the call raises; with the result as well.
+    """
+
+    def __init__(
+        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+    ) -> None:
+        self._module = module
+        self._enter = enter
+        self._leave = leave
+        self.call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        self._enter(self._module, args)
+        try:
+            result = self.call(*args, **kwargs)
+            return result
+        finally:
+            self._leave(self._module, args, result)
+
+    def remove(self) -> None:
+        """Leaves the compiled call alone again."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self.call
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether a module was compiled by its own ``compile``; its hooks are compiled with it."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
 @contextlib.contextmanager
 def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Runs modules that ``nn.Module.compile`` compiled as they are written meanwhile."""
-    compiled = {
-        module: module._compiled_call_impl
-        for module in modules
-        if module._compiled_call_impl is not None
-    }
-    for module in compiled:
-        module._compiled_call_impl = None
+    """Runs as it is written what is compiled; modules in a wrapper are called as modules."""
+    wrappers: list[Any] = [each for each in modules if isinstance(each, _wrapper_class())]
+    former = [vars(each)["forward"] for each in wrappers]
+    for each in wrappers:
+        vars(each)["forward"] = each._orig_mod
     try:
-        yield
+        if "torch._dynamo" in sys.modules:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        else:
+            yield
     finally:
-        for module, implementation in compiled.items():
-            module._compiled_call_impl = implementation
+        for each, forward in zip(wrappers, former, strict=True):
+            vars(each)["forward"] = forward
 
 
 # Activation checkpointing
@@ -313,17 +421,45 @@ def _modes() -> None:
             _expect(False, "a shape that depends on data is refused on fakes")
     with past_all_modes():
         set_grad_enabled(torch.is_grad_enabled())
+    with TorchFunctionMode() as mode, without_function_modes(TorchFunctionMode):
+        _expect(_innermost_mode() is None, "function modes can be left")
+    _expect(mode is not None, "and are there again")
     _expect(callable(next(iter(flop_registry.values()))), "FLOPs are counted by formulas")
     _expect(pytree.tree_leaves({"a": [1]}) == [1], "nested structures are flattened")
     _expect(isinstance(torch.ops.aten.add.Tensor, OpOverload), "operations have overloads")
 
 
 def _compiled_modules() -> None:
-    module = nn.Linear(1, 1)
-    module._compiled_call_impl = module.forward
-    with run_eagerly([module]):
-        _expect(module._compiled_call_impl is None, "a compiled call can be put aside")
-    _expect(module._compiled_call_impl is not None, "and put back")
+    ran = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ran.append("compiled")
+        return graph.forward
+
+    class Module(nn.Module):  # one of torch's own alone is not worth compiling
+        def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 2
+
+    module, other = Module(), Module()
+    module.compile(backend=backend)
+    wrapped: Any = torch.compile(Module(), backend=backend)
+    around = AroundCompiled(module, lambda *_: ran.append("before"), lambda *_: ran.append("after"))
+    with run_eagerly([module, wrapped]):
+        module(torch.zeros(1)), wrapped(torch.zeros(1))
+    _expect(ran == ["before", "after"], "compiled code can run as it is written")
+    module(torch.zeros(1))
+    _expect(ran[2:] == ["before", "compiled", "after"], "and compiled, with something around it")
+    around.remove()
+    compiled = torch.compile(_failure, backend=backend)
+    _expect(as_written(compiled) is _failure, "a compiled function tells what it was made of")
+    for each in (module, wrapped):
+        ran.clear()
+        torch.compiler.reset()
+        compile_like(compiled_call(each), other)
+        other(torch.zeros(1))
+        _expect(ran == ["compiled"], "a module is compiled as another one was")
+        forget_compiled(other)
+    torch.compiler.reset()
 
 
 def _checkpointing() -> None:

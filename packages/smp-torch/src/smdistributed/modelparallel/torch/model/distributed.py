@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
     DataParallelOptions,
 )
+from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
@@ -74,7 +75,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         self._post_step_hooks = OnceHooks()
         self.number, self.place_in_keys = runtime.add_model(self)
         self.holder = Holder(runtime, module, self.place_in_keys)
-        self.drawing = DrawingModules(runtime.random, self.holder)
+        self.compiled = CompiledModules(self.holder)
+        self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
         if self.partitioned:
             self.holder.place_whole()
             self._attach_replicas()
@@ -120,6 +122,17 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             )
         else:
             torch.autograd.backward(tensors, grad_tensors)
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the model in place, as ``torch.nn.Module.compile`` does.
+
+        ``torch.compile(model)`` does the same, and returns the model. With more than one partition
+        each part of the model that lies on one partition is compiled alone.
+
+        Args:
+            options: of ``torch.compile``.
+        """
+        self.get_module().compile(**options)
 
     def join(
         self,
@@ -214,15 +227,15 @@ class DistributedModel(TensorParallelQueries, nn.Module):
     def refresh(self) -> None:
         """Takes the user's changes to the structure of the model: modules, parameters, ties.
 
-        Called at the start of each step, on every process.
+        Called at the start of each step, on every process. What is compiled now is noted too.
 
         Raises:
             PartitionError: a parameter is now shared between partitions.
         """
-        if not self.holder.refresh():
-            return
-        self.drawing.refresh()
-        if self.partitioned:
+        has_changed = self.holder.refresh()
+        if self.compiled.refresh() or has_changed:
+            self.drawing.refresh()
+        if has_changed and self.partitioned:
             self.data_parallel.watch(self.local_named_parameters())
 
     def place(self, placement: Placement) -> None:
@@ -231,6 +244,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         Called by the first step, on every process.
         """
         self.holder.place(placement)
+        if self.compiled.refresh():
+            self.drawing.refresh()
         self._attach_replicas()
         self.holder.run_waiting()
         self._post_partition_hooks.run(self, self._find_optimizer)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.random.modules import RandomStreams
-from smdistributed.modelparallel.torch.record.costs import Profile
+from smdistributed.modelparallel.torch.record.costs import Draws, Profile
 
 
 class DrawingModules:
@@ -16,11 +17,13 @@ class DrawingModules:
     Args:
         random: of the step in progress.
         holder: of the model.
+        compiled: which of its modules are.
     """
 
-    def __init__(self, random: StepRandom, holder: Holder) -> None:
+    def __init__(self, random: StepRandom, holder: Holder, compiled: CompiledModules) -> None:
         self._holder = holder
-        self._streams = RandomStreams(random)
+        self._compiled = compiled
+        self._streams = RandomStreams(random, compiled)
         self.learn()
 
     def learn(self) -> None:
@@ -46,15 +49,18 @@ class DrawingModules:
 
     def take(self, profile: Profile) -> None:
         """Takes from a profile which modules draw."""
-        fakes = self._holder.fakes
+        fakes, root_of = self._holder.fakes, self._compiled.root_of
+        draws: dict[nn.Module, Draws] = {}
+        for module, costs in profile.modules.items():
+            if module in fakes.names:
+                root = root_of(module)
+                draws[root] = draws.get(root, Draws()).union(costs.draws)
         self._streams.add(
-            {
-                fakes.draw_name(module): (module, costs.draws)
-                for module, costs in profile.modules.items()
-                if module in fakes.names
-            }
+            {fakes.draw_name(module): (module, each) for module, each in draws.items()}
         )
 
     def _by_name(self) -> dict[str, nn.Module]:
-        fakes = self._holder.fakes
-        return {fakes.draw_name(module): module for module in fakes.names}
+        fakes, root_of = self._holder.fakes, self._compiled.root_of
+        return {
+            fakes.draw_name(module): module for module in fakes.names if root_of(module) is module
+        }

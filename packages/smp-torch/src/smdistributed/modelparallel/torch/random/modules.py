@@ -3,18 +3,24 @@
 A module that draws once in a call, or that is never split, is seeded when it is entered; one that
 draws several times and has children is watched draw by draw, since another partition may execute
 its draws on several ranks. What a module draws is known from a recording, or learned in its first
-call: that call is keyed in every way, and what it did draw is noted.
+call: that call is keyed in every way, and what it did draw is noted. Compiled code must not be
+interrupted: it is seeded around each of its calls, for all that is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smdistributed.modelparallel.torch.compat.private import (
+    AroundCompiled,
+    is_compiled_in_place,
+    without_function_modes,
+)
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, StepRandom
 from smdistributed.modelparallel.torch.record.costs import Draws
 from smdistributed.modelparallel.torch.record.python_random import python_draws
@@ -71,12 +77,14 @@ class RandomStreams:
 
     Args:
         random: of the step in progress.
+        compiled: the modules that run as compiled code.
     """
 
-    def __init__(self, random: StepRandom) -> None:
+    def __init__(self, random: StepRandom, compiled: Container[nn.Module] = ()) -> None:
         self._random = random
+        self._compiled = compiled
         self._known: dict[nn.Module, Draws] = {}
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._handles: dict[nn.Module, list[RemovableHandle | AroundCompiled]] = {}
 
     def learn(self, modules: Mapping[str, nn.Module]) -> None:
         """Finds out what modules draw, each in its next call in a step.
@@ -85,13 +93,18 @@ class RandomStreams:
             modules: by the name of their keys.
         """
         for name, module in modules.items():
-            self._hook(module, *self._learning(name, module))
+            if module in self._compiled:
+                self.add({name: (module, self._known.pop(module, Draws()))})
+            else:
+                self._hook(module, *self._learning(name, module))
 
     def add(self, modules: Mapping[str, tuple[nn.Module, Draws]]) -> None:
         """Takes modules whose draws were seen, by the name of their keys."""
         for name, (module, draws) in modules.items():
             known = self._known.get(module)
             both = draws if known is None else known.union(draws)
+            if module in self._compiled:
+                both = both.union(Draws(most=1))  # what it draws is not seen
             if both == known:
                 continue
             self._known[module] = both
@@ -118,8 +131,12 @@ class RandomStreams:
         """Hooks the start and the end of a module's calls, in place of what was there before."""
         for handle in self._handles.pop(module, ()):
             handle.remove()
-        if hooks:
-            enter, leave = hooks
+        if not hooks:
+            return
+        enter, leave = hooks
+        if module in self._compiled and is_compiled_in_place(module):
+            self._handles[module] = [AroundCompiled(module, enter, leave)]
+        else:
             self._handles[module] = [
                 module.register_forward_pre_hook(enter),
                 module.register_forward_hook(leave, always_call=True),
@@ -170,7 +187,8 @@ class RandomStreams:
         self, name: str, module: nn.Module, draws: Draws
     ) -> tuple[Callable[..., None], ...]:
         random = self._random
-        by_draw = draws.most > 1 and next(module.children(), None) is not None
+        is_compiled = module in self._compiled
+        by_draw = draws.most > 1 and not is_compiled and next(module.children(), None) is not None
         saved: list[contextlib.ExitStack] = []
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -180,6 +198,8 @@ class RandomStreams:
             if not random.is_active:
                 return
             call = random.number_of_call(name)
+            if is_compiled:
+                stack.enter_context(without_function_modes(DrawByDraw))
             entered: object = stack
             if by_draw:
                 entered = stack.enter_context(DrawByDraw(random, name, call, draws.functions))

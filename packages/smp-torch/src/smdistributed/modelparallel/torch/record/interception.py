@@ -87,7 +87,7 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment,method-assign]
     try:
-        # The compiler does not nest in fake tensors.
+        # The compiler does not nest in fake tensors, and what it makes shows no calls.
         with (
             run_eagerly(list(modules)),
             _transformers_as_in_a_real_run(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,9 +15,15 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.torch.compat.private import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
+
+NOT_COMPILED = (
+    "step function {} is not compiled itself, since its backward pass runs over all partitions; "
+    "compile the model, or modules in it."
+)
 
 
 class StepFunction:
@@ -24,8 +31,8 @@ class StepFunction:
 
     Each call splits the tensor arguments into microbatches, runs the body once for each, and
     returns the body's result with a ``StepOutput`` in place of each tensor. With more than one
-    partition the body itself runs only when the step is recorded: in the first call, and again
-    when shapes, arguments, flags or the Python state that it read are new.
+    partition the Python of the body runs on every rank, for every microbatch, before anything is
+    computed; tensors have shapes and types then, but no values.
 
     Collective: every process, in the same order.
 
@@ -48,6 +55,9 @@ class StepFunction:
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
     ) -> None:
+        if as_written(function) is not function:
+            function = as_written(function)
+            warnings.warn(NOT_COMPILED.format(function.__name__), stacklevel=5)
         functools.update_wrapper(self, function)
         self._slot = slot
         self._function = function
@@ -73,6 +83,11 @@ class StepFunction:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
         return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return str(self._function.__name__)
 
     def timeline(self) -> Timeline:
         """Returns when every action of the last call ran, in seconds from its start.

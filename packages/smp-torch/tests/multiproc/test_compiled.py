@@ -1,0 +1,227 @@
+"""Compiled modules: they run compiled, the numbers stay, and nothing is compiled again.
+
+The backend runs each graph as it is and counts them: what is tested is what becomes one graph,
+not what a compiler makes of it. All is compiled with ``fullgraph``: a break is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from world import generator, start
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+WIDTH = 8
+STEPS = 3
+WORLDS = {
+    name: World(
+        ranks,
+        start,
+        ({"pipeline_parallel_degree": ranks, "microbatches": 2},),
+        "fork",
+        preload=("torch", "torch._dynamo"),
+    )
+    for name, ranks in (("one", 1), ("pp2", 2))
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(torch.relu(self.linear(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = Mlp(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Graphs:
+    """A backend that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+def each_block(net: Net, options: dict[str, Any]) -> nn.Module:
+    for block in net.blocks:
+        block.compile(**options)
+    return net
+
+
+def each_block_wrapped(net: Net, options: dict[str, Any]) -> nn.Module:
+    net.blocks = nn.ModuleList(torch.compile(block, **options) for block in net.blocks)
+    return net
+
+
+def whole(net: Net, options: dict[str, Any]) -> nn.Module:
+    net.compile(**options)
+    return net
+
+
+def whole_wrapped(net: Net, options: dict[str, Any]) -> nn.Module:
+    return torch.compile(net, **options)
+
+
+def part_of_each_block(net: Net, options: dict[str, Any]) -> nn.Module:
+    for block in net.blocks:
+        block.mlp.compile(**options)
+    return net
+
+
+def nothing(net: Any, options: dict[str, Any]) -> Any:
+    return net
+
+
+def distributed(net: Any, options: dict[str, Any]) -> Any:
+    net.compile(**options)
+    return net
+
+
+def distributed_wrapped(net: Any, options: dict[str, Any]) -> Any:
+    compiled = torch.compile(net, **options)
+    assert compiled is net
+    return net
+
+
+def its_blocks(net: Any, options: dict[str, Any]) -> Any:
+    each_block(net.get_module(), options)
+    return net
+
+
+#: How a model is compiled: before it is distributed, after that, after the second step.
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "each_block": (each_block, nothing, nothing),
+    "each_block_wrapped": (each_block_wrapped, nothing, nothing),
+    "part_of_each_block": (part_of_each_block, nothing, nothing),
+    "whole": (whole, nothing, nothing),
+    "whole_wrapped": (whole_wrapped, nothing, nothing),
+    "distributed": (nothing, distributed, nothing),
+    "distributed_wrapped": (nothing, distributed_wrapped, nothing),
+    "late_blocks": (nothing, nothing, its_blocks),
+    "late_whole": (nothing, nothing, distributed),
+}
+
+
+def train(way: str | None, dropout: float, checkpointing: bool) -> Any:
+    """Trains a model that is compiled in one of the ways, or not at all, and then evaluates it.
+
+    Returns:
+        the losses, and how many graphs there were after each.
+    """
+    torch.compiler.reset()
+    graphs = Graphs()
+    # To repeat what a graph draws takes a backend that knows of gradients.
+    options = {"backend": "aot_eager" if checkpointing else graphs, "fullgraph": True}
+    before, after, late = WAYS[way] if way is not None else (nothing, nothing, nothing)
+    torch.manual_seed(0)
+    net = Net(dropout)
+    model = smp.DistributedModel(before(net, options))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model = after(model, options)
+    if checkpointing:
+        for block in net.blocks:
+            smp.set_activation_checkpointing(block)
+
+    @smp.step
+    def step(x: torch.Tensor, y: torch.Tensor, learns: bool) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        if learns:
+            model.backward(loss)
+        return loss
+
+    numbers = generator(1)
+    losses, counts = [], []
+    for position in range(STEPS + 1):
+        learns = position < STEPS
+        model.train(learns)
+        if position == 2:
+            model = late(model, options)
+        x = torch.randn(4, WIDTH, generator=numbers)
+        y = torch.randint(3, (4,), generator=numbers)
+        optimizer.zero_grad()
+        losses.append(step(x, y, learns).reduce_mean().item())
+        if learns:
+            optimizer.step()
+        counts.append(graphs.count)
+    return losses, counts
+
+
+def train_all(ways: list[str | None], dropout: float, checkpointing: bool = False) -> Any:
+    return {way: train(way, dropout, checkpointing) for way in ways}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str) -> None:
+    for rank in worlds.run(WORLDS[world], train_all, [None, *WAYS], 0.0):
+        expected, none = rank.pop(None)
+        assert set(none) == {0}
+        for way, (losses, counts) in rank.items():
+            assert losses == expected, way
+            first = 2 if way.startswith("late") else 0
+            assert set(counts[:first]) <= {0}, way
+            # Graphs for training, of which none is new after the first step; others to evaluate.
+            assert 0 < counts[first] == counts[STEPS - 1] < counts[STEPS], (way, counts)
+
+
+def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds) -> None:
+    ways = ["each_block", "each_block_wrapped", "part_of_each_block"]
+    for checkpointing in (False, True):
+        (one,) = worlds.run(WORLDS["one"], train_all, ways, 0.5, checkpointing)
+        for rank in worlds.run(WORLDS["pp2"], train_all, ways, 0.5, checkpointing):
+            for way in ways:
+                assert rank[way][0] == pytest.approx(one[way][0], rel=1e-6), way
+
+
+def compile_step_functions() -> None:
+    model = smp.DistributedModel(Net(0.0))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    losses = [smp.step(body)(torch.ones(4, WIDTH))]
+    with pytest.warns(UserWarning, match="compile the model, or modules in it"):
+        losses.append(smp.step(torch.compile(body, fullgraph=True))(torch.ones(4, WIDTH)))
+    with pytest.warns(UserWarning, match="compile the model, or modules in it"):
+        losses.append(torch.compile(smp.step(body), fullgraph=True)(torch.ones(4, WIDTH)))
+    assert losses[0].reduce_sum() == losses[1].reduce_sum() == losses[2].reduce_sum()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_step_functions_are_not_compiled_themselves(worlds: Worlds, world: str) -> None:
+    worlds.run(WORLDS[world], compile_step_functions)
