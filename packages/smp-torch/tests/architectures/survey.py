@@ -10,12 +10,12 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from job import run_job, stack_of
 from trial import Failure, Record, Trial
-from verdict import Verdict, judge
+from verdict import Kind, Verdict, judge
 
 from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
@@ -111,7 +111,30 @@ def survey(
         directory: keeps the records; a trial that has one is not run again.
         seconds: what a trial may take.
         on_verdict: told each verdict.
+
+    A difference in float32 may be rounding, which a ReLU or a selection makes larger: such a trial
+    is repeated in float64, and exact if it is exact there.
     """
+    verdicts = _survey(trials, num_ranks, directory, seconds, on_verdict)
+    doubtful = [trial for trial, verdict in verdicts.items() if verdict.differs]
+    if doubtful:
+        again = {replace(trial, in_double=True): trial for trial in doubtful}
+        for double, verdict in _survey(list(again), num_ranks, directory, seconds).items():
+            trial = again[double]
+            if verdict.kind is Kind.EXACT:
+                reason = f"in float64; in float32 {verdicts[trial].reason}"
+                verdicts[trial] = replace(verdict, reason=reason)
+                on_verdict(trial, verdicts[trial])
+    return verdicts
+
+
+def _survey(
+    trials: Sequence[Trial],
+    num_ranks: int,
+    directory: Path,
+    seconds: float,
+    on_verdict: Callable[[Trial, Verdict], None] = lambda trial, verdict: None,
+) -> dict[Trial, Verdict]:
     reference = Job(1, trials, directory / "reference", seconds)
     distributed = Job(num_ranks, trials, directory / f"ranks-{num_ranks}", seconds)
     verdicts: dict[Trial, Verdict] = {}

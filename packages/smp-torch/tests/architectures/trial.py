@@ -46,15 +46,22 @@ class InapplicableError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """An architecture under one variant."""
+    """An architecture under one variant.
+
+    Attributes:
+        name: of the architecture.
+        variant: what is special.
+        in_double: computed in float64, where rounding cannot be taken for an error.
+    """
 
     name: str
     variant: Variant
+    in_double: bool = False
 
     @property
     def stem(self) -> str:
         """What its files are called."""
-        return f"{self.name}.{self.variant.name.lower()}"
+        return f"{self.name}.{self.variant.name.lower()}{'.float64' * self.in_double}"
 
 
 @dataclass
@@ -174,6 +181,15 @@ def bodies(architecture: Architecture) -> tuple[Callable[..., Any], Callable[...
 
 def run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     """Trains and evaluates; notes in ``record`` what comes out, as far as it gets."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if trial.in_double else usual)
+    try:
+        _run_trial(trial, record, plain=plain)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     architecture = registry.ARCHITECTURES[trial.name]
     _seed(0)
     variant = trial.variant
@@ -229,13 +245,18 @@ def _batch(architecture: Architecture, config: Any, index: int, variant: Variant
     torch.manual_seed(10 + index)
     batch = architecture.batch(config, Shape(rows, length, padded))
     if smp.is_initialized() and smp.pp_rank() > 0:
-        return {
+        batch = {
             name: value.new_empty((rows, *(0 for _ in value.shape[1:])))
             if isinstance(value, torch.Tensor)
             else value
             for name, value in batch.items()
         }
-    return batch
+    return {
+        name: value.to(torch.get_default_dtype())
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in batch.items()
+    }
 
 
 def _visits(train: Any) -> list[int]:

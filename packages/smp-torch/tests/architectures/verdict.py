@@ -34,7 +34,7 @@ class Verdict:
 
     Attributes:
         kind: the outcome; "unusable": one process could not do it either.
-        reason: in one line; empty if exact.
+        reason: in one line; if exact, what there is to say of it.
         details: stacks and the like.
         visits: the rank of each segment of the forward pass.
         difference: the largest relative one among losses and gradients.
@@ -45,6 +45,11 @@ class Verdict:
     details: str = ""
     visits: tuple[int, ...] = ()
     difference: float = 0.0
+
+    @property
+    def differs(self) -> bool:
+        """Whether both sides ran to their ends and gave different numbers."""
+        return self.kind is Kind.WRONG and bool(self.visits)
 
 
 def judge(reference: Record, ranks: Sequence[Record]) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,34 @@ class InPlace(nn.Module):
 
 def case_in_place_glue() -> None:
     compare(InPlace, regress, [batch(), batch()])
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # scripting is deprecated, and libraries do it
+
+    @torch.jit.script
+    def positions(size: int) -> torch.Tensor:
+        return torch.arange(size) / size
+
+
+class Scripted(nn.Module):
+    """Makes a tensor by a call that no override sees, and its layers use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = positions(WIDTH)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x + near.unsqueeze(0))
+        return x
+
+
+def case_a_module_that_calls_scripted_functions() -> None:
+    compare(lambda: nn.Sequential(Scripted(), nn.Linear(WIDTH, WIDTH)), regress, [batch(), batch()])
 
 
 @dataclass

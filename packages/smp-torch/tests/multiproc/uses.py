@@ -614,6 +614,11 @@ USES = {
     "item of an activation": Use(late="x = x * x.abs().max().item()"),
     "item of an activation in a leaf": Use(leaf="x = x * x.abs().max().item()"),
     "branch on an activation in a leaf": Use(leaf="x = x if x.sum() > 0 else 2 * x"),
+    "decision after a leaf with a constant": Use(
+        top="ARRAY = numpy.ones(4, dtype=numpy.float32)",
+        leaf="x = x * torch.from_numpy(ARRAY)",
+        loss="loss = ((out - y) ** 2).mean() * (2 if (y < 100).all() else 1)",
+    ),
     "NumPy of an activation in a leaf": Use(leaf="x = x * float(x.detach().numpy().max())"),
     "assertion on an activation": Use(late="assert torch.isfinite(x).all()"),
     "printed activation": Use(late="text = str(x.shape) + repr(x.dtype)"),

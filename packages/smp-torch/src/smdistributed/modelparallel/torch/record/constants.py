@@ -63,9 +63,22 @@ class Constants:
         """Returns the tensor that a constant stands for in this microbatch."""
         return self._given[constant]
 
-    def known(self, constants: Sequence[Constant]) -> list[torch.Tensor]:
-        """Returns the tensors for some constants."""
-        return [self._kept[constant][0] for constant in constants]
+    def known(self, constant: Constant, where: str) -> torch.Tensor:
+        """Returns the tensor for a constant that a question depends on.
+
+        Args:
+            constant: the constant.
+            where: who asks, for messages.
+
+        Raises:
+            UnsupportedError: a module that stays whole reads it.
+        """
+        if constant not in self._kept:
+            raise UnsupportedError(
+                f"{where} makes Python depend on what a module that stays whole computes of a "
+                f"tensor of its own, {constant}. Keep the decision inside that module."
+            )
+        return self._kept[constant][0]
 
     def tensors(self, constants: Sequence[Constant]) -> list[torch.Tensor]:
         """Returns the tensors for some constants, as they were when they were read.

@@ -120,6 +120,11 @@ class ModuleCalls:
             return "the step function"
         return self._scene.names[module] or "the model's own forward"
 
+    def keep_whole(self, module: nn.Module, reason: str) -> None:
+        """Takes note that a module cannot be split."""
+        costs = self.profile.modules[module]
+        costs.opaque = costs.opaque or reason
+
     def finish(self) -> None:
         """Takes from the end of the run what the step function itself drew."""
         frame = self._stack[0]

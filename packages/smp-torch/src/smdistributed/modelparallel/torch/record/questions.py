@@ -7,7 +7,7 @@ alone; an activation does not exist yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -43,14 +43,16 @@ class Question:
         function: the function.
         args, kwargs: templates of its arguments.
         where: who asks, for messages.
-        constants: what stands behind the arguments of the microbatch.
+        all_constants: that were read before.
+        num_inputs: tensor arguments of the microbatch.
     """
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
     where: str
-    constants: tuple[Constant, ...]
+    all_constants: tuple[Constant, ...]
+    num_inputs: int
 
     @cached_property
     def _asked_of(self) -> Any:
@@ -63,6 +65,15 @@ class Question:
     def _sources(self) -> list[Node]:
         return sources(placeholders((self._asked_of, self.kwargs), Value))
 
+    @cached_property
+    def constants(self) -> dict[int, Constant]:
+        """What it depends on besides the arguments of the microbatch, by position behind them."""
+        return {
+            node.target: self.all_constants[node.target - self.num_inputs]
+            for node in self._sources
+            if node.kind is NodeKind.CONSTANT and isinstance(node.target, int)
+        }
+
     @property
     def can_be_answered(self) -> bool:
         """Whether it concerns the step's inputs and random numbers alone."""
@@ -71,11 +82,11 @@ class Question:
             for node in self._sources
         )
 
-    def answer(self, inputs: Sequence[torch.Tensor], drawing: Callable[..., Any]) -> Any:
+    def answer(self, inputs: Mapping[int, torch.Tensor], drawing: Callable[..., Any]) -> Any:
         """Finds the answer.
 
         Args:
-            inputs: the real tensor arguments of this microbatch, and the constants that it reads.
+            inputs: the real tensor arguments of this microbatch and the constants, by position.
             drawing: seeds the generators for a draw.
         """
         with past_recording():

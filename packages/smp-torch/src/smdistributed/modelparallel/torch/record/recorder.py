@@ -728,6 +728,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         assert self._values is not None
         where = self._calls.where()
+        if self._state.is_open and not self._state.leaf_depth:
+            self._check_known((args, kwargs), self._calls.current.module)
         entry = Entry(EntryKind.CALL, target, name, where=where)
         entry.args = self._template(tuple(args), f"{name} in {where}")
         entry.kwargs = self._template(dict(kwargs), f"{name} in {where}")
@@ -814,10 +816,11 @@ class Recorder(TorchFunctionMode):
     # ------------------------------------------------------------------ questions
 
     def _ask(self, question: Question) -> Any:
-        real = self._constants.known(question.constants)
+        given = dict(enumerate(self._real_inputs))
+        for position, constant in question.constants.items():
+            given[position] = self._constants.known(constant, question.where)
         return self._decisions.answer(
-            lambda: question.answer([*self._real_inputs, *real], self._random.drawing),
-            question.where,
+            lambda: question.answer(given, self._random.drawing), question.where
         )
 
     def _decide(self, entry: Entry, error: Exception) -> Any:
@@ -832,6 +835,7 @@ class Recorder(TorchFunctionMode):
             values.arguments(entry.kwargs),
             where,
             tuple(values.graph.constants),
+            len(self._real_inputs),
         )
         if not question.can_be_answered:
             if question.function is torch.Tensor.item and not self._state.leaf_depth:
@@ -1002,6 +1006,7 @@ class Recorder(TorchFunctionMode):
             self._go_live()
             assert self._new is not None
             args, kwargs = map_tensors((tuple(args), dict(kwargs)), self._fake)
+            self._check_known((args, kwargs), self._calls.current.module)
             entry = self._leaf_entry(module, args, kwargs)
             before = [(each, copied(self._objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
@@ -1021,6 +1026,7 @@ class Recorder(TorchFunctionMode):
             self._span = outer
             span.end = len(self._new)
         with self._state.pausing():
+            self._check_known(result, module)
             watch.tell(entry)
             changes = snapshot.note_changes()
             span.outputs = list(tensor_paths(result))
@@ -1028,6 +1034,12 @@ class Recorder(TorchFunctionMode):
             self._complete(entry, result, changes, handed)
             entry.hooked = hooked_calls([span, *self._spans[first:]])
         return result
+
+    def _check_known(self, obj: Any, module: nn.Module | None) -> None:
+        """Has a module kept whole that has a tensor that no recorded call made."""
+        assert self._values is not None
+        if module is not None and any(map(self._values.is_stranger, tensors_in(obj))):
+            self._calls.keep_whole(module, "it makes a tensor by a call that cannot be recorded")
 
     def _handed(self, entry: Entry) -> dict[Carried, Contents]:
         """Returns what is in the objects that a leaf is given, before its call."""

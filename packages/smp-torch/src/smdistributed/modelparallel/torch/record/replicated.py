@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def evaluate_replicated(
     function: Any,
     args: Any,
     kwargs: Any,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
     drawing: Callable[[str, int, int], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Any:
     """Computes a call on replicated values from the step's real inputs.
@@ -38,7 +38,7 @@ def evaluate_replicated(
     Args:
         function: the torch function.
         args, kwargs: templates of its arguments.
-        inputs: the tensor arguments of this microbatch, in order, and the constants that it reads.
+        inputs: the tensor arguments of this microbatch, and the constants that it reads.
         drawing: seeds the generators for a draw; only where values may be random.
     """
     known: dict[Value, torch.Tensor] = {}

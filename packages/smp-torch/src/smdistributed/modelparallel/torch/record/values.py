@@ -177,6 +177,15 @@ class Values:
         """Returns a template with values in the places of fakes and constants."""
         return retemplate(template, (torch.Tensor, Constant), self.of)
 
+    def is_stranger(self, tensor: torch.Tensor) -> bool:
+        """Whether no recorded call made a fake."""
+        return (
+            isinstance(tensor, FakeTensor)
+            and tensor.constant is None
+            and id(tensor) not in self._known
+            and id(tensor) not in self._scene.slots
+        )
+
     def of(self, tensor: torch.Tensor | Constant) -> Value:
         """Returns the value that a tensor of the run stands for.
 
