@@ -1,6 +1,6 @@
 """What the library costs on the host: a pipeline on two CPU cores beside plain PyTorch.
 
-    smprun -n 2 benchmarks/torch/host.py throughput overhead first
+    smprun -n 2 benchmarks/torch/host.py throughput overhead first python
 
 ``throughput``: a step of two partitions against the same step in one process. Two processes that
 share a machine slow each other down, library or not, so two independent ones run side by side too:
@@ -13,6 +13,10 @@ torch.distributed and awaited.
 
 ``first``: seconds of the first call of a step function, beside those of the second: what recording,
 partitioning and planning cost.
+
+``python``: milliseconds a microbatch in which the Python of a step runs before it is computed, for
+models of Transformers, beside a forward pass of the same model in PyTorch; both at widths at
+which computing costs next to nothing. With ``static`` it is left out but for a check.
 
 Everything is paired within a run; medians over rounds.
 """
@@ -34,6 +38,8 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
+from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 
 MICROBATCHES = 8
 
@@ -184,9 +190,89 @@ def first(options: argparse.Namespace) -> dict[str, float]:
     return {"first_s": one, "later_s": other}
 
 
+def transformers_models() -> dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
+    """Returns what makes each model, and what makes a batch for it; narrow, of the usual depth."""
+    import transformers
+
+    def tokens(**more: Any) -> dict[str, Any]:
+        ids = torch.randint(96, (MICROBATCHES, 16))
+        return {"input_ids": ids, "labels": ids, **more}
+
+    def causal(config: Any) -> Callable[[], Any]:
+        return lambda: transformers.AutoModelForCausalLM.from_config(config)
+
+    gpt2 = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=12, n_head=4)
+    llama = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+    )
+    t5 = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_heads=4, decoder_start_token_id=0
+    )
+    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32, 64, 128])
+    return {
+        "gpt2_12": (causal(gpt2), tokens),
+        "llama_24": (causal(llama), tokens),
+        "t5_6_6": (lambda: transformers.T5ForConditionalGeneration(t5), tokens),
+        "resnet_50": (
+            lambda: transformers.ResNetForImageClassification(resnet),
+            lambda: {
+                "pixel_values": torch.randn(MICROBATCHES, 3, 64, 64),
+                "labels": torch.zeros(MICROBATCHES, dtype=torch.long),
+            },
+        ),
+    }
+
+
+def python(options: argparse.Namespace) -> dict[str, float]:
+    """Times the Python of steps that are known, where the inputs are: on rank 0."""
+    row = {}
+    times: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                times.append(time.perf_counter() - start)
+
+        return run
+
+    for name, (make_model, make_batch) in transformers_models().items():
+        torch.manual_seed(0)
+        net, batch = make_model(), make_batch()
+        part = {key: value[:1] for key, value in batch.items()}
+        for _ in range(2):
+            net(**part)
+        eager = statistics.median(seconds(lambda: net(**part), 1) for _ in range(20))  # noqa: B023
+        model = smp.DistributedModel(net)
+
+        def body(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+            loss: torch.Tensor = model(**batch)["loss"]
+            model.backward(loss)
+            return loss
+
+        row[f"{name}_eager_ms"] = 1e3 * eager
+        for kind, passes in (("lockstep", Lockstep), ("static", StaticPasses)):
+            step = smp.step(body, static=passes is StaticPasses)
+            for _ in range(3):
+                step(model, batch)
+            with mock.patch.object(passes, "first_round", timed(passes.first_round)):
+                for _ in range(4 * options.rounds):
+                    step(model, batch)
+            milliseconds = [1e3 * each / MICROBATCHES for each in times] or [0.0]
+            row[f"{name}_{kind}_ms"] = statistics.median(milliseconds)
+            times.clear()
+    return row
+
+
 def main() -> None:
     """Makes the measurements that the command line names."""
-    measurements = {each.__name__: each for each in (throughput, overhead, first)}
+    measurements = {each.__name__: each for each in (throughput, overhead, first, python)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=measurements)
     parser.add_argument("--rounds", type=int, default=5)

@@ -21,6 +21,7 @@ def step(
     non_split_inputs: Iterable[str] | Callable[..., Any] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
+    static: bool = False,
 ) -> Any:
     """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
 
@@ -35,9 +36,14 @@ def step(
             when used without parentheses.
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors; False needs one partition.
+        static: an addition of this library, a promise that the Python of the function, and of the
+            modules that are split, does the same in every call with such arguments and needs not
+            run: with several partitions it runs in one call of a hundred. Where it has asked about
+            data it runs in every call.
 
     Raises:
         ConfigError: an option names no argument of the function.
+        SMPError: from a call, ``static`` was promised, and the Python did something else.
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
     """
@@ -50,6 +56,7 @@ def step(
         non_split_inputs=names,
         input_split_axes=input_split_axes,
         detach_outputs=detach_outputs,
+        static=static,
     )
 
 

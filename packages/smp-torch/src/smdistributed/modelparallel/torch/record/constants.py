@@ -59,6 +59,22 @@ class Constants:
             kept = tensor if is_own else tensor.clone()
         self._kept[constant] = kept, version_of(kept)
 
+    def again(self) -> Constants:
+        """Returns the same, with what the tensors are now."""
+        now = Constants()
+        for constant, tensor in self._given.items():
+            now._take(constant, tensor)
+        return now
+
+    def made_alike(self, other: Constants) -> bool:
+        """Whether tensors that were made anew for another microbatch are equal to these."""
+        with past_recording():
+            return all(
+                tensor is other._given[constant]
+                or torch.equal(self._kept[constant][0], other._kept[constant][0])
+                for constant, tensor in self._given.items()
+            )
+
     def given(self, constant: Constant) -> torch.Tensor:
         """Returns the tensor that a constant stands for in this microbatch."""
         return self._given[constant]

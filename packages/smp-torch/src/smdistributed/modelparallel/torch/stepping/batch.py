@@ -86,6 +86,9 @@ class Round:
         is_new: some way was not known before.
         is_open: the last microbatch shows what the partition may be, which is decided next.
         failure: what was raised by the last microbatch.
+        repeats: the number of a static call whose microbatches are taken again, without their
+            Python.
+        checks: the number of a static call that this one must be like.
     """
 
     answers: tuple[Sequence[Any], ...]
@@ -93,6 +96,8 @@ class Round:
     is_new: bool
     is_open: bool
     failure: Failure | None
+    repeats: int | None = None
+    checks: int | None = None
 
 
 @dataclass(frozen=True)

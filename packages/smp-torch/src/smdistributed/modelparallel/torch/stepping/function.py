@@ -42,6 +42,7 @@ class StepFunction:
         non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors.
+        static: the Python of the function is promised to do the same in every call.
 
     Raises:
         ConfigError: an option names no argument of the function.
@@ -54,6 +55,7 @@ class StepFunction:
         non_split_inputs: Iterable[str] | None,
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
+        static: bool,
     ) -> None:
         if as_written(function) is not function:
             function = as_written(function)
@@ -65,6 +67,7 @@ class StepFunction:
             signature_of(function), non_split_inputs or (), input_split_axes or {}
         )
         self._detach_outputs = detach_outputs
+        self._static = static
         self._engine: EagerStep | PipelinedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +79,14 @@ class StepFunction:
                 "function; call one after the other, or undecorate the inner one."
             )
         if self._engine is None or self._engine.runtime is not runtime:
-            kind = EagerStep if runtime.topology.pp_size == 1 else PipelinedStep
-            self._engine = kind(runtime, self._function, self._rules, self._detach_outputs)
+            self._engine = self._make(runtime)
         return self._engine.run(args, kwargs)
+
+    def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
+        given = runtime, self._function, self._rules, self._detach_outputs
+        if runtime.topology.pp_size == 1:
+            return EagerStep(*given)
+        return PipelinedStep(*given, self._static)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
@@ -109,10 +117,13 @@ def step(
     non_split_inputs: Iterable[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
+    static: bool = False,
 ) -> Any:
     """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
 
     def decorate(function: Callable[..., Any]) -> StepFunction:
-        return StepFunction(slot, function, non_split_inputs, input_split_axes, detach_outputs)
+        return StepFunction(
+            slot, function, non_split_inputs, input_split_axes, detach_outputs, static
+        )
 
     return decorate if function is None else decorate(function)

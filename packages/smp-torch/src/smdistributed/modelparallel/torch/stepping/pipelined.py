@@ -29,8 +29,10 @@ from smdistributed.modelparallel.common.planning.simulator import TimedAction, T
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
+from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.switches import without_autocast
+from smdistributed.modelparallel.torch.record.trace import EntryKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
@@ -38,6 +40,7 @@ from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
+from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 
 
 class PipelinedStep:
@@ -48,6 +51,7 @@ class PipelinedStep:
         function: the user's function.
         rules: which arguments are split.
         detach_outputs: must be True: results come from other processes, without their graphs.
+        static: the caller promises that the Python of the function is always the same.
     """
 
     is_tracing = True  # the body itself runs for nothing else
@@ -58,6 +62,7 @@ class PipelinedStep:
         function: Callable[..., Any],
         rules: SplitRules,
         detach_outputs: bool,
+        static: bool,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
@@ -67,11 +72,12 @@ class PipelinedStep:
         self.runtime = runtime
         self._function = function
         self._inputs = StepInputs(runtime, rules)
-        self._lockstep = Lockstep(runtime, function, self._running)
+        lockstep = Lockstep(runtime, function, self._running)
+        name = getattr(function, "__name__", str(function))
+        self._passes = StaticPasses(lockstep, name) if static else lockstep
         self._preparation = Preparation(runtime)
         self._ran: tuple[Executor, list[tuple[float, float]]] | None = None
         self._recorder: Recorder | None = None
-        self._reached: dict[DistributedModel, None] = {}
 
     # ------------------------------------------------------------------ a call
 
@@ -79,10 +85,9 @@ class PipelinedStep:
         """Runs one mini-batch; see ``StepFunction``."""
         for model in models_of(self.runtime):
             model.refresh()
-        self._reached = {}
         try:
-            batch = self._inputs.agree(args, kwargs, draw_step_seed(), self._lockstep.first_round)
-            passed = self._lockstep.passes(batch)
+            batch = self._inputs.agree(args, kwargs, draw_step_seed(), self._passes.first_round)
+            passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
         prepared = self._preparation.of(tuple(each.plan for each in passed))
@@ -93,7 +98,7 @@ class PipelinedStep:
                 self._inputs.exchange(batch, prepared.needed_inputs), constants, strict=True
             )
         ]
-        made = self._execute(prepared, batch, tensors, _scale(list(self._reached)))
+        made = self._execute(prepared, batch, tensors, _scale(passed))
         runtime = self.runtime
         results = share_results(
             runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
@@ -116,7 +121,6 @@ class PipelinedStep:
 
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Notes a ``model.backward`` while the body is recorded."""
-        self._reached[model] = None
         if self._recorder is not None:
             self._recorder.backward(model, tensors, grad_tensors)
 
@@ -183,9 +187,15 @@ class PipelinedStep:
         return results
 
 
-def _scale(reached: Sequence[DistributedModel]) -> str:
+def _scale(passed: Sequence[Passed]) -> str:
     """Returns how the gradients of microbatches combine."""
-    scales = {model.data_parallel.gradient_scale for model in reached}
+    scales = {
+        entry.target.data_parallel.gradient_scale
+        for each in passed
+        if each.way is not None
+        for entry in each.way.entries
+        if entry.kind is EntryKind.BACKWARD
+    }
     if len(scales) > 1:
         raise UnsupportedError(
             "models with different average_grads_across_microbatches were differentiated in one "

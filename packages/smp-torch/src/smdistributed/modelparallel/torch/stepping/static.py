@@ -1,0 +1,133 @@
+"""Steps whose Python is promised to be always the same: it runs now and then, as a check."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.record.nested import same, template, value_paths
+from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.trace import EntryKind
+from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch, Round
+from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
+
+#: The Python of a static step runs in one of so many calls of a kind.
+CHECKED_EVERY = 100
+#: Kinds of calls that are remembered.
+_MOST_KEPT = 16
+#: What depends on the data of a step, or is told to the user's code in each.
+_ASKING = (EntryKind.QUESTION, EntryKind.NUMBER)
+
+
+@dataclass
+class _Kept:
+    """A kind of call, and what its microbatches did.
+
+    Attributes:
+        kind: of the call.
+        arguments: of the call, without tensors.
+        passed: its microbatches.
+        calls: since the Python ran.
+    """
+
+    kind: CallKind
+    arguments: Any
+    passed: list[Passed]
+    calls: int = 0
+
+    def again(self) -> list[Passed]:
+        """Returns the microbatches of a new call; tensors of their own are read anew."""
+        self.calls += 1
+        return [replace(each, constants=each.constants.again()) for each in self.passed]
+
+
+class StaticPasses:
+    """Stands before the lockstep of one step function, and leaves out what is known.
+
+    Args:
+        lockstep: runs the Python.
+        name: of the step function, for messages.
+    """
+
+    def __init__(self, lockstep: Lockstep, name: str) -> None:
+        self._lockstep = lockstep
+        self._name = name
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._numbers = itertools.count()
+
+    def first_round(self, batch: MiniBatch) -> Round:
+        """Runs the Python of the first microbatches if it is due; on rank 0 of the pipeline."""
+        number = self._find(batch)
+        if number is not None and self._kept[number].calls + 1 < CHECKED_EVERY:
+            return Round((), (), is_new=False, is_open=False, failure=None, repeats=number)
+        return replace(self._lockstep.first_round(batch), checks=number)
+
+    def passes(self, batch: MiniBatch) -> list[Passed]:
+        """Returns what all microbatches do. Collective: PP_GROUP; in a first call WORLD.
+
+        Raises:
+            SMPError: the Python did something else than before.
+            Exception: the user's.
+        """
+        first = batch.header.first
+        if first.repeats is not None:
+            return self._kept[first.repeats].again()
+        passed = self._lockstep.passes(batch)
+        if first.checks is not None:
+            self._check(self._kept[first.checks], passed)
+        elif not any(_depends_on_data(each) for each in passed):
+            kept = _Kept(batch.header.kind, _without_tensors(batch.given), passed)
+            self._kept[next(self._numbers)] = kept
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return passed
+
+    def _find(self, batch: MiniBatch) -> int | None:
+        arguments = _without_tensors(batch.given)
+        for number, kept in self._kept.items():
+            if kept.kind == batch.header.kind and same(kept.arguments, arguments, operator.is_):
+                return number
+        return None
+
+    def _check(self, kept: _Kept, passed: Sequence[Passed]) -> None:
+        """Makes sure that the Python did what it did before."""
+        for position, (before, now) in enumerate(zip(kept.passed, passed, strict=True)):
+            difference = _difference(before, now)
+            if difference:
+                raise SMPError(
+                    f"step function {self._name} is declared static=True, so its Python must do "
+                    f"the same in every call; {kept.calls + 1} calls ago microbatch {position} did "
+                    f"{difference}. What it computed in between may be wrong: train "
+                    "again from a checkpoint that is older, without static=True."
+                )
+        kept.calls = 0
+
+
+def _depends_on_data(passed: Passed) -> bool:
+    assert passed.way is not None
+    return any(entry.kind in _ASKING or entry.held for entry in passed.way.entries)
+
+
+def _without_tensors(obj: Any) -> Any:
+    return template(obj, lambda tensor: None, lambda obj: obj)
+
+
+def _difference(before: Passed, now: Passed) -> str:
+    """Returns in which two microbatches differ; empty if they did the same."""
+    assert before.way is not None
+    assert now.way is not None
+    if before.way is not now.way:
+        pairs = zip(before.way.entries, now.way.entries, strict=False)
+        one, other = next((pair for pair in pairs if pair[0] is not pair[1]), ("less", "more"))
+        return f"go on with {one}, and now with {other}"
+    if not before.constants.made_alike(now.constants):
+        return "make other tensors of numbers or arrays than now"
+    returned, now_returned = dict(value_paths(before.result)), dict(value_paths(now.result))
+    if not same(returned, now_returned, operator.is_):
+        return f"return {list(returned.values())} and now {list(now_returned.values())}"
+    return ""
