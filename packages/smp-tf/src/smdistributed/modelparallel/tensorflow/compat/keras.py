@@ -37,6 +37,20 @@ def variable_of(variable: Variable) -> Variable:
     return variable
 
 
+def variables_made(model: Any) -> list[Variable]:
+    """Returns TensorFlow's variables that a model and its layers have so far.
+
+    Keras 2 refuses to say before each ``Sequential`` in it was called.
+    """
+    if IS_KERAS_3:
+        return [variable_of(each) for each in model.variables]
+    return [
+        variable_of(variable)
+        for layer in model._flatten_layers()
+        for variable in (*layer._trainable_weights, *layer._non_trainable_weights)
+    ]
+
+
 def is_variable(value: Any) -> bool:
     """Tells whether a value is a variable, TensorFlow's or one that Keras wrapped."""
     return isinstance(value, tf.Variable) or (IS_KERAS_3 and isinstance(value, tf.keras.Variable))
