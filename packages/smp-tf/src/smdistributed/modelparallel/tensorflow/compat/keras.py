@@ -97,9 +97,13 @@ def optimizer_kinds(name: str) -> list[Any]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Returns all variables of an optimizer of Keras."""
+    """Returns all variables of an optimizer of Keras, those of the scale of losses among them."""
     variables = optimizer.variables
-    return list(variables() if callable(variables) else variables)
+    found = list(variables() if callable(variables) else variables)
+    if not IS_KERAS_3 and _scales(optimizer) and optimizer.dynamic:
+        state = optimizer._loss_scale
+        found += [state.current_loss_scale, state.counter]
+    return found
 
 
 def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
@@ -111,6 +115,7 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
     Returns:
         by name of the slot, and by ``slot_key`` of the trained variable.
     """
+    optimizer = _keeper(optimizer)
     found: dict[str, dict[Any, Any]] = {}
     if hasattr(optimizer, "get_slot_names"):
         for key, slots in optimizer._slots.items():
@@ -131,9 +136,15 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
 
 def slot_key(optimizer: Any, variable: Any) -> Any:
     """Returns what an optimizer knows a trained variable by."""
+    optimizer = _keeper(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         return variable_of(variable)._unique_id
     return optimizer._var_key(variable)
+
+
+def _keeper(optimizer: Any) -> Any:
+    """Returns what keeps state of each trained variable: the optimizer, or one that it wraps."""
+    return optimizer.inner_optimizer if _scales(optimizer) else optimizer
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -169,4 +180,5 @@ def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
 
 
 def _scales(optimizer: Any) -> bool:
+    """Tells whether an optimizer scales losses for another one that it wraps."""
     return isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
