@@ -20,5 +20,6 @@ def test_microbatches_find_what_those_before_left(worlds: Worlds, name: str) -> 
     assert_same(worlds, getattr(tf_effects, name), world=TWO_BY_HAND)
 
 
+@pytest.mark.slow
 def test_loops_are_cut_automatically(worlds: Worlds) -> None:
     assert_same(worlds, tf_effects.loops, world=TWO)

@@ -43,7 +43,7 @@ def loops(side: Side) -> Found:
         def __init__(self) -> None:
             super().__init__(name="loops")
             self.both = [
-                L.Bidirectional(L.LSTM(4, return_sequences=True), name=f"both_{place}")
+                L.Bidirectional(L.SimpleRNN(4, return_sequences=True), name=f"both_{place}")
                 for place in range(2)
             ]
             self.head = L.Dense(3, name="head")
