@@ -44,6 +44,15 @@ def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
     )
 
 
+def end_collectives(message: str) -> None:
+    """Makes all collectives of this process fail, present and later ones, here and at the others.
+
+    Args:
+        message: in the errors that the others get.
+    """
+    context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
 def silent_processes(ranks: Sequence[int], timeout_seconds: float) -> list[int]:
     """Returns those of the processes whose server does not answer.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from smdistributed.modelparallel.common.comm.addresses import free_port, own_add
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
 from smdistributed.modelparallel.common.comm.transport import (
+    FAREWELL_SECONDS,
     SingleProcessTransport,
     Transport,
     started_by_mpi,
@@ -33,7 +35,7 @@ from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
-from smdistributed.modelparallel.tensorflow.execute.links import Links, explained
+from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
@@ -77,13 +79,22 @@ class TFRuntime(Runtime):
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        begin = time.monotonic()
         self.replacements.close()
-        self.transport.close(self._stop_horovod)
+
+        def release() -> None:
+            # Not all ranks have come here: one may wait for a transfer that will never come.
+            is_early = time.monotonic() > begin + FAREWELL_SECONDS
+            self._release_data_plane(is_early and self.transport.size > 1)
+
+        self.transport.close(release)
         if self.hooks is not None:
             self.hooks.uninstall()
 
-    def _stop_horovod(self) -> None:
-        """Ends Horovod's thread, which uses MPI until then."""
+    def _release_data_plane(self, is_early: bool) -> None:
+        """Lets others know that no transfer will come; ends Horovod, which uses MPI until then."""
+        if is_early:
+            processes.end_collectives(has_ended(self.rank))
         if self.config.horovod:
             import horovod.tensorflow as hvd
 
