@@ -133,8 +133,9 @@ def written_in_the_body(side: Side) -> Found:
                 return self.dense[1](x) * scale
 
     def update(loss: Any) -> None:
-        count.assign_add(1.0)
-        scale.assign(scale * 0.9 + loss)
+        # Nothing of the model is in the new value: only an order makes its call find the old one.
+        scale.assign(scale * 0.9 + 0.3)
+        count.assign_add(loss)
 
     found = _train(side, Scaled(), rows(), update)
     return Found([*found.same, scale, count], found.own)
