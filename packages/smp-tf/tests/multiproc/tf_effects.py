@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
-from tf_calls import WIDTH, rows
+from tf_calls import WIDTH, rows, two_layers
 
 L = tf.keras.layers
 
@@ -139,6 +139,21 @@ def written_in_the_body(side: Side) -> Found:
 
     found = _train(side, Scaled(), rows(), update)
     return Found([*found.same, scale, count], found.own)
+
+
+def updated_in_the_body(side: Side) -> Found:
+    """A variable that the model reads on both ends, updated by its gradient in each microbatch."""
+    scale = tf.Variable(1.0)
+    model = two_layers(side, lambda model, x, given: x * scale, lambda model, x, given: x * scale)
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        scale.assign_sub(0.1 * tape.gradient(loss, scale))
+        return loss
+
+    return Found([compute(rows()).stack(), compute(rows()).stack(), scale], {})
 
 
 def without_variables(side: Side) -> Found:
