@@ -30,6 +30,7 @@ def initial(side: Side) -> Found:
         lambda shape, dtype=None: tf.fill(shape, random.random()),
         lambda shape, dtype=None: state.normal(shape),
         "glorot_uniform",
+        "zeros",  # the seventh, so that each kind is on both halves
     )
 
     class Many(side.base):  # type: ignore[misc, name-defined]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +19,7 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
+from smdistributed.modelparallel.tensorflow.compat.processes import surviving_calls
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
@@ -31,6 +35,7 @@ def self_test() -> None:
     _test_initial_values()
     _test_resources()
     _test_optimizers()
+    _test_surviving_calls()
 
 
 def _test_isolation() -> None:
@@ -148,6 +153,31 @@ def _test_optimizers() -> None:
     assert asked == [*norms, "finite True"], asked
     assert after(tf.keras.optimizers.SGD(1.0, global_clipnorm=1.0)) == 0.0
     assert asked == [*norms, "finite True"], asked
+
+
+def _test_surviving_calls() -> None:
+    """The list of what is to be cancelled is ours, and the operations of a call use it."""
+    queue = tf.queue.FIFOQueue(1, [tf.float32])
+    kept: deque[Any] = deque(maxlen=2)
+    failures: list[Any] = []
+    wait = tf.function(queue.dequeue, autograph=False)
+    wait.get_concrete_function()
+
+    def run() -> None:
+        try:
+            wait()
+        except tf.errors.CancelledError as error:
+            failures.append(error)
+
+    with surviving_calls(kept):
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not kept:
+            time.sleep(0.01)
+        # A call that has yet to begin is cancelled as well.
+        kept[0].start_cancel()
+        thread.join(timeout=10.0)
+        assert failures, "TensorFlow does not use the list that it was given"
 
 
 def _test_graphs() -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
 #: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
 _FEWEST_THREADS = 4
+#: Calls after which nothing can be under way any more that a call has left.
+_SURVIVING_CALLS = 1000
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,7 @@ class TFRuntime(Runtime):
         guard: of variables that live elsewhere.
         step_number: a variable that counts the steps, for random numbers.
         unseeded: what random operations without seeds draw from; the same on all processes.
+        calls: see ``processes.surviving_calls``.
         replacements: what ends with the library: functions that stand replaced, and the watch.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
@@ -66,6 +70,7 @@ class TFRuntime(Runtime):
     guard: AccessGuard
     step_number: Any
     unseeded: int
+    calls: deque[Any]
     replacements: ExitStack = field(default_factory=ExitStack)
     current_step: Any = None
     timeline: Timeline | None = None
@@ -114,6 +119,7 @@ def start(
     settings = configuration.load("tensorflow", config)
     transport: Transport = MPITransport() if started_by_mpi() else SingleProcessTransport()
     replacements = ExitStack()
+    calls: deque[Any] = deque(maxlen=_SURVIVING_CALLS)
     hooks = None
     if transport.size > 1:
         hooks = FailureHooks(transport.rank)
@@ -135,6 +141,7 @@ def start(
         addresses = communicator.allgather(address, CommGroup.WORLD)
         processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
         communicator.barrier(CommGroup.WORLD)
+        replacements.enter_context(processes.surviving_calls(calls))
         watch = Watch(transport.rank, transport.size, patience)
         watch.start()
         replacements.callback(watch.stop)
@@ -155,6 +162,7 @@ def start(
         guard=guard,
         step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
         unseeded=unseeded,
+        calls=calls,
         replacements=replacements,
     )
     slot.fill(runtime)
