@@ -105,3 +105,9 @@ def test_all_other_ranks_end(cell: Cell, tmp_path: Path) -> None:
     assert CAUSES[cell.failure] in words, message
     if cell.failure == "exit":
         assert raised.value.outcome.exit_code == 3
+
+
+@pytest.mark.slow
+def test_a_job_that_catches_a_failed_transfer_goes_on_to_its_end(tmp_path: Path) -> None:
+    # The leader of TensorFlow's collectives answers when the others have given up, and ended.
+    run_ranks(3, BODY, timeout=120, env=ENV, args=["late", "between", 0, HANG_SECONDS, tmp_path])
