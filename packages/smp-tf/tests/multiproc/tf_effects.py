@@ -37,7 +37,7 @@ def _train(side: Side, model: Any, batch: Any, extra: Any = lambda loss: None) -
 
 
 def loops(side: Side) -> Found:
-    """Loops in both directions, on both halves."""
+    """Loops in both directions, on both halves; those of one read their variables on both ends."""
 
     class Loops(side.base):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -54,9 +54,9 @@ def loops(side: Side) -> Found:
             with side.part(1):
                 z = self.both[1](y)
             with side.part(0):
-                return self.head(z) + tf.reduce_mean(y)
+                return self.head(self.both[0](z)) + tf.reduce_mean(y)
 
-    batch = np.random.RandomState(0).standard_normal((8, 5, 4)).astype("float32")
+    batch = np.random.RandomState(0).standard_normal((8, 5, 8)).astype("float32")
     return _train(side, Loops(), tf.constant(batch))
 
 
