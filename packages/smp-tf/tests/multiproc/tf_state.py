@@ -14,7 +14,8 @@ from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows, two_layers
 
 from smdistributed.modelparallel.common.errors import CheckpointError, PartitionError, SMPError
-from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer
+from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer, variable_of
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 L = tf.keras.layers
 
@@ -107,6 +108,11 @@ def read_plainly(side: Side, path: str) -> Found:
     model, train = _trained(side, tf.keras.optimizers.SGD(0.1))
     train()
     tf.train.Checkpoint(model=model).read(path)
+    if side.base is not tf.keras.Model:
+        # What lives elsewhere takes no memory here.
+        for variable in map(variable_of, model._smp_engine.everywhere()[1]):
+            has_value = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+            assert bool(has_value) is home_of(variable).is_here
     return Found([train() for _ in range(2)], {})
 
 
