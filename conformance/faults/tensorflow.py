@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of half the size",
-        "tensorflow/execute/replay.py",
+        "tensorflow/execute/backward.py",
         "dy if dy is not None else tf.zeros_like(output)",
         "0.5 * dy if dy is not None else tf.zeros_like(output)",
         (
@@ -135,9 +135,9 @@ MUTATIONS = (
     ),
     Mutation(
         "Python values do not count",
-        "tensorflow/stepping/function.py",
-        "            *(_identity(leaf) for leaf in structure.others),\n",
-        "",
+        "tensorflow/record/likeness.py",
+        "return type(leaf), repr(leaf)",
+        "return type(leaf), None",
         ("a_step_is_traced_anew_for_new_shapes_and_python_values_only",),
     ),
 )

@@ -23,6 +23,7 @@ import smdistributed.modelparallel.tensorflow as smp
 FAILURE, PLACE, CULPRIT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 TIMEOUT_SECONDS, NOTES = float(sys.argv[4]), Path(sys.argv[5])
 STEPS_BEFORE = 3
+CAUGHT = 3
 
 
 def fail() -> None:
@@ -35,6 +36,10 @@ def fail() -> None:
         raise ValueError("planted failure")
     elif FAILURE == "exit":
         sys.exit(3)
+    elif FAILURE == "leave":
+        sys.exit(0)
+    elif FAILURE == "late":
+        time.sleep(2 * TIMEOUT_SECONDS)
 
 
 class Bomb:
@@ -91,13 +96,21 @@ def train() -> None:
             loss = tf.reduce_mean(tf.square(model(x)))
         return tape.gradient(loss, model.trainable_variables)
 
-    step = smp.step(body)
+    step, num_caught = smp.step(body), 0
     for number in range(1000):
         bomb.is_armed = number == STEPS_BEFORE
         bomb("between")
         # Another shape, so that what was built before is of no use.
         is_new = bomb.is_armed and PLACE in ("building", "tracing")
-        gradients = step(tf.ones([16 if is_new else 8, 16]))
+        try:
+            gradients = step(tf.ones([16 if is_new else 8, 16]))
+        except tf.errors.OpError:
+            num_caught += 1
+            if FAILURE != "late":
+                raise
+            if num_caught == CAUGHT:
+                return
+            continue
         optimizer.apply_gradients(
             zip((each.accumulate() for each in gradients), model.trainable_variables, strict=True)
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tf_checkpoints
-from tf_worlds import FOUR, ONE, PLAIN, TWO, TWO_REPLICAS
+from tf_worlds import FOUR, ONE, PLAIN, TWO, TWO_BY_HAND
 
 from smdistributed.modelparallel.common.testing import World, Worlds
 
@@ -43,6 +43,10 @@ def test_tensorflow_alone_loads_what_save_model_wrote(
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_save_model_wrote_takes_inputs_by_name(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(TWO_BY_HAND, tf_checkpoints.export_named, str(tmp_path / "model"))
+
+
 @pytest.fixture(scope="module")
 def fitted_plainly(worlds: Worlds) -> dict[str, Any]:
     (result,) = worlds.run(PLAIN, tf_checkpoints.fit, False)
@@ -64,16 +68,6 @@ def test_fit_evaluate_and_predict_give_the_numbers_of_keras(
         for key, value in expected["scores"].items():
             np.testing.assert_allclose(found["scores"][key], value, rtol=1e-4, err_msg=key)
         np.testing.assert_allclose(found["predicted"], expected["predicted"], rtol=1e-3, atol=1e-4)
-
-
-def test_replicas_save_once_and_go_on(worlds: Worlds, tmp_path: Path) -> None:
-    # Without dropout, of which replicas draw different masks, and without slices of embeddings.
-    directory, name = str(tmp_path), "zigzag"
-    losses, _ = worlds.run(TWO, tf_checkpoints.train_and_save, name, directory)
-    for found in worlds.run(
-        TWO_REPLICAS, tf_checkpoints.restore_and_train, name, directory, "before"
-    ):
-        np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

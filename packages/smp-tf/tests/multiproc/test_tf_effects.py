@@ -14,11 +14,19 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 @pytest.mark.parametrize(
     "name",
-    ["loops", "repeated_norm", "read_then_written", "written_in_the_body", "without_variables"],
+    [
+        "loops",
+        "repeated_norm",
+        "read_then_written",
+        "written_in_the_body",
+        "updated_in_the_body",
+        "without_variables",
+    ],
 )
 def test_microbatches_find_what_those_before_left(worlds: Worlds, name: str) -> None:
     assert_same(worlds, getattr(tf_effects, name), world=TWO_BY_HAND)
 
 
+@pytest.mark.slow
 def test_loops_are_cut_automatically(worlds: Worlds) -> None:
     assert_same(worlds, tf_effects.loops, world=TWO)

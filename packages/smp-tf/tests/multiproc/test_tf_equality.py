@@ -1,4 +1,4 @@
-"""A model over processes gives the losses, gradients and weights of one process."""
+"""A model over processes gives the numbers of one process, and is executed once among them."""
 
 from __future__ import annotations
 
@@ -130,6 +130,8 @@ def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) ->
     pipeline = ranks[:num_partitions]
     held: list[int] = sorted(position for rank in pipeline for position in rank.weights)
     assert held == list(range(expected.num_variables)), "each variable lives on one rank"
+    if num_partitions > 1:
+        _assert_each_operation_is_executed_once(pipeline)
     has_replicas = len(ranks) > num_partitions
     for rank in ranks:
         _assert_close(rank.gradients, expected.gradients, 1e-5, 1e-3)
@@ -143,6 +145,14 @@ def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) ->
         _assert_close(weights, expected.weights, 1e-4, 1.0)
     found = {position for rank in pipeline for position in rank.gradients}
     assert found == set(expected.gradients)
+
+
+def _assert_each_operation_is_executed_once(pipeline: list[Trained]) -> None:
+    whole = pipeline[0].operations
+    assert len(whole) > 10
+    assert len(set(whole)) == len(whole)
+    assert sorted(name for rank in pipeline for name in rank.own) == sorted(whole)
+    assert sum(bool(rank.own) for rank in pipeline) > 1, "one rank executes everything"
 
 
 def _assert_close(

@@ -183,10 +183,21 @@ def case_batches_of_many_shapes() -> None:
     import smdistributed.modelparallel.tensorflow as smp
 
     model = layers(tf.tanh)
-    shape = [tf.TensorSpec([None, None, WIDTH], tf.float32)]
-    step = smp.step(lambda x: model(x), input_signature=shape)
+
+    @smp.step(input_signature=[tf.TensorSpec([None, None, WIDTH], tf.float32)])
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = model(x)
+        return y, tape.gradient(y, model.trainable_variables)
+
     for lengths in ((8 * 4, 40), (9 * 4, 9), (4, 1), (5, 7), (4, 0), (8 * 4, 40)):
-        assert step(tf.ones([*lengths, WIDTH])).merge().shape == [*lengths, WIDTH]
+        y, gradients = step(tf.ones([*lengths, WIDTH]))
+        assert y.merge().shape == [*lengths, WIDTH]
+        bias = gradients[-1].reduce_sum().numpy()
+        if smp.rank() == 1:
+            assert bias.tolist() == [lengths[0] * lengths[1]] * WIDTH
+        else:
+            assert bias.any() == bool(lengths[1])
 
 
 def case_model_outside_a_step() -> None:

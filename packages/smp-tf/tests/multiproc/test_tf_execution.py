@@ -1,17 +1,9 @@
-"""Every operation of a model runs on one rank, and its variables take memory there alone."""
+"""Every layer of a model runs on one rank, and its variables take memory there alone."""
 
 from __future__ import annotations
 
 import pytest
-from tf_execution import (
-    LAYERS,
-    NAMES,
-    STEPS,
-    Executed,
-    build,
-    execute,
-    memory_of_variable,
-)
+from tf_execution import LAYERS, STEPS, build, execute, memory_of_variable, trace_and_drop
 from tf_worlds import MICROBATCHES, TWO, TWO_BY_HAND
 
 from smdistributed.modelparallel.common.testing import Worlds
@@ -22,29 +14,18 @@ LARGE_BYTES = 2**30
 BOUND_BYTES = 100 * 2**20
 
 
-@pytest.fixture(scope="module")
-def executed(worlds: Worlds) -> tuple[Executed, ...]:
-    return worlds.run(TWO, execute, timeout=120)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_operation_is_executed_by_one_rank(executed: tuple[Executed, ...], name: str) -> None:
-    whole = executed[0].whole[name]
-    assert len(whole) > 10
-    assert len(set(whole)) == len(whole)
-    own = [rank.own[name] for rank in executed]
-    assert sorted(own[0] + own[1]) == sorted(whole)
-    assert all(own)
-
-
-def test_each_layer_is_computed_once_a_microbatch_on_one_rank(
-    executed: tuple[Executed, ...],
-) -> None:
-    counts = [rank.counts for rank in executed]
+def test_each_layer_is_computed_once_a_microbatch_on_one_rank(worlds: Worlds) -> None:
+    counts = worlds.run(TWO, execute)
     assert sorted([*counts[0], *counts[1]]) == list(range(LAYERS))
     assert all(counts)
     for rank in counts:
         assert set(rank.values()) == {STEPS * MICROBATCHES}
+
+
+def test_a_step_is_traced_once_and_leaves_nothing_behind(worlds: Worlds) -> None:
+    for num_bodies, is_left in worlds.run(TWO, trace_and_drop):
+        assert num_bodies == MICROBATCHES
+        assert not is_left
 
 
 def test_long_building_shows_on_one_rank_what_it_is_at(worlds: Worlds) -> None:

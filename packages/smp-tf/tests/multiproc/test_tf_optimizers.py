@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tf_optimizers import (
     EVERY,
+    HALF,
     LEGACY_CASES,
     SCALE,
     Outcome,
@@ -29,13 +31,19 @@ Trainings = Callable[[str], tuple[Outcome, tuple[Outcome, ...]]]
 
 
 @pytest.fixture(scope="module")
-def trained(worlds: Worlds) -> Trainings:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns where each case has its checkpoint."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(worlds: Worlds, folder: Path) -> Trainings:
     """Returns what a case gives in one process, and in each of two."""
 
     @functools.cache
     def of(name: str) -> tuple[Outcome, tuple[Outcome, ...]]:
         (plain,) = worlds.run(PLAIN, train_plainly, name)
-        return plain, worlds.run(TWO, train_distributed, name)
+        return plain, worlds.run(TWO, train_distributed, name, str(folder / name))
 
     return of
 
@@ -64,6 +72,17 @@ def test_an_overflow_in_one_partition_is_one_in_all(trained: Trainings) -> None:
     assert any(later > earlier for earlier, later in pairwise(scales)), "no step was made"
     first, second = (rank.finite for rank in ranks)
     assert first != second, "no gradient overflowed in one partition alone"
+
+
+def test_training_is_resumed_with_the_scale_of_its_losses(
+    worlds: Worlds, trained: Trainings, folder: Path
+) -> None:
+    _, whole = trained("overflow")
+    resumed = worlds.run(TWO, train_distributed, "overflow", str(folder / "overflow"), True)
+    for rank, other in zip(resumed, whole, strict=True):
+        assert other.extra[HALF - 1] != SCALE, "the scale is still the first one"
+        assert (rank.extra, rank.finite) == (other.extra[HALF:], other.finite[HALF:])
+        np.testing.assert_allclose(rank.losses, other.losses[HALF:], rtol=1e-6)
 
 
 def test_fit_in_half_precision_gives_the_losses_of_keras(worlds: Worlds) -> None:

@@ -69,7 +69,6 @@ def arguments(side: Side) -> Found:
 
     def after(model: Any, x: Any, given: dict[str, Any]) -> Any:
         x = x + given.get("plus", 0.0) - given.get("minus", 0.0)
-        x = x * (3.0 if given.get("up") else 1.0) * (0.5 if given.get("down") else 1.0)
         for name, sign in (("l", 1.0), ("r", -1.0)):
             x = x + sign * given.get("parts", {}).get(name, 0.0)
         pair = given.get("pair", ())
@@ -87,13 +86,10 @@ def arguments(side: Side) -> Found:
         calls = [
             {"plus": z},
             {"minus": z},
-            {"up": True},
-            {"down": True},
             {"parts": {"l": z}},
             {"parts": {"r": z}},
             {"pair": Pair(z, z)},
             {"pair": [z, z]},
-            {"pair": (z, z)},
             {"config": Config(2.0)},
             {"config": Config(-3.0)},
         ]
@@ -104,15 +100,7 @@ def arguments(side: Side) -> Found:
         return tf.reduce_sum(model(x, **kwargs))
 
     found = [each.reduce_sum() for each in many(rows(), z)]
-    calls = (
-        {"plus": z},
-        {"minus": z},
-        {"parts": {"l": z}},
-        {"parts": {"r": z}},
-        {"up": True},
-        {"config": Config(2.0)},
-        {"config": Config(-3.0)},
-    )
+    calls = ({"plus": z}, {"minus": z}, {"config": Config(2.0)}, {"config": Config(-3.0)})
     return Found(found + [one(rows(), **given).reduce_sum() for given in calls], {})
 
 

@@ -117,6 +117,31 @@ def load(name: str, folder: str) -> Any:
     return outputs
 
 
+def export_named(folder: str) -> None:
+    """Saves a model of inputs by name, and loads it; its signature has these names."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    class Named(smp.DistributedModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="named")
+            self.first, self.second = (tf.keras.layers.Dense(4) for _ in range(2))
+
+        def call(self, inputs: Any, bias: Any) -> Any:
+            with smp.partition(0):
+                x = self.first(inputs["left"]) + self.first(inputs["right"])
+            with smp.partition(1):
+                return {"sum": self.second(x) + bias}
+
+    model, rows = Named(), tf.reshape(tf.range(32.0), [8, 4])
+    given = {"left": rows, "right": rows * 2.0}
+    step = smp.step(lambda given, bias: model(given, bias=bias))
+    expected = step(given, tf.ones([8, 4]))["sum"].merge()
+    model.save_model(folder)
+    served = tf.saved_model.load(folder).signatures["serving_default"]
+    found = served(**given, bias=tf.ones([8, 4]))
+    np.testing.assert_allclose(found["sum"], expected, rtol=1e-5)
+
+
 def fit(distributed: bool) -> dict[str, Any]:
     """Trains, evaluates and predicts with Keras's loop."""
     base = tf.keras.Model

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
-from tf_calls import WIDTH, rows
+from tf_calls import WIDTH, rows, two_layers
 
 L = tf.keras.layers
 
@@ -37,13 +37,13 @@ def _train(side: Side, model: Any, batch: Any, extra: Any = lambda loss: None) -
 
 
 def loops(side: Side) -> Found:
-    """Loops in both directions, on both halves."""
+    """Loops in both directions, on both halves; those of one read their variables on both ends."""
 
     class Loops(side.base):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(name="loops")
             self.both = [
-                L.Bidirectional(L.LSTM(4, return_sequences=True), name=f"both_{place}")
+                L.Bidirectional(L.SimpleRNN(4, return_sequences=True), name=f"both_{place}")
                 for place in range(2)
             ]
             self.head = L.Dense(3, name="head")
@@ -54,9 +54,9 @@ def loops(side: Side) -> Found:
             with side.part(1):
                 z = self.both[1](y)
             with side.part(0):
-                return self.head(z) + tf.reduce_mean(y)
+                return self.head(self.both[0](z)) + tf.reduce_mean(y)
 
-    batch = np.random.RandomState(0).standard_normal((8, 5, 4)).astype("float32")
+    batch = np.random.RandomState(0).standard_normal((8, 5, 8)).astype("float32")
     return _train(side, Loops(), tf.constant(batch))
 
 
@@ -133,11 +133,27 @@ def written_in_the_body(side: Side) -> Found:
                 return self.dense[1](x) * scale
 
     def update(loss: Any) -> None:
-        count.assign_add(1.0)
-        scale.assign(scale * 0.9 + loss)
+        # Nothing of the model is in the new value: only an order makes its call find the old one.
+        scale.assign(scale * 0.9 + 0.3)
+        count.assign_add(loss)
 
     found = _train(side, Scaled(), rows(), update)
     return Found([*found.same, scale, count], found.own)
+
+
+def updated_in_the_body(side: Side) -> Found:
+    """A variable that the model reads on both ends, updated by its gradient in each microbatch."""
+    scale = tf.Variable(1.0)
+    model = two_layers(side, lambda model, x, given: x * scale, lambda model, x, given: x * scale)
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        scale.assign_sub(0.1 * tape.gradient(loss, scale))
+        return loss
+
+    return Found([compute(rows()).stack(), compute(rows()).stack(), scale], {})
 
 
 def without_variables(side: Side) -> Found:

@@ -1,9 +1,11 @@
-"""What a job of two ranks executes of some models, and what a large variable costs its ranks."""
+"""What a job of two ranks executes of a model, and what a large variable costs its ranks."""
 
 from __future__ import annotations
 
+import gc
 import io
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
@@ -17,22 +19,6 @@ from tf_worlds import MICROBATCHES
 
 STEPS = 3
 LAYERS = 5
-#: With loops, several segments a partition, a shared layer, and state.
-NAMES = ("transformer", "lstm", "zigzag", "shared_layer", "cnn")
-
-
-class Executed(NamedTuple):
-    """What one rank executes.
-
-    Attributes:
-        whole: by model, the operations of its trace, constants aside.
-        own: by model, the operations in the functions that this rank calls.
-        counts: how often this rank computed each layer of a model of layers that count.
-    """
-
-    whole: dict[str, list[str]]
-    own: dict[str, list[str]]
-    counts: dict[int, int]
 
 
 def counting(base: Any, counts: Counter[int]) -> Any:
@@ -65,39 +51,44 @@ def counting(base: Any, counts: Counter[int]) -> Any:
     return Counting()
 
 
-def execute() -> Executed:
-    """Trains models; to be called on every rank."""
+def execute() -> dict[int, int]:
+    """Trains a model; returns how often this rank computed each layer. To be called everywhere."""
     import smdistributed.modelparallel.tensorflow as smp
 
-    def train(model: Any, batch: Any, loss_of: Callable[[Any, Any], Any]) -> None:
-        @smp.step
-        def compute(x: Any, y: Any) -> Any:
-            with tf.GradientTape() as tape:
-                loss = loss_of(y, model(x))
-            return tape.gradient(loss, model.trainable_variables)
-
-        for _ in range(STEPS):
-            compute(*batch)
-
     counts: Counter[int] = Counter()
+    model = counting(smp.DistributedModel, counts)
+
+    @smp.step
+    def compute(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(y * model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
     rows = tf.ones([8, 8])
-    train(counting(smp.DistributedModel, counts), (rows, rows), lambda y, z: tf.reduce_sum(y * z))
-    executed = Executed({}, {}, dict(counts))
-    for name in NAMES:
-        problem = PROBLEMS[name](smp.DistributedModel, smp.partition)
-        train(problem.model, tf.nest.map_structure(tf.constant, problem.batch), problem.loss)
-        traced, local = problem.model._smp_engine.newest
-        executed.whole[name] = _names(traced.operations)
-        executed.own[name] = [
-            each
-            for program in local.programs
-            for each in _names(program.function.graph.get_operations())
-        ]
-    return executed
+    for _ in range(STEPS):
+        compute(rows, rows)
+    return dict(counts)
 
 
-def _names(operations: Any) -> list[str]:
-    return [op.name for op in operations if op.type not in ("Const", "Placeholder")]
+def trace_and_drop() -> tuple[int, bool]:
+    """Computes a step; returns how often its body ran, and whether its graph outlives it."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = counting(smp.DistributedModel, Counter())
+    seen: list[Any] = []
+
+    def body(x: Any) -> Any:
+        seen.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    step = smp.step(body)
+    for _ in range(2):
+        step(tf.ones([8, 8]))
+    del step, body
+    gc.collect()
+    return len(seen), seen[0]() is not None
 
 
 class Memory(NamedTuple):

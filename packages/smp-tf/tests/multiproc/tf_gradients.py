@@ -83,6 +83,7 @@ def of_a_variable_in_the_call(side: Side) -> Found:
 
     gradient = compute(rows()).reduce_sum()
     home = home_of(count)
+    assert (home is None) is (side.base is tf.keras.Model)
     if home is None or home.is_here:
         return Found([gradient], {"count": tf.convert_to_tensor(count)})
     with pytest.raises(SMPError, match="lives on rank 1"):

@@ -9,7 +9,10 @@ import numpy as np
 import tensorflow as tf
 from tf_worlds import MICROBATCHES
 
+from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer
+
 STEPS = 12
+HALF = 6
 LAYERS = 4
 NORM = 0.05
 #: So large that gradients overflow in half precision, first where they are largest.
@@ -109,8 +112,12 @@ def _batch() -> tuple[Any, Any]:
     return tf.constant(x), tf.constant(random.randn(16, 8).astype(np.float32))
 
 
+def _scales(optimizer: Any) -> bool:
+    return isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+
+
 def _scaled(optimizer: Any, loss: Any) -> Any:
-    if not isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+    if not _scales(optimizer):
         return loss
     if has_legacy():
         return optimizer.get_scaled_loss(loss)
@@ -118,8 +125,9 @@ def _scaled(optimizer: Any, loss: Any) -> Any:
 
 
 def _unscaled(optimizer: Any, gradients: Any) -> Any:
-    is_scaling = isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-    return optimizer.get_unscaled_gradients(gradients) if is_scaling and has_legacy() else gradients
+    if _scales(optimizer) and has_legacy():
+        return optimizer.get_unscaled_gradients(gradients)
+    return gradients
 
 
 def _scale(optimizer: Any) -> float:
@@ -130,6 +138,9 @@ def _scale(optimizer: Any) -> float:
 def _compute(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> tuple[Any, Any]:
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(y - model(x)))
+        if _scales(optimizer):
+            # Before it is built the scale of losses is a number, which the graph would keep.
+            build_optimizer(optimizer, model.trainable_variables)
         scaled = _scaled(optimizer, loss)
     ours = model.trainable_variables
     if case.gradients is not None:
@@ -140,26 +151,28 @@ def _compute(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> tuple[An
 def _train(
     case: Case,
     model: Any,
-    prepare: Callable[[Any], Callable[[], tuple[list[Any], Any]]],
+    optimizer: Any,
+    run: Callable[[], tuple[list[Any], Any]],
     clip: Callable[..., Any],
+    num_steps: int = STEPS,
+    at_half: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Trains.
 
     Args:
         case: how.
         model: what.
-        prepare: takes the optimizer; returns what computes gradients and loss of the batch.
+        optimizer: by what.
+        run: computes gradients and loss of the batch.
         clip: as ``tf.clip_by_global_norm``.
+        num_steps: how long.
+        at_half: called before the second half of all steps.
     """
-    optimizer = case.optimizer()
-    run = prepare(optimizer)
     losses, extra, finite = [], [], []
-    for _ in range(STEPS):
+    for number in range(num_steps):
+        if number == HALF:
+            at_half()
         gradients, loss = run()
-        if hasattr(optimizer, "build") and not getattr(optimizer, "built", True):
-            optimizer.build(model.trainable_variables)
-            # The scale of losses is a variable from now on; it was a number in the graph.
-            run = prepare(optimizer)
         finite.append(all(bool(np.isfinite(each).all()) for each in gradients))
         gradients = _unscaled(optimizer, gradients)
         if case.clips:
@@ -180,47 +193,51 @@ def _train(
 def train_plainly(name: str) -> Outcome:
     """Trains with TensorFlow alone, on the same microbatches."""
     case = EVERY[name]
-    model = _model(tf.keras.Model, case.policy)
+    model, optimizer = _model(tf.keras.Model, case.policy), case.optimizer()
     x, y = _batch()
     model(x)
+    compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
 
-    def prepare(optimizer: Any) -> Any:
-        compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
+    def run() -> Any:
+        parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
+        results = [compute(*part) for part in parts]
+        gradients = [
+            tf.add_n([each / MICROBATCHES for each in group])
+            for group in zip(*(gradients for gradients, _ in results), strict=True)
+        ]
+        return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
 
-        def run() -> Any:
-            parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
-            results = [compute(*part) for part in parts]
-            gradients = [
-                tf.add_n([each / MICROBATCHES for each in group])
-                for group in zip(*(gradients for gradients, _ in results), strict=True)
-            ]
-            return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
-
-        return run
-
-    return _train(case, model, prepare, tf.clip_by_global_norm)
+    return _train(case, model, optimizer, run, tf.clip_by_global_norm)
 
 
-def train_distributed(name: str) -> Outcome:
-    """Trains over two partitions; to be called on every rank."""
+def train_distributed(name: str, folder: str, resumes: bool = False) -> Outcome:
+    """Trains over two partitions, and saves half-way; to be called on every rank.
+
+    Args:
+        name: of the case.
+        folder: for its checkpoint.
+        resumes: trains the second half only, from that checkpoint.
+    """
     import smdistributed.modelparallel.tensorflow as smp
 
     case = EVERY[name]
-    model = _model(smp.DistributedModel, case.policy)
+    model, optimizer = _model(smp.DistributedModel, case.policy), case.optimizer()
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    manager = smp.CheckpointManager(checkpoint, folder)
     x, y = _batch()
 
-    def prepare(optimizer: Any) -> Any:
-        @smp.step
-        def compute(a: Any, b: Any) -> Any:
-            return _compute(case, model, optimizer, a, b)
+    @smp.step
+    def compute(a: Any, b: Any) -> Any:
+        return _compute(case, model, optimizer, a, b)
 
-        def run() -> Any:
-            gradients, loss = compute(x, y)
-            return [each.accumulate() for each in gradients], loss.reduce_mean()
+    def run() -> Any:
+        gradients, loss = compute(x, y)
+        return [each.accumulate() for each in gradients], loss.reduce_mean()
 
-        return run
-
-    return _train(case, model, prepare, smp.clip_by_global_norm)
+    if resumes:
+        assert manager.restore()
+        return _train(case, model, optimizer, run, smp.clip_by_global_norm, STEPS - HALF)
+    return _train(case, model, optimizer, run, smp.clip_by_global_norm, at_half=manager.save)
 
 
 def fit(distributed: bool) -> list[float]:

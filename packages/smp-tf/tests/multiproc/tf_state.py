@@ -1,4 +1,4 @@
-"""Bodies about values of variables: initial, trained in replicas, saved and restored."""
+"""Bodies about values of variables: initial, saved and restored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows, two_layers
 
-from smdistributed.modelparallel.common.errors import CheckpointError, PartitionError
+from smdistributed.modelparallel.common.errors import CheckpointError, PartitionError, SMPError
+from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer, variable_of
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 L = tf.keras.layers
-WORDS = 50
 
 
 def initial(side: Side) -> Found:
@@ -30,6 +31,7 @@ def initial(side: Side) -> Found:
         lambda shape, dtype=None: tf.fill(shape, random.random()),
         lambda shape, dtype=None: state.normal(shape),
         "glorot_uniform",
+        "zeros",  # the seventh, so that each kind is on both halves
     )
 
     class Many(side.base):  # type: ignore[misc, name-defined]
@@ -49,40 +51,6 @@ def initial(side: Side) -> Found:
     model = Many()
     output = side.step(lambda x: model(x))(rows()).merge()
     return Found([output], by_name(model.trainable_variables, model.trainable_variables))
-
-
-def embeddings(side: Side) -> Found:
-    """Adam on slices, of which each step has others."""
-
-    class Words(side.base):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__(name="words")
-            self.table = L.Embedding(WORDS, WIDTH, name="table")
-            self.head = L.Dense(WORDS, name="head")
-
-        def call(self, x: Any) -> Any:
-            with side.part(0):
-                x = self.table(x)
-            with side.part(1):
-                return self.head(x)
-
-    model, optimizer = Words(), tf.keras.optimizers.Adam(0.1, clipnorm=0.5)
-
-    @side.step
-    def compute(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            losses = tf.keras.losses.sparse_categorical_crossentropy(x, model(x), from_logits=True)
-            loss = tf.reduce_mean(losses)
-        return tape.gradient(loss, model.trainable_variables), loss
-
-    losses = []
-    for number in range(4):
-        words = tf.constant(np.random.RandomState(number).randint(0, WORDS, (16, 3)))
-        gradients, loss = compute(side.share(words))
-        means = [side.mean(each.accumulate()) for each in gradients]
-        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
-        losses.append(side.mean(loss.reduce_mean()))
-    return Found(losses, by_name(model.trainable_variables, model.trainable_variables))
 
 
 def _trained(side: Side, optimizer: Any) -> tuple[Any, Any]:
@@ -140,6 +108,11 @@ def read_plainly(side: Side, path: str) -> Found:
     model, train = _trained(side, tf.keras.optimizers.SGD(0.1))
     train()
     tf.train.Checkpoint(model=model).read(path)
+    if side.base is not tf.keras.Model:
+        # What lives elsewhere takes no memory here.
+        for variable in map(variable_of, model._smp_engine.everywhere()[1]):
+            has_value = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+            assert bool(has_value) is home_of(variable).is_here
     return Found([train() for _ in range(2)], {})
 
 
@@ -152,28 +125,71 @@ _OPTIMIZERS = {
 
 
 def other_optimizers(side: Side, folder: str) -> None:
-    """A checkpoint does not go into an optimizer of another kind, before a step or after."""
+    """A checkpoint does not go into an optimizer of another kind."""
     import smdistributed.modelparallel.tensorflow as smp
 
-    def manager(name: str, kind: str) -> tuple[Any, Any]:
+    model, train = _trained(side, _OPTIMIZERS["adam"]())
+    train()
+
+    def manager(saved: str, kind: str) -> Any:
         optimizer = _OPTIMIZERS[kind]()
-        model, train = _trained(side, optimizer)
+        build_optimizer(optimizer, model.trainable_variables)
         checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
-        return smp.CheckpointManager(checkpoint, str(Path(folder, name))), train
+        return smp.CheckpointManager(checkpoint, str(Path(folder, saved)))
 
     for saved, others in (("adam", ("sgd", "momentum", "rmsprop")), ("sgd", ("adam",))):
-        writer, train = manager(saved, saved)
-        train()
-        writer.save()
+        manager(saved, saved).save()
         for other in others:
-            reader, train = manager(saved, other)
-            train()
             with pytest.raises(CheckpointError, match="restore it into the model and optimizer"):
-                reader.restore()
-        reader, train = manager(saved, saved)
-        reader.restore()  # before its first step, though another model is partitioned
-        train()
-        model, _ = _trained(side, None)
-        alone = smp.CheckpointManager(tf.train.Checkpoint(model=model), str(Path(folder, saved)))
-        alone.restore()
-        side.step(lambda x, model=model: model(x))(rows())
+                manager(saved, other).restore()
+        assert manager(saved, saved).restore()
+
+
+def other_variables(side: Side, folder: str) -> None:
+    """What an optimizer keeps of a variable is saved with it, and never left out in silence."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    make = tf.keras.Variable if hasattr(tf.keras, "Variable") else tf.Variable
+
+    def trained() -> tuple[Any, Any]:
+        extra, optimizer = make([1.0]), _OPTIMIZERS["momentum"]()
+        build_optimizer(optimizer, [extra])
+        return extra, optimizer
+
+    def update(extra: Any, optimizer: Any) -> float:
+        optimizer.apply_gradients([(tf.constant([1.0]), extra)])
+        return float(tf.convert_to_tensor(extra)[0])
+
+    extra, optimizer = trained()
+    update(extra, optimizer)
+    alone = smp.CheckpointManager(tf.train.Checkpoint(optimizer=optimizer), folder)
+    with pytest.raises(SMPError, match="which it trains, and of which it keeps state"):
+        alone.save()
+    smp.CheckpointManager(tf.train.Checkpoint(optimizer=optimizer, extra=extra), folder).save()
+    expected = update(extra, optimizer)
+    extra, optimizer = trained()
+    kept = tf.train.Checkpoint(optimizer=optimizer, extra=extra)
+    smp.CheckpointManager(kept, folder).restore()
+    assert update(extra, optimizer) == expected
+
+
+def other_models(side: Side, folder: str) -> None:
+    """A checkpoint goes into another model before its first step, with its optimizer or alone."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    optimizer = _OPTIMIZERS["momentum"]()
+    model, train = _trained(side, optimizer)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    writer = smp.CheckpointManager(checkpoint, folder)
+    train()
+    writer.save()
+    expected = [train() for _ in range(2)]
+    for has_optimizer in (True, False):
+        optimizer = _OPTIMIZERS["momentum"]()
+        model, train = _trained(side, optimizer)
+        kept = {"model": model, "optimizer": optimizer} if has_optimizer else {"model": model}
+        reader = smp.CheckpointManager(tf.train.Checkpoint(**kept), folder)
+        assert reader.restore()
+        found = [train() for _ in range(2)]
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+        assert np.allclose(found[1], expected[1], rtol=1e-6) is has_optimizer

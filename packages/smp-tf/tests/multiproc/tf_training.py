@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -24,12 +24,16 @@ class Trained:
         gradients: of the last step by position of the variable in the whole model, as arrays.
         weights: after training, of the variables of this process, by position.
         num_variables: of the whole model.
+        operations: of the whole model's trace, by name, constants aside.
+        own: those that this process executes.
     """
 
     losses: list[float]
     gradients: dict[int, Any]
     weights: dict[int, Any]
     num_variables: int
+    operations: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
 
 
 def train(name: str, as_on_gpus: bool = False) -> Trained:
@@ -87,12 +91,20 @@ def _train(name: str) -> Trained:
         optimizer.apply_gradients(pairs)
     _, variables = model._smp_engine.everywhere()
     every = [id(variable) for variable in variables]
+    traced, local = model._smp_engine.newest
+    functions = [program.function.graph for program in local.programs]
     return Trained(
         losses,
         {every.index(id(v)): g.numpy() for g, v in pairs if id(v) in every},
         {every.index(id(v)): _array(v) for v in model.variables},
         len(every),
+        _names(traced.operations),
+        [name for graph in functions for name in _names(graph.get_operations())],
     )
+
+
+def _names(operations: Any) -> list[str]:
+    return [op.name for op in operations if op.type not in ("Const", "Placeholder")]
 
 
 def by_hand() -> Any:

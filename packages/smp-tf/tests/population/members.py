@@ -12,6 +12,7 @@ import tf_calls
 import tf_effects
 import tf_fit
 import tf_gradients
+import tf_replicas
 import tf_state
 from tf_beside import Found, Side
 
@@ -158,7 +159,7 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
     "recomputed layers": tf_calls.recompute,
     "tape in the call": tf_calls.tape_in_call,
     "named arguments": tf_calls.arguments,
-    "embeddings with Adam": tf_state.embeddings,
+    "embeddings with Adam": tf_replicas.embeddings,
     "own initializers": tf_state.initial,
     "gradients of inputs": tf_gradients.of_inputs,
     "several outputs": tf_gradients.of_one_output,

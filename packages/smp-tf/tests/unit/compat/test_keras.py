@@ -10,14 +10,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.tensorflow.compat import keras
 
 
-def _optimizers() -> list[Any]:
-    legacy = getattr(tf.keras.optimizers, "legacy", None)
-    kinds = [tf.keras.optimizers.Adam]
-    # With Keras 3 the legacy names are there and refuse to be used.
-    return kinds if keras.IS_KERAS_3 or legacy is None else [*kinds, legacy.Adam]
-
-
-@pytest.mark.parametrize("kind", _optimizers())
+@pytest.mark.parametrize("kind", keras.optimizer_kinds("Adam"))
 def test_an_optimizer_keeps_two_numbers_for_each_it_trains(kind: Any) -> None:
     make = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
     trained = [make(tf.ones([size])) for size in (2, 3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -83,31 +83,61 @@ class CheckpointNames:
             elif is_optimizer(child):
                 yield from self._optimizer(name, child)
             else:
-                yield from self._others(name, child)
+                for path, variable in self._others(name, child):
+                    yield path, keras.variable_of(variable)
 
     def local(self) -> dict[str, Any]:
-        """Returns the trainable variables of the models in this process, as Keras has them."""
-        return {
+        """Returns what optimizers can train here, as Keras has it.
+
+        These are variables of the models that live in this process, and those that are no model's.
+        """
+        found = {
             self._names[id(keras.variable_of(variable))]: variable
             for model in self._models.values()
             for variable in model.trainable_variables
             if id(keras.variable_of(variable)) in self._names
         }
+        for name, child in self._children.items():
+            if name not in self._models and not is_optimizer(child):
+                found |= {path: each for path, each in self._others(name, child) if each.trainable}
+        return found
 
     def _optimizer(self, name: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
         slots = keras.optimizer_slots(optimizer)
+        kept: dict[int, Any] = {}
         for key, variable in self.local().items():
             place = keras.slot_key(optimizer, variable)
             for slot, own in slots.items():
                 if place in own:
+                    kept[id(own[place])] = own[place]
                     yield f"{name}/{slot}/{key}", keras.variable_of(own[place])
-        of_slots = {id(each) for own in slots.values() for each in own.values()}
+        of_slots = {id(each): each for own in slots.values() for each in own.values()}
+        self._refuse_strangers(name, [of_slots[key] for key in of_slots.keys() - kept.keys()])
         for variable in keras.optimizer_variables(optimizer):
             if id(variable) not in of_slots:
                 yield (
                     f"{name}/{keras.path_of(variable).rsplit('/', maxsplit=1)[-1]}",
                     keras.variable_of(variable),
                 )
+
+    def _refuse_strangers(self, name: str, slots: Iterable[Any]) -> None:
+        """Raises if a slot is about a variable that the checkpoint has nowhere.
+
+        One about a frozen variable of a model is left out; see ``leftover``.
+        """
+        known = {
+            *self._names,
+            *(id(model._smp_engine.anchor_variable()) for model in self._models.values()),
+        }
+        for slot in slots:
+            trained = getattr(keras.variable_of(slot), "_smp_slot_of", None)
+            if trained is None or id(trained) in known:
+                continue
+            raise UnsupportedError(
+                f"the checkpoint has an optimizer ({name}) but not {trained.name}, which it "
+                "trains, and of which it keeps state: put the model, or the variable, into the "
+                "same tf.train.Checkpoint."
+            )
 
     def _others(self, name: str, child: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(child, tf.data.Iterator):
@@ -125,7 +155,7 @@ class CheckpointNames:
             if isinstance(one, tf.Variable) or (
                 keras.IS_KERAS_3 and isinstance(one, tf.keras.Variable)
             ):
-                yield path, keras.variable_of(one)
+                yield path, one
                 continue
             stack += [(f"{path}/{key}", each) for key, each in sorted(_children(one).items())]
 
@@ -149,14 +179,15 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
         if not is_optimizer(child):
             continue
         parts = [each.split("/", 2) for each in names if each.startswith(f"{name}/")]
-        known = {part[2] for part in parts if len(part) == 3}
-        variables = [variable for key, variable in local.items() if key in known]
-        if not known:
+        if not parts:
             continue
+        # An optimizer may keep nothing of each variable, and yet a scale of losses.
+        known = {part[2] for part in parts if len(part) == 3} or local.keys()
+        variables = [variable for key, variable in local.items() if key in known]
         if not variables:
             # This process trains nothing but has an optimizer like the others.
             models = [m for m in _children(checkpoint).values() if isinstance(m, DistributedModel)]
-            variables = models[0].trainable_variables
+            variables = models[0].trainable_variables if models else []
         keras.build_optimizer(child, variables)
 
 

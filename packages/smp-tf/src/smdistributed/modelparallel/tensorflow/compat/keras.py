@@ -1,13 +1,11 @@
-"""Everything that is used of Keras beyond its public API, in one place, for versions 2 and 3."""
+"""What is used of Keras's models and optimizers beyond its public API, for versions 2 and 3."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 
@@ -15,22 +13,15 @@ import tensorflow as tf
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
 
-def _private(name: str) -> Any:
+def private(name: str) -> Any:
     """Returns a module of the Keras that TensorFlow uses: keras, or tf_keras if asked for."""
     root = tf.keras.Model.__module__.split(".", maxsplit=1)[0]
     return importlib.import_module(f"{root}.src.{name}")
 
 
-if IS_KERAS_3:
-    base_optimizer = _private("optimizers.base_optimizer")
-    loss_scale_optimizer = _private("optimizers.loss_scale_optimizer")
-else:
-    autocast_variable = _private("mixed_precision.autocast_variable")
-    loss_scale_optimizer = _private("mixed_precision.loss_scale_optimizer")
-    base_optimizer = _private("optimizers.optimizer")
-    optimizer_utils = _private("optimizers.utils")
+if not IS_KERAS_3:
+    autocast_variable = private("mixed_precision.autocast_variable")
 
-Gradients = Sequence[Any]
 Variable = Any
 
 
@@ -44,6 +35,20 @@ def variable_of(variable: Variable) -> Variable:
     while isinstance(variable, autocast_variable.AutoCastVariable):
         variable = variable._variable
     return variable
+
+
+def variables_made(model: Any) -> list[Variable]:
+    """Returns TensorFlow's variables that a model and its layers have so far.
+
+    Keras 2 refuses to say before each ``Sequential`` in it was called.
+    """
+    if IS_KERAS_3:
+        return [variable_of(each) for each in model.variables]
+    return [
+        variable_of(variable)
+        for layer in model._flatten_layers()
+        for variable in (*layer._trainable_weights, *layer._non_trainable_weights)
+    ]
 
 
 def is_variable(value: Any) -> bool:
@@ -71,8 +76,8 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
 def thread_states() -> list[Any]:
     """Returns what Keras keeps of a thread: settings, counters of names, the source of seeds."""
     if not IS_KERAS_3:
-        return [_private("backend")._SEED_GENERATOR]
-    state = _private("backend.common.global_state")
+        return [private("backend")._SEED_GENERATOR]
+    state = private("backend.common.global_state")
     return [state.GLOBAL_STATE_TRACKER, state.GLOBAL_SETTINGS_TRACKER]
 
 
@@ -84,10 +89,21 @@ def takes_training(model: Any) -> bool:
 # Optimizers
 
 
+def optimizer_kinds(name: str) -> list[Any]:
+    """Returns the classes of optimizers with this name: the present one, and the legacy one."""
+    kinds = [getattr(tf.keras.optimizers, name)]
+    # With Keras 3 the legacy names are there and refuse to be used.
+    return kinds if IS_KERAS_3 else [*kinds, getattr(tf.keras.optimizers.legacy, name)]
+
+
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Returns all variables of an optimizer of Keras."""
+    """Returns all variables of an optimizer of Keras, those of the scale of losses among them."""
     variables = optimizer.variables
-    return list(variables() if callable(variables) else variables)
+    found = list(variables() if callable(variables) else variables)
+    if not IS_KERAS_3 and _scales(optimizer) and optimizer.dynamic:
+        state = optimizer._loss_scale
+        found += [state.current_loss_scale, state.counter]
+    return found
 
 
 def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
@@ -99,6 +115,7 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
     Returns:
         by name of the slot, and by ``slot_key`` of the trained variable.
     """
+    optimizer = _keeper(optimizer)
     found: dict[str, dict[Any, Any]] = {}
     if hasattr(optimizer, "get_slot_names"):
         for key, slots in optimizer._slots.items():
@@ -119,9 +136,15 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
 
 def slot_key(optimizer: Any, variable: Any) -> Any:
     """Returns what an optimizer knows a trained variable by."""
+    optimizer = _keeper(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         return variable_of(variable)._unique_id
     return optimizer._var_key(variable)
+
+
+def _keeper(optimizer: Any) -> Any:
+    """Returns what keeps state of each trained variable: the optimizer, or one that it wraps."""
+    return optimizer.inner_optimizer if _scales(optimizer) else optimizer
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -157,102 +180,5 @@ def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
 
 
 def _scales(optimizer: Any) -> bool:
+    """Tells whether an optimizer scales losses for another one that it wraps."""
     return isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-
-
-@contextlib.contextmanager
-def whole_model(
-    clip: Callable[[Gradients, Any, Sequence[Any]], Gradients],
-    is_finite: Callable[[Any], Any],
-) -> Iterator[None]:
-    """Within, optimizers decide by the gradients of all processes.
-
-    Args:
-        clip: takes gradients, a norm and the variables; returns the gradients, scaled so that they
-            have at most this norm together with those of the other processes; or as they are.
-        is_finite: takes whether the gradients of this process are finite, a tensor; returns whether
-            those of all are.
-    """
-    with contextlib.ExitStack() as replaced:
-
-        def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            replaced.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
-
-        def clipping(original: Any) -> Any:
-            def clip_gradients(self: Any, gradients: Gradients) -> Gradients:
-                if self.global_clipnorm and not self.clipnorm:
-                    return clip(gradients, self.global_clipnorm, _trained(self))
-                result: Gradients = original(self, gradients)
-                return result
-
-            return clip_gradients
-
-        replace(
-            base_optimizer.BaseOptimizer if IS_KERAS_3 else base_optimizer.Optimizer,
-            "_clip_gradients",
-            clipping,
-        )
-        replace(
-            base_optimizer.BaseOptimizer if IS_KERAS_3 else base_optimizer.Optimizer,
-            "add_variable_from_reference",
-            _noting_slots,
-        )
-        if IS_KERAS_3:
-            replace(
-                loss_scale_optimizer.LossScaleOptimizer,
-                "check_finite",
-                lambda original: lambda self, gradients: is_finite(original(self, gradients)),
-            )
-        else:
-            replace(base_optimizer.Optimizer, "apply_gradients", _noting_variables)
-            replace(optimizer_utils, "make_global_gradient_clipnorm_fn", lambda _: _legacy(clip))
-            replace(
-                loss_scale_optimizer,
-                "_is_all_finite",
-                lambda original: lambda gradients: is_finite(original(gradients)),
-            )
-        yield
-
-
-def _noting_slots(original: Any) -> Any:
-    """Returns what makes an optimizer's variables such that each knows the one that it is about."""
-    place = inspect.signature(original)
-
-    def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, *args, **kwargs)
-        _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
-        variable_of(slot)._smp_slot_of = variable_of(reference)
-        return slot
-
-    return add_variable_from_reference
-
-
-def _noting_variables(original: Any) -> Any:
-    """Returns ``apply_gradients`` of Keras 2 such that ``_trained`` knows its variables."""
-
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        pairs = list(grads_and_vars)
-        self._smp_trained = tuple(variable for _, variable in pairs)
-        return original(self, pairs, *args, **kwargs)
-
-    return apply_gradients
-
-
-def _trained(optimizer: Any) -> Sequence[Any]:
-    variables: Sequence[Any] = (
-        optimizer._trainable_variables if IS_KERAS_3 else optimizer._smp_trained
-    )
-    return variables
-
-
-def _legacy(clip: Callable[[Gradients, Any, Sequence[Any]], Gradients]) -> Any:
-    """Returns what Keras's legacy optimizers make their clipping function with."""
-
-    def make(norm: Any) -> Any:
-        def clip_pairs(pairs: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
-            gradients, variables = zip(*pairs, strict=True)
-            return list(zip(clip(gradients, norm, variables), variables, strict=True))
-
-        return (lambda pairs: pairs) if norm is None else clip_pairs
-
-    return make

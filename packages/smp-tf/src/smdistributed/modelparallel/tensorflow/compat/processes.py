@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context
 from tensorflow.python.training.server_lib import ClusterSpec
+
+from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 _DERIVED = b"type.googleapis.com/tensorflow.DerivedStatus"
 
@@ -42,6 +46,40 @@ def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
             protocol="grpc",
         )
     )
+
+
+def surviving_calls(managers: deque[Any]) -> AbstractContextManager[None]:
+    """Within, what calls of functions leave under way may end after the calls.
+
+    Where a transfer fails, TensorFlow ends the call at once. What it had asked of other processes
+    is answered a moment later, and then takes itself off the call's list of what is to be
+    cancelled; if that is gone with the call, the process crashes. So lists are made here, and
+    outlive the calls.
+
+    Args:
+        managers: keeps the lists, of as many calls as it is long.
+    """
+
+    def make(original: Any) -> Any:
+        def manager() -> Any:
+            asked: Any = original()
+            if asked is None:
+                asked = cancellation.CancellationManager()
+                managers.append(asked)
+            return asked
+
+        return manager
+
+    return replaced([Replacement(cancellation, "context", make)])
+
+
+def end_collectives(message: str) -> None:
+    """Makes all collectives of this process fail, present and later ones, here and at the others.
+
+    Args:
+        message: in the errors that the others get.
+    """
+    context.context().abort_collective_ops(tf.errors.ABORTED, message)
 
 
 def silent_processes(ranks: Sequence[int], timeout_seconds: float) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdistributed.modelparallel.tensorflow.compat import graphs, resources
+from smdistributed.modelparallel.tensorflow.compat import graphs, keras, resources
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     is_recorded,
     unrecorded,
@@ -15,6 +18,8 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
 )
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
+from smdistributed.modelparallel.tensorflow.compat.processes import surviving_calls
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
@@ -29,6 +34,8 @@ def self_test() -> None:
     _test_references()
     _test_initial_values()
     _test_resources()
+    _test_optimizers()
+    _test_surviving_calls()
 
 
 def _test_isolation() -> None:
@@ -108,6 +115,69 @@ def _test_initial_values() -> None:
     assert [each.value().numpy().tolist() for each in reversed(noted)] == expected[::-1]
     if before is not None:
         tf.random.set_seed(before)
+
+
+def _test_optimizers() -> None:
+    """Optimizers ask for the norm and the overflows of all processes, within; without, they do not.
+
+    They know the variables that they train, and those that they keep for them know these.
+    """
+    asked: list[str] = []
+    trained = (tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable)([1.0])
+
+    def clip(gradients: Any, norm: Any, variables: Any) -> Any:
+        assert [keras.variable_of(each) for each in variables] == [keras.variable_of(trained)]
+        asked.append(f"norm {float(norm)}")
+        return [0.25 * each for each in gradients]
+
+    def is_finite(own: Any) -> Any:
+        asked.append(f"finite {bool(own)}")
+        return tf.constant(False)
+
+    def after(optimizer: Any) -> float:
+        trained.assign([1.0])
+        optimizer.apply_gradients([(tf.constant([2.0]), trained)])
+        return float(keras.variable_of(trained)[0])
+
+    with whole_model(clip, is_finite):
+        for kind in keras.optimizer_kinds("SGD"):
+            assert after(kind(1.0, global_clipnorm=4.0)) == 0.5
+        scaling = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0))
+        assert after(scaling) == 1.0
+        adam = tf.keras.optimizers.Adam(0.1)
+        keras.build_optimizer(adam, [trained])
+        for slots in keras.optimizer_slots(adam).values():
+            (slot,) = slots.values()
+            assert keras.variable_of(slot)._smp_slot_of is keras.variable_of(trained)
+    norms = ["norm 4.0"] * len(keras.optimizer_kinds("SGD"))
+    assert asked == [*norms, "finite True"], asked
+    assert after(tf.keras.optimizers.SGD(1.0, global_clipnorm=1.0)) == 0.0
+    assert asked == [*norms, "finite True"], asked
+
+
+def _test_surviving_calls() -> None:
+    """The list of what is to be cancelled is ours, and the operations of a call use it."""
+    queue = tf.queue.FIFOQueue(1, [tf.float32])
+    kept: deque[Any] = deque(maxlen=2)
+    failures: list[Any] = []
+    wait = tf.function(queue.dequeue, autograph=False)
+    wait.get_concrete_function()
+
+    def run() -> None:
+        try:
+            wait()
+        except tf.errors.CancelledError as error:
+            failures.append(error)
+
+    with surviving_calls(kept):
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not kept:
+            time.sleep(0.01)
+        # A call that has yet to begin is cancelled as well.
+        kept[0].start_cancel()
+        thread.join(timeout=10.0)
+        assert failures, "TensorFlow does not use the list that it was given"
 
 
 def _test_graphs() -> None:

@@ -13,6 +13,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import object_identity
 
 from smdistributed.modelparallel.tensorflow.compat.autograph import not_converted
+from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 Variable = Any
 
@@ -89,13 +90,6 @@ def checked_access(
     """
     names = ("_read_variable_op", "assign", "assign_add", "assign_sub", "sparse_read")
     kinds = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
-    # Eager variables are of the second class, which has some of these methods of its own.
-    saved = [
-        (kind, name, vars(kind)[name])
-        for kind in kinds
-        for name in (*names, "_serialize_to_tensors", "_restore_from_tensors")
-        if name in vars(kind)
-    ]
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def access(self: Variable, *args: Any, **kwargs: Any) -> Any:
@@ -127,10 +121,11 @@ def checked_access(
         return serialize
 
     others = {"_serialize_to_tensors": saving, "_restore_from_tensors": restoring}
-    for kind, name, original in saved:
-        setattr(kind, name, others.get(name, checking)(original))
-    try:
+    # Eager variables are of the second class, which has some of these methods of its own.
+    with replaced(
+        Replacement(kind, name, others.get(name, checking))
+        for kind in kinds
+        for name in (*names, *others)
+        if name in vars(kind)
+    ):
         yield
-    finally:
-        for kind, name, original in saved:
-            setattr(kind, name, original)

@@ -39,6 +39,7 @@ _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
 #: A process that works answers at once, whatever it executes.
 _HEALTH_SECONDS = 2.0
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
+_ENDED = re.compile(r"smp: rank (\d+) has left the job")
 
 
 #: TensorFlow keeps the shape of a collective by its key. What has a shape that is known in the step
@@ -278,6 +279,11 @@ def _as_dtype(tensor: Any, dtype: Any) -> Any:
     return tf.bitcast(tensor, dtype) if tensor.dtype.size == dtype.size else tf.cast(tensor, dtype)
 
 
+def has_ended(rank: int) -> str:
+    """Returns the message by which others learn that a rank takes part in no transfer any more."""
+    return f"smp: rank {rank} has left the job, with its side of all transfers."
+
+
 def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     """Returns what an error of TensorFlow says of other processes; None if it says nothing.
 
@@ -296,7 +302,8 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     if not isinstance(error, kinds):
         return None
     text = str(error)
-    found = [*_NODE.findall(text), *_TASK.findall(text)]
+    # Who left is known to those as well whose transfers failed because of others'.
+    found = _ENDED.findall(text) or [*_NODE.findall(text), *_TASK.findall(text)]
     peers = sorted({int(each) for each in found} - {rank})
     if not peers:
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat import optimizers
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
@@ -46,7 +46,7 @@ def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
     def is_finite(own: Any) -> Any:
         return _over_partitions(runtime, 1.0 - tf.cast(own, tf.float32)) == 0.0
 
-    return keras.whole_model(clip, is_finite)
+    return optimizers.whole_model(clip, is_finite)
 
 
 def _over_partitions(runtime: TFRuntime, value: Any) -> Any:

@@ -152,7 +152,7 @@ class Engine:
 
         self.is_tracing = True
         try:
-            self._variables.number(self._collect()[1])
+            self._variables.number(keras.variables_made(self.model))
             with self.runtime.guard.suspended():
                 traced = apart(
                     lambda: trace(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from smdistributed.modelparallel.common.comm.addresses import free_port, own_add
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
 from smdistributed.modelparallel.common.comm.transport import (
+    FAREWELL_SECONDS,
     SingleProcessTransport,
     Transport,
     started_by_mpi,
@@ -33,13 +36,15 @@ from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
-from smdistributed.modelparallel.tensorflow.execute.links import Links, explained
+from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
 #: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
 _FEWEST_THREADS = 4
+#: Calls after which nothing can be under way any more that a call has left.
+_SURVIVING_CALLS = 1000
 
 
 @dataclass(kw_only=True)
@@ -52,6 +57,7 @@ class TFRuntime(Runtime):
         guard: of variables that live elsewhere.
         step_number: a variable that counts the steps, for random numbers.
         unseeded: what random operations without seeds draw from; the same on all processes.
+        calls: see ``processes.surviving_calls``.
         replacements: what ends with the library: functions that stand replaced, and the watch.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
@@ -64,6 +70,7 @@ class TFRuntime(Runtime):
     guard: AccessGuard
     step_number: Any
     unseeded: int
+    calls: deque[Any]
     replacements: ExitStack = field(default_factory=ExitStack)
     current_step: Any = None
     timeline: Timeline | None = None
@@ -77,13 +84,22 @@ class TFRuntime(Runtime):
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        begin = time.monotonic()
         self.replacements.close()
-        self.transport.close(self._stop_horovod)
+
+        def release() -> None:
+            # Not all ranks have come here: one may wait for a transfer that will never come.
+            is_early = time.monotonic() > begin + FAREWELL_SECONDS
+            self._release_data_plane(is_early and self.transport.size > 1)
+
+        self.transport.close(release)
         if self.hooks is not None:
             self.hooks.uninstall()
 
-    def _stop_horovod(self) -> None:
-        """Ends Horovod's thread, which uses MPI until then."""
+    def _release_data_plane(self, is_early: bool) -> None:
+        """Lets others know that no transfer will come; ends Horovod, which uses MPI until then."""
+        if is_early:
+            processes.end_collectives(has_ended(self.rank))
         if self.config.horovod:
             import horovod.tensorflow as hvd
 
@@ -103,6 +119,7 @@ def start(
     settings = configuration.load("tensorflow", config)
     transport: Transport = MPITransport() if started_by_mpi() else SingleProcessTransport()
     replacements = ExitStack()
+    calls: deque[Any] = deque(maxlen=_SURVIVING_CALLS)
     hooks = None
     if transport.size > 1:
         hooks = FailureHooks(transport.rank)
@@ -124,6 +141,7 @@ def start(
         addresses = communicator.allgather(address, CommGroup.WORLD)
         processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
         communicator.barrier(CommGroup.WORLD)
+        replacements.enter_context(processes.surviving_calls(calls))
         watch = Watch(transport.rank, transport.size, patience)
         watch.start()
         replacements.callback(watch.stop)
@@ -144,6 +162,7 @@ def start(
         guard=guard,
         step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
         unseeded=unseeded,
+        calls=calls,
         replacements=replacements,
     )
     slot.fill(runtime)

@@ -1,0 +1,118 @@
+"""Where Keras's optimizers decide something that one process cannot know alone.
+
+While the library runs, the functions that decide it stand replaced, in the whole process: an
+optimizer is the user's, and may have been made in any way. ``whole_model`` lists them all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from smdistributed.modelparallel.tensorflow.compat.keras import IS_KERAS_3, private, variable_of
+from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
+
+Gradients = Sequence[Any]
+#: Takes gradients, a norm and the variables; returns the gradients.
+Clip = Callable[[Gradients, Any, Sequence[Any]], Gradients]
+#: Takes whether the gradients of this process are finite, a tensor; returns whether those of all.
+IsFinite = Callable[[Any], Any]
+
+
+def whole_model(clip: Clip, is_finite: IsFinite) -> AbstractContextManager[None]:
+    """Within, optimizers decide by the gradients of all processes.
+
+    Args:
+        clip: scales gradients so that they have at most a norm together with those of the other
+            processes; or returns them as they are.
+        is_finite: tells whether all processes have finite gradients.
+    """
+    kind = _keras_3 if IS_KERAS_3 else _keras_2
+    return replaced(kind(clip, is_finite))
+
+
+def _keras_3(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
+    base = private("optimizers.base_optimizer").BaseOptimizer
+    scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
+    yield Replacement(base, "_clip_gradients", _clipping(clip, "_trainable_variables"))
+    yield Replacement(base, "add_variable_from_reference", _noting_slots)
+    yield Replacement(
+        scaling,
+        "check_finite",
+        lambda original: lambda self, gradients: is_finite(original(self, gradients)),
+    )
+
+
+def _keras_2(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
+    base = private("optimizers.optimizer").Optimizer
+    yield Replacement(base, "_clip_gradients", _clipping(clip, "_smp_trained"))
+    yield Replacement(base, "apply_gradients", _noting_trained)
+    yield Replacement(base, "add_variable_from_reference", _noting_slots)
+    # What legacy optimizers clip with is made when they are.
+    yield Replacement(
+        private("optimizers.utils"), "make_global_gradient_clipnorm_fn", lambda _: _legacy(clip)
+    )
+    yield Replacement(
+        private("mixed_precision.loss_scale_optimizer"),
+        "_is_all_finite",
+        lambda original: lambda gradients: is_finite(original(gradients)),
+    )
+
+
+def _clipping(clip: Clip, trained: str) -> Callable[[Any], Any]:
+    """Returns what makes optimizers clip by the norm of the whole model.
+
+    Args:
+        clip: see ``whole_model``.
+        trained: the attribute in which optimizers have the variables of the gradients.
+    """
+
+    def make(original: Any) -> Any:
+        def clip_gradients(self: Any, gradients: Gradients) -> Gradients:
+            if self.global_clipnorm and not self.clipnorm:
+                return clip(gradients, self.global_clipnorm, getattr(self, trained))
+            result: Gradients = original(self, gradients)
+            return result
+
+        return clip_gradients
+
+    return make
+
+
+def _noting_trained(original: Any) -> Any:
+    """Returns ``apply_gradients`` of Keras 2 such that optimizers have the variables they train."""
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        self._smp_trained = tuple(variable for _, variable in pairs)
+        return original(self, pairs, *args, **kwargs)
+
+    return apply_gradients
+
+
+def _noting_slots(original: Any) -> Any:
+    """Returns what makes an optimizer's variables such that each knows the one that it is about."""
+    place = inspect.signature(original)
+
+    def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = original(self, *args, **kwargs)
+        _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
+        variable_of(slot)._smp_slot_of = variable_of(reference)
+        return slot
+
+    return add_variable_from_reference
+
+
+def _legacy(clip: Clip) -> Callable[[Any], Any]:
+    """Returns what Keras's legacy optimizers make their clipping function with."""
+
+    def make(norm: Any) -> Any:
+        def clip_pairs(pairs: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
+            gradients, variables = zip(*pairs, strict=True)
+            return list(zip(clip(gradients, norm, variables), variables, strict=True))
+
+        return (lambda pairs: pairs) if norm is None else clip_pairs
+
+    return make
