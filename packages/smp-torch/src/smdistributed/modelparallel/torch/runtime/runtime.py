@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common import config as configuration
 from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
+from smdistributed.modelparallel.common.comm.presence import Presence
 from smdistributed.modelparallel.common.comm.transport import (
     SingleProcessTransport,
     Transport,
@@ -32,7 +33,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     started_by_torchrun,
 )
 from smdistributed.modelparallel.common.errors import CommError
-from smdistributed.modelparallel.common.failure import FailureHooks
+from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
@@ -41,6 +42,7 @@ from smdistributed.modelparallel.torch.building.manual_partition import ManualPa
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
@@ -63,6 +65,7 @@ class TorchRuntime(Runtime):
         device: where this process computes.
         process_groups: torch's process group of each kind that contains this process; empty in a
             world of one.
+        peers: who is blamed when communication fails.
         hooks: what this process does when it fails; None in a world of one.
         manual_partitions: what the user fixed.
         fake_mode: of all fake tensors.
@@ -76,6 +79,7 @@ class TorchRuntime(Runtime):
 
     device: torch.device
     process_groups: dict[CommGroup, dist.ProcessGroup]
+    peers: Peers
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
     fake_mode: FakeTensorMode
@@ -119,6 +123,7 @@ class TorchRuntime(Runtime):
             self.process_groups,
             self.device,
             data_plane_timeout(self.config.communication_timeout),
+            self.peers,
         )
 
     def close(self) -> None:
@@ -166,20 +171,25 @@ def start(
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
     device = _bind_device(transport)
-    if transport.size > 1 and not dist.is_initialized():
-        _join_data_plane(communicator, transport, device, timeout_seconds)
+    peers = Peers(transport.rank, communicator.allgather(Presence.own(), CommGroup.WORLD))
+    with peers.blaming(range(transport.size), "connecting"):
+        if transport.size > 1 and not dist.is_initialized():
+            _join_data_plane(communicator, transport, device, timeout_seconds)
+        process_groups = _process_groups(topology, transport)
     runtime = TorchRuntime(
         config=settings,
         topology=topology,
         transport=transport,
         communicator=communicator,
         device=device,
-        process_groups=_process_groups(topology, transport),
+        process_groups=process_groups,
+        peers=peers,
         hooks=hooks,
         fake_mode=fake_mode,
         random=StepRandom(device),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
+    runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)
     atexit.register(runtime.close)
     if hooks is not None:
