@@ -352,7 +352,7 @@ def _read_manifest(path: Path) -> Manifest | None:
         return Manifest(content["sequence"], files)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The manifest {path} is damaged ({type(error).__name__}: {error}): restore "
             "it, or resume from another tag."
