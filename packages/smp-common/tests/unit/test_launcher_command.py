@@ -29,7 +29,8 @@ def test_command() -> None:
     assert command[: command.index(sys.executable)] == [
         *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
         *("--bind-to", "none", "--map-by", "slot"),
-        *("--mca", "mpi_abort_delay", "2", "--output", "tag:raw"),
+        *("--mca", "mpi_abort_delay", "2"),
+        *("--forward-signals", "SIGUSR1,SIGUSR2,SIGURG", "--output", "tag:raw"),
     ]
     assert command[-4:] == [
         "smdistributed.modelparallel.common.launcher.bootstrap",

@@ -10,5 +10,6 @@ job            runs mpirun and sees to it that the job ends
 output         takes mpirun's output apart, rank by rank, and shows it
 first_failure  decides which rank failed first
 processes      finds and kills every process of the job
+ending         asks ranks to end, and gives them time
 bootstrap      what each rank runs
 """

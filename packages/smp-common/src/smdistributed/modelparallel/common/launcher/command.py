@@ -17,6 +17,7 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
+from smdistributed.modelparallel.common.launcher.ending import FORWARDING
 from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
 
@@ -164,6 +165,8 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     # A survivor whose connection to a killed peer closes would otherwise abort the job, and be
     # blamed, before mpirun has heard of the kill.
     command += ["--mca", "mpi_abort_delay", "2"]
+    if not options.has(FORWARDING[0]):
+        command += FORWARDING
     # Raw: as it comes, so that progress bars move. The relay puts lines together.
     command += ["--output", "tag:raw"]
     command += options.arguments()
