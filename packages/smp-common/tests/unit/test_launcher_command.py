@@ -49,6 +49,12 @@ def test_processes_that_share_cores_yield() -> None:
     assert "mpi_yield_when_idle" in build_command(job(), "m", as_root=False, num_cores=1)
 
 
+def test_in_an_allocation_of_slurm_its_tasks_are_no_limit() -> None:
+    inside = job(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="a,b")
+    command = build_command(inside, "m", as_root=False, num_cores=8)
+    assert command[command.index("--map-by") + 1] == "slot:OVERSUBSCRIBE"
+
+
 def test_the_users_binding_wins() -> None:
     command = build_command(job("-bind-to core"), "m", as_root=False, num_cores=8)
     assert command.count("--bind-to") == 1

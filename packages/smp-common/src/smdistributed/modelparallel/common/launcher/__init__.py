@@ -3,6 +3,7 @@
 cli            reads the command line, and calls the others in this order
 settings       merges the configuration from its sources
 hosts          the host list, and which rank runs where
+slurm          the hosts of an allocation of Slurm
 mpi_options    turns Open MPI 4 options into those of Open MPI 5
 command        mpirun's command line and environment
 dry_run        shows all of the above instead of starting the job

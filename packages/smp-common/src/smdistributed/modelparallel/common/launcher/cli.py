@@ -27,6 +27,7 @@ from smdistributed.modelparallel.common.launcher.hosts import (
     place,
 )
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions, translate
+from smdistributed.modelparallel.common.launcher.slurm import allocated_hosts
 
 _USAGE_EXIT_CODE = 2
 _BROKEN_PIPE_EXIT_CODE = 141
@@ -193,6 +194,10 @@ def _place(
         hosts = parse_hostfile(_read(arguments.hostfile), arguments.hostfile)
     elif listed := arguments.hosts or options.hosts:
         hosts = parse_host_list(listed)
+    else:
+        hosts = allocated_hosts(os.environ, num_ranks)
+        if processes_per_host and num_ranks is None:
+            hosts = tuple(Host(host.name) for host in hosts)
     if num_ranks is None and processes_per_host:
         hosts = tuple(
             Host(host.name, host.slots or processes_per_host) for host in hosts or _here()

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
 from smdistributed.modelparallel.common.launcher.ending import FORWARDING
 from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
+from smdistributed.modelparallel.common.launcher.slurm import is_inside
 
 #: Variables that other hosts need too; mpirun passes a host's own environment on by itself.
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -158,7 +159,8 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     if not options.has("--bind-to"):
         command += ["--bind-to", "none"]
     if not options.has("--map-by"):
-        command += ["--map-by", "slot"]
+        # mpirun asks Slurm too, and takes its tasks for all that a host may run.
+        command += ["--map-by", "slot:OVERSUBSCRIBE" if is_inside(job.environ) else "slot"]
     if max(host.slots or 0 for host in job.hosts) > num_cores:
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
