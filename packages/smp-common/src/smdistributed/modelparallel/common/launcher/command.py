@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
 from smdistributed.modelparallel.common.launcher.ending import FORWARDING
@@ -116,6 +118,8 @@ def job_environment(
             gives each one a terminal of its own.
     """
     environment = {**environ, RECORDS_VARIABLE: "1"}
+    # By its name only on the command line, which others can read.
+    environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     if not is_terminal:
         environment.setdefault(_TERMINAL_VARIABLE, "0")
     most = max(host.slots or 0 for host in hosts)
@@ -164,6 +168,9 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     if max(host.slots or 0 for host in job.hosts) > num_cores:
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
+    if len(job.hosts) == 1 and not any("btl" in option for option in options.options):
+        # Shared memory is enough, and no other host can reach it.
+        command += ["--mca", "btl", "^tcp"]
     # A survivor whose connection to a killed peer closes would otherwise abort the job, and be
     # blamed, before mpirun has heard of the kill.
     command += ["--mca", "mpi_abort_delay", "2"]
