@@ -6,12 +6,15 @@ errors differ by backend and operation, and seldom say whose absence they are ab
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
+from smdistributed.modelparallel.common.failure import leave_for_exception
 
 #: What gloo, NCCL and torch's store say when a process is gone or does not come.
 _LOST = (
@@ -22,6 +25,8 @@ _LOST = (
 #: A connection closes some milliseconds before the process that held it is gone.
 _LOOK_SECONDS = 0.5
 _TICK_SECONDS = 0.02
+_WATCH_SECONDS = 0.5
+_DONE_SECONDS = 3.0
 
 
 class Peers:
@@ -78,6 +83,34 @@ class Peers:
             rank=self._rank,
             missing_ranks=list(gone or others),
         )
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Inside, the processes connect; one that ends meanwhile ends this one too.
+
+        torch waits for it, for as long as a call may take, and cannot be interrupted.
+        """
+        everyone = range(len(self._presences))
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(_WATCH_SECONDS):
+                # Who is done may end soon after, so the others have a moment to be done as well.
+                if self._ended(everyone) and not is_over.wait(_DONE_SECONDS):
+                    error = RuntimeError("the connection cannot be made: aborted")
+                    leave_for_exception(self._rank, self.error_of(error, everyone, "connecting to"))
+
+        watcher = threading.Thread(target=watch, name="smp-connecting", daemon=True)
+        watcher.start()
+        try:
+            with self.blaming(everyone, "connecting to"):
+                yield
+        finally:
+            is_over.set()
+            watcher.join()
+
+    def _ended(self, ranks: Sequence[int]) -> bool:
+        return "ended" in absent(self._presences, ranks).values()
 
     def _absent(self, ranks: Sequence[int]) -> dict[int, str]:
         deadline = time.monotonic() + _LOOK_SECONDS
