@@ -2,7 +2,7 @@
 
 mpirun itself ends its ranks at once when it gets SIGTERM. But it forwards other signals to every
 rank on every host. So smprun sends it one that no program uses for itself, and each rank turns that
-into SIGTERM. Ranks that want the time say so; where none does, the job ends at once.
+into SIGTERM. Ranks that want the time say so; where none does in some seconds, the job ends.
 """
 
 from __future__ import annotations
