@@ -70,7 +70,14 @@ def blamed(launcher: str, output: str) -> set[int]:
 
 @pytest.mark.parametrize(
     ("fault", "launcher", "culprit", "place"),
-    [pytest.param(*cell, marks=() if cell in FEW else pytest.mark.slow) for cell in SERIES],
+    [
+        pytest.param(
+            *(fault, launcher, (num_ranks, rank), place),
+            id=f"{fault}-{launcher}-{rank}of{num_ranks}-{place}",
+            marks=() if (fault, launcher, (num_ranks, rank), place) in FEW else pytest.mark.slow,
+        )
+        for fault, launcher, (num_ranks, rank), place in SERIES
+    ],
 )
 def test_the_culprit_is_named(
     fault: str,
