@@ -290,6 +290,14 @@ def failures(session: nox.Session) -> None:
 
 
 @nox.session
+def slurm(session: nox.Session) -> None:
+    """Run smprun in allocations of a real Slurm on this host; needs root, slurm-wlm and munge."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common")
+    session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def thorough(session: nox.Session) -> None:
     """Run the slow tests, which CI leaves out, but for the failure matrix and packaging."""
     install_groups(session, "test", "architectures", "examples")

@@ -387,6 +387,65 @@ def test_signals_end_the_job(run: Runner, number: signal.Signals, code: int) -> 
     assert done.err.strip() == f"smprun: ended by {number.name} (exit code {code})"
 
 
+SAVES = """
+import signal
+def save(*_):
+    time.sleep(rank)
+    open(f"saved{rank}", "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+"""
+
+
+def start_ready(run: Runner, text: str, *words: str) -> subprocess.Popen[str]:
+    """Starts a job and returns when both of its ranks have printed a line."""
+    process = run.start("-n", "2", *words, run.script(text))
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline().endswith("ready\n")
+    return process
+
+
+def test_ranks_that_handle_sigterm_have_time_to_save(run: Runner) -> None:
+    # Rank 0 leaves while rank 1 still saves, and so does what it started.
+    child = "child = subprocess.Popen(['sleep', '2'])\n"
+    process = start_ready(run, f"{SAVES}{child}print('ready')\ntime.sleep(60)")
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = run.finish(process)
+    assert time.monotonic() - started < 10
+    assert done.code == 143
+    assert done.err.strip() == "smprun: ended by SIGTERM (exit code 143)"
+    assert {path.name for path in run.directory.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_the_time_to_save_is_limited(run: Runner) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, print)\nprint('ready')\n"
+    process = start_ready(run, f"{deaf}while True: time.sleep(1)", "--grace", "2")
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = run.finish(process)
+    assert 2 < time.monotonic() - started < 10
+    assert done.code == 143
+    assert "smp-ending" not in done.err
+
+
+def test_a_programs_own_signals_reach_its_ranks(run: Runner) -> None:
+    text = """
+    import signal
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    print("ready")
+    while not heard:
+        time.sleep(0.1)
+    time.sleep(0.5)  # mpirun may send it twice
+    """
+    process = start_ready(run, textwrap.dedent(text))
+    process.send_signal(signal.SIGUSR1)
+    done = run.finish(process)
+    assert (done.code, done.err) == (0, "")
+
+
 def test_a_second_signal_kills_at_once(run: Runner) -> None:
     process = run.start("-n", "1", run.script("print('ready')\ntime.sleep(60)"))
     assert process.stdout is not None

@@ -501,6 +501,46 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     assert names(tmp_path) == {"1_partial", "3_partial", "newest", "notes.txt"}
 
 
+def test_links_among_the_leftovers_do_not_block_a_save(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    save(target, 1)
+    for entry in (".removed-1_partial", ".staging-x", ".committed-2_partial", ".newest.x"):
+        (tmp_path / entry).symlink_to(target)
+    (tmp_path / ".removed-gone").symlink_to("nowhere")
+    (tmp_path / ".committed-file").write_text("")
+    (tmp_path / ".committed-").mkdir()
+    (tmp_path / "1_partial").symlink_to("nowhere")
+    save(tmp_path, 1)
+    save(tmp_path, 1, "again")
+    assert names(tmp_path) == {"1_partial", ".committed-", "newest", "elsewhere"}
+    assert read(tmp_path, 1) == {"model_0_0.pt": "again"}
+    assert read(target, 1) == {"model_0_0.pt": "text"}
+
+
+def test_links_in_a_checkpoint_are_not_followed(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1)
+    path = tmp_path / "a/1_partial/model_0_0.pt"
+    path.rename(tmp_path / "same")
+    path.symlink_to(tmp_path / "same")
+    with pytest.raises(CheckpointError, match="is a link, which may lead anywhere"):
+        read(tmp_path / "a", 1)
+    # A checkpoint in the place of one that is being installed is none.
+    save(tmp_path / "b", 1)
+    (tmp_path / "b/.committed-2_partial").symlink_to(tmp_path / "b/1_partial")
+    with pytest.raises(CheckpointError, match="no partial checkpoint '2'"):
+        read(tmp_path / "b", 2)
+
+
+@pytest.mark.parametrize("name", ["../same", "/etc/passwd", "..", "manifest.json"])
+def test_a_manifest_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "1_partial/model_0_0.pt").rename(tmp_path / "same")
+    manifest = tmp_path / "1_partial/manifest.json"
+    manifest.write_text(manifest.read_text().replace("model_0_0.pt", name))
+    with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+        read(tmp_path, 1)
+
+
 def run_driver(*args: object) -> None:
     command = [sys.executable, str(DRIVER), *map(str, args)]
     subprocess.run(command, check=True, timeout=120)

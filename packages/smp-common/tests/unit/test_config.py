@@ -139,7 +139,12 @@ def test_infinite_clipping_bound_is_accepted() -> None:
         ({"ddp": True, "memory_weight": True}, "at most 1.0; got True (bool)."),
         ({"ddp": True, "activation_loading_horizon": 0}, "an integer, greater than 0; got 0"),
         ({"ddp": True, "sdp_param_persistence_threshold": -1}, "an integer, at least 0; got -1"),
-        ({"ddp": True, "communication_timeout": 0}, "a number, greater than 0; got 0 (int)."),
+        ({"ddp": True, "communication_timeout": float("inf")}, "at most 31536000; got inf"),
+        ({"ddp": True, "communication_timeout": float("nan")}, "at most 31536000; got nan"),
+        (
+            {"ddp": True, "communication_timeout": 0},
+            "a number, greater than 0, at most 31536000; got 0 (int).",
+        ),
         ({"ddp": True, "active_microbatches": 0}, "an integer, at least 1; got 0 (int)."),
     ],
 )
@@ -288,6 +293,26 @@ def test_malformed_files(tmp_path: Path, name: str, content: str | None, text: s
     problem = _problem(given=path)
     assert text in problem
     assert str(path) in problem
+
+
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEP + "1" + "}" * 100_000], ids=["open", "closed"])
+@pytest.mark.parametrize("name", ["c.json", "c.yaml"])
+def test_what_is_nested_too_deep_cannot_be_read(tmp_path: Path, name: str, text: str) -> None:
+    problem = _problem(SM_HP_MP_PARAMETERS=text)
+    assert problem.startswith("SM_HP_MP_PARAMETERS must be a JSON object")
+    assert len(problem) < 1000
+    (tmp_path / name).write_text(text[:20_000] if name == "c.yaml" else text)
+    assert "cannot be read" in _problem(given=tmp_path / name)
+
+
+def test_a_deep_value_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    assert "a deeply nested value (dict)" in _problem(given={"partitions": deep})
 
 
 def test_given_of_another_type() -> None:

@@ -29,7 +29,8 @@ def test_command() -> None:
     assert command[: command.index(sys.executable)] == [
         *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
         *("--bind-to", "none", "--map-by", "slot"),
-        *("--mca", "mpi_abort_delay", "2", "--output", "tag:raw"),
+        *("--mca", "mpi_abort_delay", "2"),
+        *("--forward-signals", "SIGUSR1,SIGUSR2,SIGURG", "--output", "tag:raw"),
     ]
     assert command[-4:] == [
         "smdistributed.modelparallel.common.launcher.bootstrap",
@@ -43,9 +44,31 @@ def test_root_is_allowed_only_as_root(as_root: bool) -> None:
     assert ("--allow-run-as-root" in command) is as_root
 
 
+@pytest.mark.parametrize(
+    ("hosts", "options", "expected"),
+    [
+        ((Host("a", 2),), "", True),
+        (TWO_HOSTS, "", False),
+        ((Host("a", 2),), "-mca btl self", False),
+    ],
+)
+def test_a_job_of_one_host_needs_no_network(
+    hosts: tuple[Host, ...], options: str, expected: bool
+) -> None:
+    described = Job(hosts, translate(options), ("train.py",), {})
+    command = build_command(described, "m", as_root=False, num_cores=8)
+    assert ("^tcp" in command) is expected
+
+
 def test_processes_that_share_cores_yield() -> None:
     assert "mpi_yield_when_idle" not in build_command(job(), "m", as_root=False, num_cores=2)
     assert "mpi_yield_when_idle" in build_command(job(), "m", as_root=False, num_cores=1)
+
+
+def test_in_an_allocation_of_slurm_its_tasks_are_no_limit() -> None:
+    inside = job(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="a,b")
+    command = build_command(inside, "m", as_root=False, num_cores=8)
+    assert command[command.index("--map-by") + 1] == "slot:OVERSUBSCRIBE"
 
 
 def test_the_users_binding_wins() -> None:
@@ -105,6 +128,23 @@ def test_threads_are_left_alone(environ: dict[str, str], options: str, num_cores
     assert remark is None
     assert result.get("OMP_NUM_THREADS") == environ.get("OMP_NUM_THREADS")
     assert result["SMP_FAILURE_RECORDS"] == "1"
+
+
+def test_each_job_has_a_secret_that_no_command_line_shows() -> None:
+    environs = [
+        job_environment({}, TWO_HOSTS, MpiOptions(), 2, is_terminal=True)[0] for _ in range(2)
+    ]
+    found = {environ["SMP_JOB_SECRET"] for environ in environs}
+    assert len(found) == 2
+    assert all(len(secret) >= 32 for secret in found)
+    described = Job(TWO_HOSTS, MpiOptions(), ("train.py",), environs[0])
+    command = build_command(described, "m", as_root=False, num_cores=8)
+    assert command[command.index("SMP_JOB_SECRET") - 1] == "-x"
+    assert environs[0]["SMP_JOB_SECRET"] not in " ".join(command)
+    given, _ = job_environment(
+        {"SMP_JOB_SECRET": "given"}, TWO_HOSTS, MpiOptions(), 2, is_terminal=True
+    )
+    assert given["SMP_JOB_SECRET"] == "given"
 
 
 def _mpirun(program: Path, version: str) -> None:

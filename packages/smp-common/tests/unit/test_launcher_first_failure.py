@@ -82,6 +82,24 @@ def test_the_blamed_rank_is_named() -> None:
     assert several == "ranks 1, 3 did not answer: boom (noticed by rank 0)"
 
 
+def test_the_chain_of_blame_is_followed_to_its_end() -> None:
+    records = [
+        record(0, 1.0, blamed=(2,), summary="saw 2"),
+        record(2, 1.1, blamed=(0, 1, 3), summary="saw somebody"),
+        record(3, 1.2, blamed=(2,), summary="saw 2"),
+    ]
+    assert line(records)[1] == "rank 1 did not answer: saw somebody (noticed by rank 2)"
+    # The process that mpirun names is one of them.
+    terminated = Banner(1, "a", signal_number=15)
+    for banners in ([terminated], [terminated, Banner(0, exit_code=1)]):
+        assert line(records, banners) == (143, "rank 1 (a) was killed by signal 15 (SIGTERM)")
+
+
+def test_of_ranks_that_blame_each_other_the_first_is_right() -> None:
+    records = [record(0, 1.0, blamed=(1,)), record(1, 1.1, blamed=(0,))]
+    assert line(records)[1] == "rank 1 did not answer: boom (noticed by rank 0)"
+
+
 def test_the_noticer_that_mpirun_names_is_not_the_origin() -> None:
     text = line([record(0, 1.0, blamed=(1,))], [Banner(0, exit_code=1)])[1]
     assert text.startswith("rank 1 did not answer")

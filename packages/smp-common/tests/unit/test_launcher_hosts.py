@@ -15,6 +15,8 @@ from smdistributed.modelparallel.common.launcher.hosts import (
 def test_host_list() -> None:
     assert parse_host_list("a:4, 10.0.0.2:2") == (Host("a", 4), Host("10.0.0.2", 2))
     assert parse_host_list("a,b") == (Host("a"), Host("b"))
+    for name in ("a", "node-1.example.org", "_x", "10.0.0.1", "A_b", "a" * 253):
+        assert parse_host_list(f"{name}:2") == (Host(name, 2),)
 
 
 def test_hostfile_takes_each_form_and_comments() -> None:
@@ -31,6 +33,16 @@ def test_hostfile_takes_each_form_and_comments() -> None:
         ("a,,b", "needs a name"),
         ("::1", "needs a name"),
         ("fe80::1:4", "IPv6"),
+        ("-oProxyCommand=reboot:2", "received '-oProxyCommand=reboot'"),
+        ("a,-v", "received '-v'"),
+        ("$(reboot):2", r"received '\$\(reboot\)'"),
+        ("a;reboot:2", "received 'a;reboot'"),
+        ("`reboot`", "received '`reboot`'"),
+        ("a b", "received 'a b'"),
+        ("a\nb", "received"),
+        ("me@a:2", r"ssh belongs into ~/\.ssh/config"),
+        ("a-:2", "received 'a-'"),
+        ("a" * 254, "received"),
         ("a:2,b:2,a:2", "a is named 2 times"),
     ],
 )
@@ -46,6 +58,8 @@ def test_wrong_host_lists(text: str, message: str) -> None:
         ("a\nb slots=x", "f, line 2: .*received 'x'"),
         ("a:2 slots=2", "f, line 1"),
         ("# none\n", "names none"),
+        ("a\n-oProxyCommand=x slots=2", "f, line 2: a"),
+        ("$(reboot) slots=4", "f, line 1: .*received"),
     ],
 )
 def test_wrong_hostfiles(text: str, message: str) -> None:

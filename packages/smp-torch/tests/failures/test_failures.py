@@ -10,14 +10,12 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-from smdistributed.modelparallel.common.launcher.command import find_mpirun
+from launch_lines import launch_line
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
@@ -54,15 +52,6 @@ def files_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRTE_MCA_prte_local_tmpdir_base", str(tmp_path))
 
 
-def command(launcher: str) -> list[str]:
-    if launcher == "mpirun":
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        return [str(find_mpirun()), *root, "--oversubscribe", "-n", "3", sys.executable]
-    if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    return [sys.executable, "-m", "smdistributed.modelparallel.common.launcher", "-n", "3"]
-
-
 def is_running(pid: int) -> bool:
     """Whether a process still executes; a stopped or dead one does not."""
     try:
@@ -85,7 +74,7 @@ def test_the_few_have_each_failure_launcher_and_plane() -> None:
 def test_all_other_ranks_end(failure: str, launcher: str, plane: str, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as output_file:
         job = subprocess.Popen(
-            [*command(launcher), str(BODY), failure, plane, str(tmp_path)],
+            [*launch_line(launcher, 3), str(BODY), failure, plane, str(tmp_path)],
             stdout=output_file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,12 @@ from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, StoredPiece, StoredTensor
 
 WEIGHT = torch.arange(35.0).reshape(7, 5)
+
+
+@pytest.fixture(scope="module")
+def library() -> None:
+    """Starts the library in this process, once."""
+    smp.init({"pipeline_parallel_degree": 1})
 
 
 def stored(*parts: tuple[str, Rectangle]) -> StoredTensor:
@@ -56,15 +64,39 @@ def test_a_missing_piece_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"tensors": {"w": {}}}', '{"tensors": {}, "x": 1}']
+    "text",
+    [
+        *("", "[]", "{}", '{"tensors": {"w": {}}}', '{"tensors": {}, "x": 1}', "[" * 100_000),
+        Layout(0, 1, {}).text(),
+        Layout(2, "1", {}).text(),  # type: ignore[arg-type]
+    ],
+    ids=range(8),
 )
 def test_something_else_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"layout\.json must be what smp\.save_checkpoint"):
         Layout.parse(text)
 
 
+@pytest.mark.usefixtures("library")
+def test_a_degree_that_no_job_can_have_had(tmp_path: Path) -> None:
+    model = smp.DistributedModel(nn.Linear(2, 2))
+    smp.save_checkpoint(tmp_path, tag=1, model=model)
+    (index,) = tmp_path.rglob("layout.json")
+    damaged = {**json.loads(index.read_text()), "pipeline_parallel_degree": 10**12}
+    index.write_text(json.dumps(damaged))
+    manifest = index.with_name("manifest.json")
+    content = json.loads(manifest.read_text())
+    content["files"]["layout.json"] = {
+        "size_bytes": index.stat().st_size,
+        "sha256": hashlib.sha256(index.read_bytes()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="pipeline_parallel_degree 1000000000000, and there"):
+        smp.resume_from_checkpoint(tmp_path, model=model)
+
+
+@pytest.mark.usefixtures("library")
 def test_every_tensor_that_a_job_saves_is_listed_once(tmp_path: Path) -> None:
-    smp.init({"pipeline_parallel_degree": 1})
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     net.register_buffer("unsaved", torch.zeros(1), persistent=False)
     model = smp.DistributedModel(net)

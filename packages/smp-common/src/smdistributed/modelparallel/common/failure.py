@@ -35,7 +35,7 @@ RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
 #: torchrun names a file here and shows its content as the cause of the failure.
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RECORD_MARK = "\x1esmp-failure "
-_SUMMARY_LENGTH = 400  # keeps a record within one atomic write to a pipe
+_SUMMARY_BYTES = 3000  # keeps a record within one atomic write to a pipe
 _LONGEST_READ_SECONDS = 2.0
 _RELAY_SECONDS = 0.2
 _CONSEQUENCE_SECONDS = 1.0
@@ -63,7 +63,7 @@ class FailureRecord:
 
     def line(self) -> str:
         """Returns the record as one line of text, without the newline."""
-        return _RECORD_MARK + json.dumps(asdict(self))
+        return _RECORD_MARK + json.dumps(asdict(self), ensure_ascii=False)
 
     @staticmethod
     def parse(line: str) -> FailureRecord | None:
@@ -120,10 +120,12 @@ def leave(
 
 
 def _shortened(text: str) -> str:
-    """Leaves out the middle of a long text: after a traceback, the cause comes last."""
-    gap = " ... "
-    half = (_SUMMARY_LENGTH - len(gap)) // 2
-    return text if len(text) <= _SUMMARY_LENGTH else text[:half] + gap + text[-half:]
+    """Leaves out the middle of what no record can hold: the rule comes first, the fix last."""
+    kept, half = text, len(text) // 2
+    while len(json.dumps(kept, ensure_ascii=False).encode(errors="replace")) > _SUMMARY_BYTES:
+        half = half * 9 // 10
+        kept = f"{text[:half]} ... {text[-half:]}"
+    return kept
 
 
 #: What frameworks know of their own errors, see ``explaining``.

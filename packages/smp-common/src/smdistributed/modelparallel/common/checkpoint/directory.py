@@ -33,6 +33,7 @@ from smdistributed.modelparallel.common.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
     Tag,
+    is_plain,
 )
 from smdistributed.modelparallel.common.errors import CheckpointError
 
@@ -243,7 +244,7 @@ def _check_request(
             f"num_kept_partial_checkpoints must be at least 1, or None to keep all, got {keep!r}."
         )
     for name in files:
-        if is_partial and (name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name):
+        if is_partial and not is_plain(name):
             raise ValueError(
                 f"A checkpoint's file must have a plain name other than {MANIFEST!r}, got {name!r}."
             )

@@ -25,6 +25,8 @@ Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import secrets
@@ -122,7 +124,8 @@ class Checkpoint:
         """Open a file for reading after its size and checksum have been verified.
 
         Raises:
-            CheckpointError: the file is not part of the checkpoint, missing, or changed.
+            CheckpointError: the file is not part of the checkpoint, missing, changed, or a link in
+                place of what this library saved.
         """
         if name not in self.paths:
             raise CheckpointError(
@@ -130,12 +133,19 @@ class Checkpoint:
             )
         path, expected = self.paths[name], self.manifest and self.manifest.files[name]
         try:
-            stream = path.open("rb")
+            stream = open(path, "rb", opener=expected and _open_no_link)  # noqa: SIM115 - returned
         except FileNotFoundError as error:
             size = f" of {expected.size_bytes} bytes" if expected else ""
             raise CheckpointError(
                 f"Checkpoint '{self.tag}' is incomplete: the file {path}{size} is missing. "
                 "Restore it, or resume from another tag."
+            ) from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise CheckpointError(
+                f"The files of a checkpoint must be files: {path} is a link, which may lead "
+                "anywhere and is not followed. Put the file itself in its place, if you trust it."
             ) from error
         try:
             if expected is not None:
@@ -230,13 +240,11 @@ class CheckpointStore:
                 raise CheckpointError(f"A {kind} is in the way: remove {place} or change the tag.")
         entries = _list(self.path)
         for entry in entries:
-            if entry.startswith((_STAGING, _REMOVED)):
-                shutil.rmtree(self.path / entry)
-            elif entry.startswith(f".{_NEWEST}."):
-                os.unlink(self.path / entry)
+            if entry.startswith((_STAGING, _REMOVED, f".{_NEWEST}.")):
+                _discard(self.path / entry)
         for entry in entries:
             if entry.startswith(_COMMITTED):
-                self._install(Tag.from_entry(entry.removeprefix(_COMMITTED)))
+                self._complete(entry)
         name = f"{_STAGING}{tag.entry}-{secrets.token_hex(4)}"
         os.mkdir(self.path / name)
         return name
@@ -273,6 +281,15 @@ class CheckpointStore:
                 f"{error}"
             ) from error
 
+    def _complete(self, entry: str) -> None:
+        """Install what a killed save has committed; drop what no save has left."""
+        committed = self.path / entry
+        if committed.is_symlink() or not committed.is_dir():
+            _discard(committed)
+            return
+        with contextlib.suppress(ValueError):  # the name is no tag's
+            self._install(Tag.from_entry(entry.removeprefix(_COMMITTED)))
+
     def _install(self, tag: Tag) -> None:
         """Put a committed checkpoint in its place; can be repeated after a kill at any point."""
         committed = self.path / f"{_COMMITTED}{tag.entry}"
@@ -281,10 +298,11 @@ class CheckpointStore:
             os.rmdir(committed)
         elif tag.is_partial:
             target, replaced = self.path / tag.entry, self.path / f"{_REMOVED}{tag.entry}"
-            if target.exists():
+            if os.path.lexists(target):
                 os.rename(target, replaced)
             rename(committed, target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _discard(replaced)
         else:
             for name, target in self._full_places(tag).items():
                 if name not in manifest.files:
@@ -304,11 +322,11 @@ class CheckpointStore:
             # Renamed first, so that a kill leaves no half of it under its own name.
             removed = self.path / f"{_REMOVED}{tag.entry}"
             os.rename(self.path / tag.entry, removed)
-            shutil.rmtree(removed)
+            _discard(removed)
 
     def _read(self, tag: Tag) -> Checkpoint | None:
         committed = self.path / f"{_COMMITTED}{tag.entry}"
-        manifest = _read_manifest(committed / MANIFEST)
+        manifest = None if committed.is_symlink() else _read_manifest(committed / MANIFEST)
         if tag.is_partial:
             folder = committed
             if manifest is None:
@@ -349,14 +367,33 @@ def _read_manifest(path: Path) -> Manifest | None:
         if content["format"] != _MANIFEST_FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_MANIFEST_FORMAT}")
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        if outside := [name for name in files if not is_plain(name)]:
+            raise ValueError(f"{outside[0]!r} is no name of a file beside it")
         return Manifest(content["sequence"], files)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The manifest {path} is damaged ({type(error).__name__}: {error}): restore "
             "it, or resume from another tag."
         ) from error
+
+
+def is_plain(name: str) -> bool:
+    """Tells whether a name is that of a file in the folder itself, other than the manifest."""
+    return name not in ("", ".", "..", MANIFEST) and "/" not in name and "\0" not in name
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder and what is in it; or a file or a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _bytes_writer(data: bytes) -> Writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from smdistributed.modelparallel.common.comm.transport import Transport
@@ -12,6 +13,33 @@ def own_address(transport: Transport) -> str:
     if transport.local_size == transport.size:
         return "127.0.0.1"
     return socket.getfqdn()
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address of this host, and nowhere else.
+
+    A name that this host takes for its own loopback may be another address elsewhere: there, and
+    where the address is not one of this host's, it listens on all.
+
+    Args:
+        host: name or address, as other processes of the job get it.
+        port: 0 for any.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = ""
+    if address.startswith("127.") and host not in ("localhost", address):
+        address = ""
+    try:
+        if address:
+            return socket.create_server((address, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def free_port() -> int:

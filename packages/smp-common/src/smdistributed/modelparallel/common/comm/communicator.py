@@ -7,11 +7,13 @@ learn it instead of exchanging nonsense.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE, Seal, SealError
 from smdistributed.modelparallel.common.comm.transport import PeersMissingError, Transport
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
@@ -26,7 +28,7 @@ class Codec:
     """How objects become bytes; a framework brings its own for its tensors."""
 
     dumps: Callable[[object], bytes] = pickle.dumps
-    loads: Callable[[bytes | bytearray], Any] = pickle.loads
+    loads: Callable[[bytes | memoryview], Any] = pickle.loads
 
 
 class Communicator:
@@ -37,6 +39,8 @@ class Communicator:
         topology: ranks and groups.
         timeout_seconds: how long a call waits for its partners.
         codec: how objects become bytes.
+        seal: how messages prove that they are this job's; by default with the secret that the
+            launcher left in the environment.
 
     Source: smd_model_parallel_common_api.rst, Communication API.
     """
@@ -47,11 +51,13 @@ class Communicator:
         topology: Topology,
         timeout_seconds: float,
         codec: Codec | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self._transport = transport
         self._topology = topology
         self._timeout_seconds = timeout_seconds
         self._codec = codec or Codec()
+        self._seal = seal or Seal.of(os.environ)
         self._calls = dict.fromkeys(CommGroup, 0)
 
     def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
@@ -193,15 +199,31 @@ class Communicator:
         if not ranks:
             return
         try:
-            self._transport.send(payload, ranks, channel, self._timeout_seconds)
+            sealed = self._seal.close(payload, self._transport.rank, channel)
+            self._transport.send(sealed, ranks, channel, self._timeout_seconds)
         except PeersMissingError as error:
             self._fail_missing(call, error)
 
-    def _receive(self, call: str, ranks: Sequence[int], channel: int) -> list[bytes | bytearray]:
+    def _receive(self, call: str, ranks: Sequence[int], channel: int) -> list[memoryview]:
         try:
-            return self._transport.receive(ranks, channel, self._timeout_seconds)
+            messages = self._transport.receive(ranks, channel, self._timeout_seconds)
         except PeersMissingError as error:
             self._fail_missing(call, error)
+        return [
+            self._opened(call, message, rank, channel)
+            for rank, message in zip(ranks, messages, strict=True)
+        ]
+
+    def _opened(self, call: str, message: bytes | bytearray, rank: int, channel: int) -> memoryview:
+        try:
+            return self._seal.open(message, rank, channel)
+        except SealError as error:
+            self._fail(
+                f"{call}: a message must prove that it comes from a rank of this job; that from "
+                f"rank {rank} was {error}. It was not read. Give all processes the same "
+                f"{SECRET_VARIABLE}, or start the job with smprun, which does.",
+                (),
+            )
 
     def _fail_missing(self, call: str, error: PeersMissingError) -> NoReturn:
         ranks = ", ".join(str(rank) for rank in error.missing_ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smdistributed.modelparallel.common.comm.transport import (
@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     PeersMissingError,
     Transport,
 )
+from smdistributed.modelparallel.common.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,6 +46,7 @@ class MPITransport(Transport):
         self._mpi = MPI
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        check_size(MPI.COMM_WORLD.size, os.environ, MPI.Get_library_version())
         self._comm = MPI.COMM_WORLD.Dup()
         # Ranks that end say so here, so that nobody goes on waiting for them.
         self._farewell = MPI.COMM_WORLD.Dup()
@@ -146,6 +148,31 @@ class MPITransport(Transport):
             message.Recv([bytearray(), self._mpi.BYTE])
             self._ended.add(status.Get_source())
         return self._ended
+
+
+def check_size(size: int, environ: Mapping[str, str], library: str) -> None:
+    """Holds that the launcher and the MPI of mpi4py know the same job.
+
+    Where they are of different implementations, each process is a world of its own.
+
+    Args:
+        size: number of processes of MPI's world.
+        environ: where the launcher says how many it started.
+        library: what this MPI calls itself.
+
+    Raises:
+        CommError: they differ.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        told = environ.get(name, "")
+        if size == 1 and told.isdecimal() and int(told) > 1:
+            raise CommError(
+                "the launcher and mpi4py must use the same MPI: the launcher started "
+                f"{told} processes ({name}), and the MPI of mpi4py, "
+                f"{library.splitlines()[0].strip(chr(0))}, knows this one alone. Start the job "
+                f"with smprun, or with the mpirun that belongs to that MPI; or install mpi4py for "
+                "the launcher's."
+            )
 
 
 class _Pause:

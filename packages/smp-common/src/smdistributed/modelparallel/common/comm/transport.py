@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from smdistributed.modelparallel.common.errors import ConfigError
+
 #: How long an ending process keeps its data plane for peers that are still busy.
 FAREWELL_SECONDS = 5.0
 
@@ -116,6 +118,48 @@ def started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether torchrun, or a launcher that sets the same variables, started this process."""
+    """Tells whether torchrun, or a launcher that sets the same variables, started this process.
+
+    Raises:
+        ConfigError: it says so, but the variables cannot be those of a rank: a job would wait for
+            ever for one that does not exist.
+    """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return all(name in environ for name in needed) and not started_by_mpi(environ)
+    if started_by_mpi(environ) or not all(name in environ for name in needed):
+        return False
+    problems: list[str] = []
+    size = _number(environ, "WORLD_SIZE", 1, None, problems)
+    _number(environ, "RANK", 0, size, problems)
+    _number(environ, "MASTER_PORT", 0, 1 << 16, problems)
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", 1, size and size + 1, problems, size)
+        _number(environ, "LOCAL_RANK", 0, local_size, problems, 0)
+    if problems:
+        raise ConfigError(
+            " ".join(problems) + " Start the script with torchrun or smprun, which set them; or, "
+            "for one process, unset RANK."
+        )
+    return True
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    lowest: int,
+    end: int | None,
+    problems: list[str],
+    default: int | None = None,
+) -> int | None:
+    """Returns the value of a variable, or None if it is none from ``lowest`` to before ``end``."""
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = None
+    if value is not None and value >= lowest and (end is None or value < end):
+        return value
+    bounds = f"of at least {lowest}" if end is None else f"from {lowest} to {end - 1}"
+    problems.append(f"{name} must be an integer {bounds}; received {text!r}.")
+    return None

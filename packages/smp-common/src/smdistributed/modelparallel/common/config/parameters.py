@@ -109,7 +109,8 @@ class Parameters(Settings):
     ] = 0
     communication_timeout: Annotated[
         Float,
-        Field(gt=0),
+        # A year: more does not fit into the clocks of the frameworks.
+        Field(gt=0, le=31_536_000),
         Parameter(
             "Seconds a rank waits for another one before the call fails with the names of the "
             "missing ranks.",

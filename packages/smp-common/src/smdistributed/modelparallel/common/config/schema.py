@@ -130,7 +130,10 @@ def names(settings: type[Settings]) -> dict[str, str]:
 def describe(value: object) -> str:
     """A received value with its type."""
     kind = "str" if isinstance(value, str) else type(value).__name__
-    return f"{value!r} ({kind})"
+    try:
+        return f"{value!r} ({kind})"
+    except RecursionError:
+        return f"a deeply nested value ({kind})"
 
 
 def unknown_key(key: object, known: Iterable[str], path: str = "") -> str:

@@ -33,6 +33,7 @@ from smdistributed.modelparallel.common.config.schema import (
 LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
 _SDK = "model-parallel-sm-sdk.md, Configuration parameters"
 _PATH = "smdistributed.modelparallel."
+_SHOWN_LENGTH = 400
 
 
 class Envelope(Settings):
@@ -103,8 +104,9 @@ def read_launch(environ: Mapping[str, str], problems: list[str]) -> dict[Any, An
             return {name.strip(): Text(value.strip()) for name, _, value in pairs}
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
-        problems.append(f"{LAUNCH_VARIABLE} must be a JSON object: {error}; got {text!r}.")
+    except (ValueError, RecursionError) as error:
+        got = text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
+        problems.append(f"{LAUNCH_VARIABLE} must be a JSON object: {error}; got {got!r}.")
         return {}
     return _expect_mapping(document, LAUNCH_VARIABLE, problems)
 
@@ -129,7 +131,7 @@ def _read_file(path: Path, problems: list[str]) -> dict[Any, Any]:
             document = json.loads(content)
         else:
             document = yaml.load(content, _YamlLoader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problems.append(f"the configuration file {path} cannot be read as YAML or JSON: {error}.")
         return {}
     return {} if document is None else _expect_mapping(document, str(path), problems)

@@ -3,6 +3,7 @@
 cli            reads the command line, and calls the others in this order
 settings       merges the configuration from its sources
 hosts          the host list, and which rank runs where
+slurm          the hosts of an allocation of Slurm
 mpi_options    turns Open MPI 4 options into those of Open MPI 5
 command        mpirun's command line and environment
 dry_run        shows all of the above instead of starting the job
@@ -10,5 +11,6 @@ job            runs mpirun and sees to it that the job ends
 output         takes mpirun's output apart, rank by rank, and shows it
 first_failure  decides which rank failed first
 processes      finds and kills every process of the job
+ending         asks ranks to end, and gives them time
 bootstrap      what each rank runs
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from smdistributed.modelparallel.common import failure
+from smdistributed.modelparallel.common.launcher.ending import EndRequest
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
@@ -54,10 +55,20 @@ def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> object:
-    """Runs the program that the command line names; see ``run``."""
+    """Runs the program that the command line names; see ``run``.
+
+    A program that was asked to end ends well, whatever code it leaves with: mpirun would otherwise
+    take the others' time to save from them.
+    """
+    request = EndRequest()
+    request.listen()
     with failure.guarded(rank):
         try:
             return run(sys.argv[1:])
+        except SystemExit:
+            if request.has_come:
+                sys.exit(0)
+            raise
         except (Exception, KeyboardInterrupt) as error:
             failure.leave_for_exception(
                 rank(), error.with_traceback(without_own_frames(error.__traceback__))

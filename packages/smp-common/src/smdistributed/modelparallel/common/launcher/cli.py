@@ -27,6 +27,7 @@ from smdistributed.modelparallel.common.launcher.hosts import (
     place,
 )
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions, translate
+from smdistributed.modelparallel.common.launcher.slurm import allocated_hosts
 
 _USAGE_EXIT_CODE = 2
 _BROKEN_PIPE_EXIT_CODE = 141
@@ -109,7 +110,7 @@ def _run(argv: list[str]) -> int:
     if arguments.dry_run:
         dry_run.show(hosts, config, merged.sources, command)
         return 0
-    return job.run(command, environ, host_of_ranks(hosts), arguments.timeout)
+    return job.run(command, environ, host_of_ranks(hosts), arguments.timeout, arguments.grace)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,15 +144,26 @@ def _parser() -> argparse.ArgumentParser:
         help="options for mpirun in one word; those of Open MPI 4 are translated",
     )
     add("--timeout", type=_seconds, metavar="SECONDS", help="end the job after this time")
+    add(
+        "--grace",
+        type=_seconds_or_none,
+        default=120.0,
+        metavar="SECONDS",
+        help="on SIGTERM, give ranks that handle it this time to save and end (default 120)",
+    )
     add("--dry-run", action="store_true", help="show what would run, and start nothing")
     return parser
 
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0; received {text}")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; received {text}")
     return value
+
+
+def _seconds_or_none(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _check_program(parser: argparse.ArgumentParser, program: Sequence[str]) -> None:
@@ -182,6 +194,10 @@ def _place(
         hosts = parse_hostfile(_read(arguments.hostfile), arguments.hostfile)
     elif listed := arguments.hosts or options.hosts:
         hosts = parse_host_list(listed)
+    else:
+        hosts = allocated_hosts(os.environ, num_ranks)
+        if processes_per_host and num_ranks is None:
+            hosts = tuple(Host(host.name) for host in hosts)
     if num_ranks is None and processes_per_host:
         hosts = tuple(
             Host(host.name, host.slots or processes_per_host) for host in hosts or _here()

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
+from smdistributed.modelparallel.common.launcher.ending import FORWARDING
 from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
+from smdistributed.modelparallel.common.launcher.slurm import is_inside
 
 #: Variables that other hosts need too; mpirun passes a host's own environment on by itself.
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -114,6 +118,8 @@ def job_environment(
             gives each one a terminal of its own.
     """
     environment = {**environ, RECORDS_VARIABLE: "1"}
+    # By its name only on the command line, which others can read.
+    environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     if not is_terminal:
         environment.setdefault(_TERMINAL_VARIABLE, "0")
     most = max(host.slots or 0 for host in hosts)
@@ -157,13 +163,19 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     if not options.has("--bind-to"):
         command += ["--bind-to", "none"]
     if not options.has("--map-by"):
-        command += ["--map-by", "slot"]
+        # mpirun asks Slurm too, and takes its tasks for all that a host may run.
+        command += ["--map-by", "slot:OVERSUBSCRIBE" if is_inside(job.environ) else "slot"]
     if max(host.slots or 0 for host in job.hosts) > num_cores:
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
+    if len(job.hosts) == 1 and not any("btl" in option for option in options.options):
+        # Shared memory is enough, and no other host can reach it.
+        command += ["--mca", "btl", "^tcp"]
     # A survivor whose connection to a killed peer closes would otherwise abort the job, and be
     # blamed, before mpirun has heard of the kill.
     command += ["--mca", "mpi_abort_delay", "2"]
+    if not options.has(FORWARDING[0]):
+        command += FORWARDING
     # Raw: as it comes, so that progress bars move. The relay puts lines together.
     command += ["--output", "tag:raw"]
     command += options.arguments()

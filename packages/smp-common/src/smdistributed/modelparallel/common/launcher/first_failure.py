@@ -85,9 +85,10 @@ def judge(
     """Returns how a job ended that nobody asked to end.
 
     A record that blames nobody is the origin, the earliest first; then the process that mpirun
-    names; then whom the earliest record blames. One exception: SIGKILL is never a consequence, so
-    a rank that mpirun saw killed so, without a record, comes before everything (the kernel out of
-    memory is the usual case, and its peers often cannot tell whom they lost).
+    names; then the rank at the end of the chain of blame, see ``_end_of_blame``. One exception:
+    SIGKILL is never a consequence, so a rank that mpirun saw killed so, without a record, comes
+    before everything (the kernel out of memory is the usual case, and its peers often cannot tell
+    whom they lost).
 
     Args:
         records: of all ranks, in any order.
@@ -110,7 +111,7 @@ def judge(
     if own:
         return _of_record(own[0])
     if records:
-        return _of_blame(records[0])
+        return _of_blame(*_end_of_blame(records), banners, mpirun_code, hosts)
     if banner is not None:
         return _of_banner(banner, mpirun_code, hosts)
     if mpirun_code:
@@ -136,8 +137,37 @@ def _of_record(record: FailureRecord) -> Verdict:
     )
 
 
-def _of_blame(record: FailureRecord) -> Verdict:
-    blamed = record.blamed_ranks
+def _end_of_blame(records: Sequence[FailureRecord]) -> tuple[FailureRecord, tuple[int, ...]]:
+    """Follows the blame from the earliest record to ranks that have said nothing themselves.
+
+    Who blames others has failed because of them: the peer of a peer of a dead rank blames one that
+    is a victim too. And who sees only that somebody of a group is missing blames the whole group.
+
+    Returns:
+        the record that the chain ends with, and whom it blames.
+    """
+    by_rank = {record.rank: record for record in reversed(records)}
+    record, passed = records[0], {records[0].rank}
+    while True:
+        silent = tuple(rank for rank in record.blamed_ranks if rank not in by_rank)
+        if silent:
+            return record, silent
+        others = [by_rank[rank] for rank in record.blamed_ranks if rank not in passed]
+        if not others:  # they blame each other: the one that spoke first knows best
+            return records[0], records[0].blamed_ranks
+        record = min(others, key=lambda other: other.time_seconds)
+        passed.add(record.rank)
+
+
+def _of_blame(
+    record: FailureRecord,
+    blamed: Sequence[int],
+    banners: Sequence[Banner],
+    mpirun_code: int,
+    hosts: Sequence[str],
+) -> Verdict:
+    if found := [banner for banner in banners if banner.rank in blamed]:
+        return _of_banner(found[0], mpirun_code, hosts)
     ranks = f"rank {blamed[0]}" if len(blamed) == 1 else "ranks " + ", ".join(map(str, blamed))
     return Verdict(
         record.exit_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from smdistributed.modelparallel.common.errors import ConfigError
 
 LOCAL_HOST = "localhost"
+#: Names become arguments of ssh and words of the remote shell.
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,12 @@ def _fill(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
 def _host(name: str, slots: str | None, where: str) -> Host:
     if not name:
         raise ConfigError(f"{where}: a host needs a name: write a:4,b:4.")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: the name of a host has letters, digits and '_', and between them '.' and "
+            f"'-'; received {name!r}: write a:4,b:4. A user's name for ssh belongs into "
+            "~/.ssh/config."
+        )
     if slots is None:
         return Host(name)
     if not slots.isdecimal() or int(slots) < 1:

@@ -15,11 +15,18 @@ from types import FrameType
 
 from smdistributed.modelparallel.common.launcher import processes
 from smdistributed.modelparallel.common.launcher.command import own_files
+from smdistributed.modelparallel.common.launcher.ending import END_SIGNAL
 from smdistributed.modelparallel.common.launcher.first_failure import Verdict, judge, signal_name
 from smdistributed.modelparallel.common.launcher.output import Relay, Screen
 
 TIMEOUT_EXIT_CODE = 124
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: A program's own: mpirun hands them to every rank.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+#: A rank that has only just started does not listen yet.
+_ASK_AGAIN_SECONDS = 1.0
+#: Then a rank with a handler of SIGTERM has said that it heard; one without has ended.
+_HEAR_SECONDS = 10.0
 #: mpirun needs one to three seconds to end the others by itself.
 _GRACE_SECONDS = 4.0
 _TERMINATE_SECONDS = 3.0
@@ -33,6 +40,7 @@ def run(
     environ: Mapping[str, str],
     hosts: Sequence[str],
     timeout_seconds: float | None = None,
+    grace_seconds: float = 0.0,
 ) -> int:
     """Runs a job to its end and returns smprun's exit code.
 
@@ -41,10 +49,11 @@ def run(
         environ: its environment.
         hosts: host of each rank.
         timeout_seconds: after which the job is ended; None for no limit.
+        grace_seconds: what ranks have between SIGTERM and their end.
     """
     relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
     with own_files(environ) as complete:
-        running = _RunningJob(command, complete, relay, timeout_seconds)
+        running = _RunningJob(command, complete, relay, timeout_seconds, grace_seconds)
         with running:
             running.wait()
     verdict = running.verdict(hosts)
@@ -68,11 +77,15 @@ class _RunningJob:
         environ: Mapping[str, str],
         relay: Relay,
         timeout_seconds: float | None,
+        grace_seconds: float,
     ) -> None:
         self._command = command
         self._environ = environ
         self._relay = relay
         self._timeout_seconds = timeout_seconds
+        self._grace_seconds = grace_seconds
+        self._asked_at: float | None = None
+        self._ask_at = 0.0
         self._asked: Verdict | None = None
         self._signalled = False
         self._kill_at: float | None = None
@@ -83,8 +96,9 @@ class _RunningJob:
         self._strangers = processes.descendants(os.getpid())
         self._selector = selectors.DefaultSelector()
         self._handlers = {
-            number: signal.signal(number, self._on_signal)
-            for number in _FORWARDED
+            number: signal.signal(number, handler)
+            for numbers, handler in ((_ENDING, self._on_signal), (_PASSED_ON, self._pass_on))
+            for number in numbers
             # Ignored signals stay ignored, as under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN
         }
@@ -156,6 +170,15 @@ class _RunningJob:
                     f"(exit code {TIMEOUT_EXIT_CODE})",
                 )
             )
+        if self._asked_at is not None:
+            patience = self._grace_seconds
+            if not self._relay.is_ending:
+                patience = min(patience, _HEAR_SECONDS)
+            if now > self._asked_at + patience:
+                self._end_mpirun()
+            elif now > self._ask_at:
+                self._ask_at = now + _ASK_AGAIN_SECONDS
+                self._mpirun.send_signal(END_SIGNAL)
         if self._relay.records and self._terminate_at is None:
             self._terminate_at = now + _GRACE_SECONDS
         if self._terminate_at is not None and now > self._terminate_at:
@@ -166,9 +189,12 @@ class _RunningJob:
 
     def _ask_to_end(self, verdict: Verdict) -> None:
         """Ends the job for a reason from outside; that is its verdict unless a rank failed."""
+        self._note_asked(verdict)
+        self._end_mpirun()
+
+    def _note_asked(self, verdict: Verdict) -> None:
         if self._kill_at is None and not self._relay.records:
             self._asked = verdict
-        self._end_mpirun()
 
     def _end_mpirun(self) -> None:
         if self._kill_at is None:
@@ -181,7 +207,15 @@ class _RunningJob:
             return
         self._signalled = True
         code = 128 + number
-        self._ask_to_end(Verdict(code, f"ended by {signal_name(number)} (exit code {code})"))
+        verdict = Verdict(code, f"ended by {signal_name(number)} (exit code {code})")
+        if number == signal.SIGTERM and self._grace_seconds and not self._relay.records:
+            self._note_asked(verdict)
+            self._asked_at = time.monotonic()
+        else:
+            self._ask_to_end(verdict)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._mpirun.send_signal(number)
 
     def _close(self) -> None:
         for number, handler in self._handlers.items():

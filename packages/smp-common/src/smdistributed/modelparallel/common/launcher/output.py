@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from smdistributed.modelparallel.common.failure import FailureRecord
+from smdistributed.modelparallel.common.launcher.ending import HEARD
 from smdistributed.modelparallel.common.launcher.first_failure import Banner, parse_banner
 
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr)>: ")
@@ -108,11 +109,13 @@ class Relay:
     Attributes:
         records: the failure records of the ranks; not shown.
         banners: what mpirun says of failures; not shown.
+        is_ending: whether a rank was asked to end and wants time for it.
     """
 
     def __init__(self, screen: Screen) -> None:
         self.records: list[FailureRecord] = []
         self.banners: list[Banner] = []
+        self.is_ending = False
         self._screen = screen
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
         self._tails: dict[int, deque[str]] = {}
@@ -154,6 +157,9 @@ class Relay:
                 self._own_line(text)
             else:
                 self._screen.show(None, False, line, end)
+            return
+        if is_err and text == HEARD:
+            self.is_ending = True
             return
         if is_err and (record := _record(text)):
             self.records.append(record)

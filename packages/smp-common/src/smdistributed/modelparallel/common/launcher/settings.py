@@ -166,6 +166,6 @@ def _typed(text: str) -> Any:
     for read in (json.loads, yaml.safe_load):  # YAML alone takes 5e8 for a text
         try:
             return read(text)
-        except (ValueError, yaml.YAMLError):
+        except (ValueError, RecursionError, yaml.YAMLError):
             continue
     return str(text)

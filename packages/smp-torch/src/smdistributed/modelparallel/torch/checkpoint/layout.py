@@ -105,8 +105,12 @@ class Layout:
                 )
                 for name, each in read.pop("tensors").items()
             }
-            return cls(**read, tensors=tensors)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            layout = cls(**read, tensors=tensors)
+            for degree in (layout.pipeline_parallel_degree, layout.tensor_parallel_degree):
+                if not isinstance(degree, int) or degree < 1:
+                    raise ValueError(f"a degree of {degree!r}")
+            return layout
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{FILE} must be what smp.save_checkpoint of this version writes; received "
                 f"something that lacks a part of it ({error!r}): save the checkpoint again, or "

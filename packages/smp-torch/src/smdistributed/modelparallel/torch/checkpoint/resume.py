@@ -132,6 +132,13 @@ class _Reader:
         """Returns the content of a partial checkpoint that belongs to this rank."""
         with self._checkpoint.open(layout.FILE) as stream:
             stored = Layout.parse(stream.read().decode())
+        if stored.pipeline_parallel_degree > len(self._checkpoint.paths):
+            raise CheckpointError(
+                f"{layout.FILE} must fit the files of the checkpoint, of which each rank wrote one "
+                f"at least: it says pipeline_parallel_degree {stored.pipeline_parallel_degree}, "
+                f"and there are {len(self._checkpoint.paths)} files. It is damaged: restore it, or "
+                "resume from another tag."
+            )
         own = Layout.of(self._runtime, model)
         if stored.tensor_parallel_degree != own.tensor_parallel_degree:
             raise CheckpointError(

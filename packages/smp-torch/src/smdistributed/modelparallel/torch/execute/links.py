@@ -13,8 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.execute.peers import Blaming, Peers
 
 #: Transfers of a pair of ranks are in one order, so they need no telling apart.
 _TAG = 0
@@ -31,6 +32,7 @@ class Links:
             the runtime alone keeps it alive and can close its connections.
         device: where the tensors live.
         timeout: how long a transfer waits for its peer.
+        peers: who is blamed when a transfer fails.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Links:
         groups: Mapping[CommGroup, dist.ProcessGroup],
         device: torch.device,
         timeout: timedelta,
+        peers: Peers,
     ) -> None:
         self._pipelines = pipelines
         self._members = members
@@ -48,6 +51,7 @@ class Links:
         self._groups = groups
         self._device = device
         self._timeout = timeout
+        self._peers = peers
         self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
         # torch numbers the members of a group in ascending order.
         self._rank_of = [sorted(members).index(member) for member in members]
@@ -80,10 +84,11 @@ class Links:
         for source, target in sorted(wanted):
             for members in self._pipelines:
                 pair = (members[source], members[target])
-                group = dist.new_group(list(pair), timeout=self._timeout, backend="nccl")
-                if members == self._members:
-                    self._directions[source, target] = group
-                    self._greet(group, pair)
+                with self._peers.blaming(pair, "connecting"):
+                    group = dist.new_group(list(pair), timeout=self._timeout, backend="nccl")
+                    if members == self._members:
+                        self._directions[source, target] = group
+                        self._greet(group, pair)
 
     def _greet(self, group: dist.ProcessGroup, pair: tuple[int, int]) -> None:
         """Sends something: NCCL connects at the first transfer, which must be in one order too."""
@@ -104,9 +109,10 @@ class Links:
         """
         tensor = tensor.contiguous()
         group, rank = self._way(tensor, (self._pp_rank, target), target)
-        with _naming(self._members[target], "sending to"):
+        blaming = self._peers.blaming((self._members[target],), "sending to")
+        with blaming:
             work = group.send([_real(tensor)], rank, _TAG)
-        return Transfer(tensor, work, self._members[target], "sending to")
+        return Transfer(tensor, work, blaming)
 
     def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
         """Starts receiving into a tensor from a pp_rank.
@@ -114,9 +120,10 @@ class Links:
         Shape: that of what the sender sends.
         """
         group, rank = self._way(tensor, (source, self._pp_rank), source)
-        with _naming(self._members[source], "receiving from"):
+        blaming = self._peers.blaming((self._members[source],), "receiving from")
+        with blaming:
             work = group.recv([_real(tensor)], rank, _TAG)
-        return Transfer(tensor, work, self._members[source], "receiving from")
+        return Transfer(tensor, work, blaming)
 
     def _way(
         self, tensor: torch.Tensor, direction: tuple[int, int], peer: int
@@ -136,7 +143,7 @@ class Links:
 
         Shape: the same on every rank.
         """
-        with _naming(self._members[source], "receiving a result from"):
+        with self._peers.blaming(self._members, "sharing a result with"):
             dist.broadcast(tensor, self._members[source], group=self._group)
 
 
@@ -147,13 +154,12 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 class Transfer:
     """A transfer under way; keeps its tensor alive until it is done."""
 
-    __slots__ = ("_doing", "_peer", "_work", "tensor")
+    __slots__ = ("_blaming", "_work", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, peer: int, doing: str) -> None:
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, blaming: Blaming) -> None:
         self.tensor = tensor
         self._work = work
-        self._peer = peer
-        self._doing = doing
+        self._blaming = blaming
 
     @property
     def is_done(self) -> bool:
@@ -167,29 +173,7 @@ class Transfer:
             CommError: the peer died or did not take part in time.
         """
         if self._work is not None:
-            with _naming(self._peer, self._doing):
+            with self._blaming:
                 self._work.wait()
             self._work = None
         return self.tensor
-
-
-class _naming:  # noqa: N801 - reads as a function
-    """Turns torch's connection errors into ones that name the peer."""
-
-    def __init__(self, peer: int, doing: str) -> None:
-        self._peer = peer
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):
-            reason = str(error).splitlines()[0]
-            raise CommError(
-                f"rank {dist.get_rank()}: {self._doing} rank {self._peer} failed: that rank has "
-                f"died or did not take part in time ({reason}). Look at its own output for the "
-                "cause.",
-                rank=dist.get_rank(),
-                missing_ranks=[self._peer],
-            ) from error

@@ -110,7 +110,9 @@ class _WholeModelFunctions:
             own = torch.tensor(float("inf"))  # what is not here must not be the smallest
         part = own.to(runtime.device, torch.float64)
         parts = [torch.empty_like(part) for _ in range(runtime.topology.pp_size)]
-        dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.PP_GROUP])
+        members = runtime.topology.members(CommGroup.PP_GROUP, runtime.rank)
+        with runtime.peers.blaming(members, "combining the norms of gradients with"):
+            dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.PP_GROUP])
         together = torch.stack(parts)
         # Of order 0 is the number of tensors that are not all zero.
         whole = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)

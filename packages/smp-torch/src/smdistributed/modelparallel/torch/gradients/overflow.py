@@ -60,8 +60,11 @@ def _shared(runtime: TorchRuntime, found: Found) -> Found:
         flag = torch.maximum(flag, each.to(runtime.device))
     # Replicas without batches do not come here; those with some have the same gradients.
     is_joining = any(model.data_parallel.is_joining for model in runtime.live_models())
-    group = runtime.process_groups.get(CommGroup.MP_GROUP if is_joining else CommGroup.WORLD)
+    kind = CommGroup.MP_GROUP if is_joining else CommGroup.WORLD
+    group = runtime.process_groups.get(kind)
     if group is not None:
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        members = runtime.topology.members(kind, runtime.rank)
+        with runtime.peers.blaming(members, "looking for infinite gradients with"):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     # A rank without gradients has a finding too; torch's scaler wants one.
     return {runtime.device: flag}

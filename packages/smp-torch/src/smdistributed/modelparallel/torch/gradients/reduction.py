@@ -18,6 +18,7 @@ as zero on the others and gets the average on all. That is what DistributedDataP
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
@@ -38,6 +39,7 @@ from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Repli
 
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
+_REDUCING = "reducing gradients with"
 
 
 class GradientReduction:
@@ -248,8 +250,7 @@ class GradientReduction:
         for bucket in self._buckets[len(self._futures) :]:
             self._launch(bucket)
         is_used = self._used_anywhere()
-        for bucket, future in zip(self._buckets, self._futures, strict=True):
-            bucket.take_result(future)
+        self._take_results()
         for bucket in self._buckets:
             for parameter, view in bucket.slots:
                 if parameter not in self._without or is_used(parameter):
@@ -281,6 +282,12 @@ class GradientReduction:
         if self._active is None:
             self._active = self._replicas.announce(Exchange.GRADIENTS)
 
+    def _take_results(self) -> None:
+        own = self._hook is None  # what the user's hook raises is the user's
+        with self._replicas.blaming(_REDUCING) if own else contextlib.nullcontext():
+            for bucket, future in zip(self._buckets, self._futures, strict=True):
+                bucket.take_result(future)
+
     def _start(self, bucket: Bucket) -> torch.futures.Future[Any]:
         if self._hook is not None:
             future = self._hook(bucket.handle)
@@ -297,7 +304,8 @@ class GradientReduction:
         assert self._active is not None
         if self._replicas.divides_by_active:
             bucket.flat.mul_(self._replicas.size / len(self._active))
-        return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
+        with self._replicas.blaming(_REDUCING):
+            return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
 
     def _used_anywhere(self) -> Callable[[torch.Tensor], bool]:
         """Returns a function that tells whether some replica has a gradient of a parameter."""
@@ -305,7 +313,8 @@ class GradientReduction:
             return lambda parameter: parameter not in self._without
         flags = [parameter not in self._without for parameter in self._reduced]
         used = torch.tensor(flags, dtype=torch.uint8, device=self._replicas.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
+        with self._replicas.blaming(_REDUCING):
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
         if not self._without:
             return lambda parameter: True
         anywhere = {
@@ -337,6 +346,5 @@ class GradientReduction:
             self._futures.append(self._start(bucket))
         self._without.update(self._reduced)
         self._used_anywhere()
-        for bucket, future in zip(self._buckets, self._futures, strict=True):
-            bucket.take_result(future)
+        self._take_results()
         self._reset()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.execute.peers import Blaming
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
@@ -44,6 +45,7 @@ class Replicas:
         self._members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
         self._own = self._members.index(runtime.rank)
         self._joinable: _JoinableReplicas | None = None
+        self._peers = runtime.peers
         self.size = len(self._members)
         self.group = runtime.process_groups.get(CommGroup.DP_GROUP)
         self.device = runtime.device
@@ -57,8 +59,13 @@ class Replicas:
             source: its dp_rank.
         """
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor.data, self._members[source], group=self.group)
+            with self.blaming("sharing parameters and buffers with"):
+                for tensor in tensors:
+                    dist.broadcast(tensor.data, self._members[source], group=self.group)
+
+    def blaming(self, doing: str) -> Blaming:
+        """Inside, errors of torch become errors that name the missing replica's ranks."""
+        return self._peers.blaming(self._members, doing)
 
     @property
     def is_joining(self) -> bool:
@@ -98,7 +105,8 @@ class Replicas:
         """
         if self._joinable is None:
             return range(self.size)
-        Join.notify_join_context(self._joinable)
+        with self.blaming("joining"):
+            Join.notify_join_context(self._joinable)
         return self.agree(exchange)[1]
 
     def agree(self, exchange: Exchange | None) -> tuple[Exchange, Sequence[int]]:
@@ -110,8 +118,9 @@ class Replicas:
         votes = torch.full((self.size,), -1, dtype=torch.int32, device=self.device)
         if exchange is not None:
             votes[self._own] = exchange
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
-        words = votes.tolist()
+        with self.blaming("joining"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+            words = votes.tolist()
         return Exchange(max(words)), [rank for rank, word in enumerate(words) if word >= 0]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     past_dispatch_modes,
     past_function_modes,
 )
+from smdistributed.modelparallel.torch.execute.peers import reason_of
 
 #: Above every channel's two tags.
 _FAREWELL_TAG = 1 << 20
@@ -60,15 +61,15 @@ class TorchTransport(Transport):
         header = torch.tensor([len(payload)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
         data, acknowledgement = 2 * channel, 2 * channel + 1
-        started = []
-        for rank in destinations:
-            works = [self._group.send([header], rank, data)]
+
+        def start(rank: int) -> Iterator[dist.Work]:
+            yield self._group.send([header], rank, data)
             if payload:
-                works.append(self._group.send([body], rank, data))
+                yield self._group.send([body], rank, data)
             received = torch.empty(1, dtype=torch.uint8)
-            works.append(self._group.recv([received], rank, acknowledgement))
-            started.append((rank, works))
-        wait.for_all(started)
+            yield self._group.recv([received], rank, acknowledgement)
+
+        wait.for_all(destinations, start)
 
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
@@ -83,35 +84,27 @@ class TorchTransport(Transport):
         wait = _Deadline(timeout_seconds)
         data, acknowledgement = 2 * channel, 2 * channel + 1
         headers = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
-        wait.for_all(
-            [(rank, [self._group.recv([header], rank, data)]) for rank, header in headers.items()]
-        )
+        wait.for_all(sources, lambda rank: [self._group.recv([headers[rank]], rank, data)])
         buffers = {rank: bytearray(int(header)) for rank, header in headers.items()}
         wait.for_all(
-            [
-                (rank, [self._group.recv([_view(buffer)], rank, data)])
-                for rank, buffer in buffers.items()
-                if buffer
-            ]
+            [rank for rank, buffer in buffers.items() if buffer],
+            lambda rank: [self._group.recv([_view(buffers[rank])], rank, data)],
         )
         done = torch.zeros(1, dtype=torch.uint8)
-        wait.for_all(
-            [(rank, [self._group.send([done], rank, acknowledgement)]) for rank in sources]
-        )
+        wait.for_all(sources, lambda rank: [self._group.send([done], rank, acknowledgement)])
         return [buffers[rank] for rank in sources]
 
     def close(self, release: Callable[[], None]) -> None:
         """See ``Transport.close``."""
-        started = []
-        with _on_host():
-            for rank in range(self.size):
-                if rank != self.rank:
-                    byte = torch.zeros(1, dtype=torch.uint8)
-                    sent = self._group.send([byte], rank, _FAREWELL_TAG)
-                    heard = self._group.recv([byte.clone()], rank, _FAREWELL_TAG)
-                    started.append((rank, [sent, heard]))
-        with contextlib.suppress(PeersMissingError):
-            _Deadline(FAREWELL_SECONDS).for_all(started)
+
+        def start(rank: int) -> Iterator[dist.Work]:
+            byte = torch.zeros(1, dtype=torch.uint8)
+            yield self._group.send([byte], rank, _FAREWELL_TAG)
+            yield self._group.recv([byte.clone()], rank, _FAREWELL_TAG)
+
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        with _on_host(), contextlib.suppress(PeersMissingError):
+            _Deadline(FAREWELL_SECONDS).for_all(peers, start)
         release()
 
 
@@ -137,20 +130,34 @@ class _Deadline:
         self._timeout_seconds = timeout_seconds
         self._end = time.monotonic() + timeout_seconds
 
-    def for_all(self, started: Sequence[tuple[int, Sequence[dist.Work]]]) -> None:
+    def for_all(self, ranks: Sequence[int], start: Callable[[int], Iterable[dist.Work]]) -> None:
+        """Starts what concerns each rank, then waits for all of it.
+
+        Raises:
+            PeersMissingError: something could not be started, or did not end.
+        """
+        started: list[tuple[int, dist.Work]] = []
         problems: dict[int, str] = {}
-        for rank, works in started:
-            for work in works:
-                try:
-                    # Never zero: gloo reads that as its own default.
-                    left = max(0.001, self._end - time.monotonic())
-                    work.wait(timedelta(seconds=left))
-                except RuntimeError as error:
-                    problems.setdefault(rank, self._reason(str(error)))
+        for rank in ranks:
+            # Gloo refuses to start anything with a rank that it knows to be gone.
+            with self._noting(problems, rank):
+                started.extend((rank, work) for work in start(rank))
+        for rank, work in started:
+            with self._noting(problems, rank):
+                # Never zero: gloo reads that as its own default.
+                left = max(0.001, self._end - time.monotonic())
+                work.wait(timedelta(seconds=left))
         if problems:
             raise PeersMissingError(sorted(problems), next(iter(problems.values())))
 
-    def _reason(self, message: str) -> str:
+    @contextlib.contextmanager
+    def _noting(self, problems: dict[int, str], rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            problems.setdefault(rank, self._reason(error))
+
+    def _reason(self, error: RuntimeError) -> str:
         if time.monotonic() >= self._end:
             return f"did not answer within {self._timeout_seconds:g} s"
-        return f"has ended ({message.splitlines()[0]})"
+        return f"has ended ({reason_of(error)})"

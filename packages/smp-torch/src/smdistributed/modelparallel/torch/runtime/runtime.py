@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import os
+import socket
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -20,11 +21,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from smdistributed.modelparallel.common import config as configuration
-from smdistributed.modelparallel.common.comm.addresses import free_port, own_address
+from smdistributed.modelparallel.common.comm.addresses import listen_at, own_address
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
+from smdistributed.modelparallel.common.comm.presence import Presence
 from smdistributed.modelparallel.common.comm.transport import (
     SingleProcessTransport,
     Transport,
@@ -32,7 +35,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     started_by_torchrun,
 )
 from smdistributed.modelparallel.common.errors import CommError
-from smdistributed.modelparallel.common.failure import FailureHooks
+from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
@@ -41,9 +44,11 @@ from smdistributed.modelparallel.torch.building.manual_partition import ManualPa
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
+from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
@@ -63,6 +68,7 @@ class TorchRuntime(Runtime):
         device: where this process computes.
         process_groups: torch's process group of each kind that contains this process; empty in a
             world of one.
+        peers: who is blamed when communication fails.
         hooks: what this process does when it fails; None in a world of one.
         manual_partitions: what the user fixed.
         fake_mode: of all fake tensors.
@@ -76,6 +82,7 @@ class TorchRuntime(Runtime):
 
     device: torch.device
     process_groups: dict[CommGroup, dist.ProcessGroup]
+    peers: Peers
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
     fake_mode: FakeTensorMode
@@ -119,6 +126,7 @@ class TorchRuntime(Runtime):
             self.process_groups,
             self.device,
             data_plane_timeout(self.config.communication_timeout),
+            self.peers,
         )
 
     def close(self) -> None:
@@ -157,43 +165,76 @@ def start(
     # Before any process group exists: the first fake mode imports functions of torch that keep the
     # world's group as a default argument, and with it the connections that `close` must close.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    transport = _join(timeout_seconds)
     hooks = None
-    if transport.size > 1:
-        hooks = FailureHooks(transport.rank)
-        hooks.install()
+    if started_by_torchrun():
+        hooks = _hooks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    transport, peers = _join(timeout_seconds)
+    hooks = hooks or _hooks(transport.rank, transport.size)
     settings.check_world(transport.size, "pytorch")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
     device = _bind_device(transport)
-    if transport.size > 1 and not dist.is_initialized():
-        _join_data_plane(communicator, transport, device, timeout_seconds)
+    if peers is None:
+        peers = Peers(transport.rank, communicator.allgather(Presence.own(), CommGroup.WORLD))
+    process_groups: dict[CommGroup, dist.ProcessGroup] = {}
+    if transport.size > 1:
+        with peers.connecting():
+            if not dist.is_initialized():
+                _join_data_plane(communicator, transport, timeout_seconds)
+            process_groups = _process_groups(topology, transport, timeout_seconds)
     runtime = TorchRuntime(
         config=settings,
         topology=topology,
         transport=transport,
         communicator=communicator,
         device=device,
-        process_groups=_process_groups(topology, transport),
+        process_groups=process_groups,
+        peers=peers,
         hooks=hooks,
         fake_mode=fake_mode,
         random=StepRandom(device),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
+    runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)
     atexit.register(runtime.close)
     if hooks is not None:
         hooks.renew()  # init_process_group has put an exception hook in front of ours
 
 
-def _join(timeout_seconds: float) -> Transport:
+def _hooks(rank: int, size: int) -> FailureHooks | None:
+    if size == 1:
+        return None
+    hooks = FailureHooks(rank)
+    hooks.install()
+    return hooks
+
+
+def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
+    """Returns the way to the other processes, and what is known of them already."""
     if started_by_mpi():
-        return MPITransport()
-    if started_by_torchrun():
-        if not dist.is_initialized():
-            dist.init_process_group(_backend(), timeout=data_plane_timeout(timeout_seconds))
-        return TorchTransport(timeout_seconds)
-    return SingleProcessTransport()
+        transport = MPITransport()
+        _use_loopback(transport.local_size == transport.size)
+        return transport, None
+    if not started_by_torchrun():
+        return SingleProcessTransport(), None
+    if dist.is_initialized():
+        return TorchTransport(timeout_seconds), None
+    _use_loopback(os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"])
+    timeout = data_plane_timeout(timeout_seconds)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    peers = Peers(rank, meet(store, rank, size, timeout_seconds))
+    with peers.connecting():
+        dist.init_process_group(
+            _backend(), store=store, rank=rank, world_size=size, timeout=timeout
+        )
+        return TorchTransport(timeout_seconds), peers
+
+
+def _use_loopback(is_one_host: bool) -> None:
+    """Lets gloo of a job on one host listen where no other host can reach it."""
+    if is_one_host and "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def data_plane_timeout(timeout_seconds: float) -> timedelta:
@@ -227,27 +268,42 @@ def _bind_device(transport: Transport) -> torch.device:
 
 
 def _join_data_plane(
-    communicator: Communicator, transport: Transport, device: torch.device, timeout_seconds: float
+    communicator: Communicator, transport: Transport, timeout_seconds: float
 ) -> None:
-    """Initialises torch.distributed at an address that rank 0 finds and hands out."""
-    address = None
+    """Initialises torch.distributed at an address that rank 0 finds and hands out.
+
+    torch's store answers whoever asks, so it listens on the one interface that the job needs.
+    """
+    timeout = data_plane_timeout(timeout_seconds)
+    address, descriptor = None, None
     if transport.rank == 0:
-        port = int(os.environ.get("MASTER_PORT", 0)) or free_port()
-        address = (os.environ.get("MASTER_ADDR") or own_address(transport), port)
+        host = os.environ.get("MASTER_ADDR") or own_address(transport)
+        listener = listen_at(host, int(os.environ.get("MASTER_PORT", 0)))
+        address, descriptor = (host, listener.getsockname()[1]), listener.detach()
     host, port = communicator.allgather(address, CommGroup.WORLD)[0]
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=transport.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
     dist.init_process_group(
         _backend(),
+        store=store,
         rank=transport.rank,
         world_size=transport.size,
-        timeout=data_plane_timeout(timeout_seconds),
+        timeout=timeout,
     )
 
 
-def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup, dist.ProcessGroup]:
+def _process_groups(
+    topology: Topology, transport: Transport, timeout_seconds: float
+) -> dict[CommGroup, dist.ProcessGroup]:
     """Builds torch's groups of every kind, in one order on all ranks, and keeps the own ones."""
-    if transport.size == 1:
-        return {}
+    timeout = data_plane_timeout(timeout_seconds)  # torch does not take over that of the world
     own: dict[CommGroup, dist.ProcessGroup] = {}
     world = dist.group.WORLD
     assert world is not None
@@ -255,7 +311,7 @@ def _process_groups(topology: Topology, transport: Transport) -> dict[CommGroup,
     for kind in CommGroup:
         for members in topology.groups(kind):
             if members not in built:
-                built[members] = dist.new_group(list(members))
+                built[members] = dist.new_group(list(members), timeout=timeout)
             if transport.rank in members:
                 own[kind] = built[members]
     return own
