@@ -4,8 +4,10 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 
     torchrun --nproc-per-node 2 benchmarks/torch/gpt_step.py --size 1.3b smp 1f1b smp 1f1b
 
-Every word names a run; they share the processes, so that their ratio means something. Weights are
-bf16 on GPUs; AdamW; random tokens. Times are medians of device events, the slowest rank's.
+Every word names a run; they share the processes, so that their ratio means something. What stands
+behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:compile`` and
+``1f1b:compile`` (each block by ``torch.compile``). Weights are bf16 on GPUs; AdamW; random tokens.
+Times are medians of device events, the slowest rank's.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 
+RUNS = ("smp", "smp:static", "smp:compile", "1f1b", "1f1b:compile")
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
 
@@ -123,12 +126,16 @@ class Bench:
         tokens = torch.randint(self.size.vocabulary, shape, generator=generator)
         self.x, self.y = (part.to(self.device) for part in (tokens[:, :-1], tokens[:, 1:]))
         self.stages = layers_of_stages(self.size.layers, smp.size())
+        self.changes: list[str] = []
 
     def build(self, layers: int, **ends: bool) -> GPT:
         """Returns a model on the device."""
         torch.manual_seed(1)
         with self.device:
             model = GPT(self.size, layers, **ends)
+        if "compile" in self.changes:
+            for block in model.blocks:
+                block.compile()
         return model.to(torch.bfloat16) if self.device.type == "cuda" else model
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -143,7 +150,7 @@ class Bench:
         distributed = smp.DistributedModel(model)
         optimizer = smp.DistributedOptimizer(self.optimizer(model.parameters()))
 
-        @smp.step
+        @smp.step(static="static" in self.changes)
         def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = loss_of(model(x), y)
             model.backward(loss)
@@ -216,7 +223,8 @@ class Bench:
         """Makes one run and prints a line."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        step: Any = {"smp": self.smp, "1f1b": self.chain}[name]()
+        kind, *self.changes = name.split(":")
+        step: Any = {"smp": self.smp, "1f1b": self.chain}[kind]()
         start = time.perf_counter()
         loss = step()
         first_seconds = time.perf_counter() - start
@@ -251,7 +259,7 @@ class Bench:
 def main() -> None:
     """Makes the runs that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", choices=["smp", "1f1b"])
+    parser.add_argument("runs", nargs="+", choices=RUNS)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)

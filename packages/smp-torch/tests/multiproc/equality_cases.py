@@ -151,8 +151,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # scripting is deprecated, and libraries do it
 
     @torch.jit.script
-    def positions(size: int) -> torch.Tensor:
-        return torch.arange(size) / size
+    def positions(like: torch.Tensor) -> torch.Tensor:
+        size = like.shape[-1]
+        return torch.arange(size, device=like.device) / size
 
 
 class Scripted(nn.Module):
@@ -164,7 +165,7 @@ class Scripted(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        near = positions(WIDTH)
+        near = positions(x)
         x = self.first(x)
         for layer in self.layers:
             x = layer(x + near.unsqueeze(0))
@@ -172,7 +173,7 @@ class Scripted(nn.Module):
 
 
 def case_a_module_that_calls_scripted_functions() -> None:
-    compare(lambda: nn.Sequential(Scripted(), nn.Linear(WIDTH, WIDTH)), regress, [batch(), batch()])
+    compare(lambda: nn.Sequential(Scripted(), *mlp(1)), regress, [batch(), batch()])
 
 
 @dataclass

@@ -38,8 +38,8 @@ def step(
         detach_outputs: detach returned tensors; False needs one partition.
         static: an addition of this library, a promise that the Python of the function, and of the
             modules that are split, does the same in every call with such arguments and needs not
-            run: with several partitions it runs in one call of a hundred. Where it has asked about
-            data it runs in every call.
+            run: with several partitions it runs in one call of a hundred. Where it asks about data,
+            or is given objects with state, it runs in every call.
 
     Raises:
         ConfigError: an option names no argument of the function.

@@ -80,7 +80,7 @@ class StaticPasses:
         passed = self._lockstep.passes(batch)
         if first.checks is not None:
             self._check(self._kept[first.checks], passed)
-        elif not any(_depends_on_data(each) for each in passed):
+        elif not _has_objects(batch.given) and not any(map(_depends_on_data, passed)):
             kept = _Kept(batch.header.kind, _without_tensors(batch.given), passed)
             self._kept[next(self._numbers)] = kept
             if len(self._kept) > _MOST_KEPT:
@@ -110,7 +110,14 @@ class StaticPasses:
 
 def _depends_on_data(passed: Passed) -> bool:
     assert passed.way is not None
-    return any(entry.kind in _ASKING or entry.held for entry in passed.way.entries)
+    return any(entry.kind in _ASKING for entry in passed.way.entries)
+
+
+def _has_objects(obj: Any) -> bool:
+    """Whether a structure has objects with state, which may change unseen."""
+    found: list[Any] = []
+    template(obj, lambda tensor: None, found.append)
+    return bool(found)
 
 
 def _without_tensors(obj: Any) -> Any:
