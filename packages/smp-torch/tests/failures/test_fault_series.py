@@ -28,10 +28,7 @@ CULPRITS = ((2, 0), (2, 1), (4, 0), (4, 3))
 PLACES = ("step", "update")
 SERIES = list(itertools.product(FAULTS, LAUNCHERS, CULPRITS, PLACES))
 #: A replica that mpirun does not see fail, and one of which only its replicas know.
-FEW = {
-    ("terminate", "smprun", (4, 3), "step"),
-    ("silent-exit", "torchrun", (4, 0), "update"),
-}
+FEW = {("terminate", "smprun", (4, 3), "step")}
 #: The last of these says whom the launcher takes for the culprit.
 NAMED = {
     "smprun": r"smprun: ranks? (\d+)",

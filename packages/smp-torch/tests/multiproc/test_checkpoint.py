@@ -115,7 +115,7 @@ def states_after_resume(shape: tuple[int, int], folder: str, partial: bool) -> A
 
 def run(shape: Shape, body: Any, *args: object) -> Any:
     # One shape as users start it, so over MPI.
-    launcher: Launcher = "smprun" if shape == Shape(2, 2) else "fork"
+    launcher: Launcher = "smprun" if shape == Shape(2) else "fork"
     return run_fresh(shape.num_ranks, body, tuple(shape), *args, launcher=launcher)
 
 

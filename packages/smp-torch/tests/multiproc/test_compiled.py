@@ -198,8 +198,8 @@ def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str) -> None:
 
 
 def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds) -> None:
-    ways = ["each_block", "each_block_wrapped", "part_of_each_block"]
-    for checkpointing in (False, True):
+    blocks = ["each_block", "each_block_wrapped", "part_of_each_block"]
+    for checkpointing, ways in ((False, blocks), (True, blocks[:1])):
         (one,) = worlds.run(WORLDS["one"], train_all, ways, 0.5, checkpointing)
         for rank in worlds.run(WORLDS["pp2"], train_all, ways, 0.5, checkpointing):
             for way in ways:
