@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import smdistributed.modelparallel.torch as smp
@@ -66,7 +67,15 @@ def test_who_exchanges_something_else_is_not_taken_for_dead() -> None:
     assert error_of([HERE, GONE], RuntimeError("")).missing_ranks == (1,)
 
 
-@pytest.mark.parametrize("error", [ConfigError("ours"), CommError("ours"), ValueError("theirs")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("ours"),
+        CommError("ours"),
+        ValueError("theirs"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
 def test_other_errors_stay_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, Peers(0, [HERE, GONE]).blaming((1,), "sending to"):
         raise error

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.failure import leave_for_exception
@@ -22,6 +24,8 @@ _LOST = (
     *("Broken pipe", "Timed out", "timed out", "imeout", "remote process", "ncclRemoteError"),
     *("aborted", "failed to connect", "Failed to recv", "Failed to send"),
 )
+#: Errors that mean what they say wherever they are raised.
+_NOT_ABOUT_PEERS = (SMPError, torch.OutOfMemoryError)
 #: A connection closes some milliseconds before the process that held it is gone.
 _LOOK_SECONDS = 0.5
 _TICK_SECONDS = 0.02
@@ -133,7 +137,7 @@ class Blaming:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, SMPError):
+        if isinstance(error, RuntimeError) and not isinstance(error, _NOT_ABOUT_PEERS):
             raise self._peers.error_of(error, self._ranks, self._doing) from error
 
 
