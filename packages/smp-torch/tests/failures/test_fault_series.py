@@ -1,6 +1,6 @@
 """The fault series: whoever fails, in a job with replicas too, is the one that is blamed.
 
-Nearly all of it is marked slow; ``nox -s failures`` runs it, and prints a table with ``-- -s``.
+All of it is marked slow; ``nox -s failures`` runs it, and prints a table with ``-- -s``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from launch_lines import launch_line
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(200)]
 
 JOB = Path(__file__).parent / "series_job.py"
 FAULTS = ("kill", "stop", "terminate", "exception", "exit", "silent-exit")
@@ -27,8 +27,6 @@ LAUNCHERS = ("mpirun", "torchrun", "smprun")
 CULPRITS = ((2, 0), (2, 1), (4, 0), (4, 3))
 PLACES = ("step", "update")
 SERIES = list(itertools.product(FAULTS, LAUNCHERS, CULPRITS, PLACES))
-#: A replica that mpirun does not see fail, and one of which only its replicas know.
-FEW = {("terminate", "smprun", (4, 3), "step")}
 #: The last of these says whom the launcher takes for the culprit.
 NAMED = {
     "smprun": r"smprun: ranks? (\d+)",
@@ -71,7 +69,6 @@ def blamed(launcher: str, output: str) -> set[int]:
         pytest.param(
             *(fault, launcher, (num_ranks, rank), place),
             id=f"{fault}-{launcher}-{rank}of{num_ranks}-{place}",
-            marks=() if (fault, launcher, (num_ranks, rank), place) in FEW else pytest.mark.slow,
         )
         for fault, launcher, (num_ranks, rank), place in SERIES
     ],
