@@ -225,3 +225,21 @@ def compile_step_functions() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_step_functions_are_not_compiled_themselves(worlds: Worlds, world: str) -> None:
     worlds.run(WORLDS[world], compile_step_functions)
+
+
+def switch_the_compiler_off() -> None:
+    net = Net(0.0)
+    net.compile(disable=True)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    torch.manual_seed(0)
+    step(torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_compiler_that_is_switched_off_stays_off(worlds: Worlds, world: str) -> None:
+    worlds.run(WORLDS[world], switch_the_compiler_off)

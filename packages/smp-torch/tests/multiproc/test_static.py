@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from world import generator, pipeline, run
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.torch.stepping import lockstep
 from smdistributed.modelparallel.torch.stepping import static as static_steps
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -103,6 +105,15 @@ def compare_tensors() -> None:
     assert train(True, 4, write, every=100) == (losses, MICROBATCHES)
 
 
+def forget_the_trace() -> None:
+    def forget(net: Net, position: int) -> None:
+        net.train(position % 2 == 0)
+
+    losses, _ = train(False, 6, forget)
+    with mock.patch.object(lockstep, "_MOST_TRACES", 1):
+        assert train(True, 6, forget, every=2)[0] == losses
+
+
 def ask_each_time() -> None:
     def ask(net: Net, position: int) -> None:
         net.inner = lambda x: x + (torch.rand(()) < 0.5)
@@ -132,6 +143,7 @@ def break_the_promise(kind: str) -> None:
         (compare_usual, ()),
         (compare_kinds, ()),
         (compare_tensors, ()),
+        (forget_the_trace, ()),
         (ask_each_time, ()),
         (break_the_promise, ("number",)),
         (break_the_promise, ("made tensor",)),

@@ -175,7 +175,9 @@ def compiled_call(module: nn.Module) -> Any:
     if isinstance(module, _wrapper_class()):
         return module.dynamo_ctx
     call = vars(module).get("_compiled_call_impl")
-    return call.call if isinstance(call, AroundCompiled) else call
+    call = call.call if isinstance(call, AroundCompiled) else call
+    # With ``disable=True`` it is the module's own.
+    return call if isinstance(call, FunctionType) else None
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:

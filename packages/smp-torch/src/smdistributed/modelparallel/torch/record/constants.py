@@ -66,13 +66,21 @@ class Constants:
             now._take(constant, tensor)
         return now
 
-    def made_alike(self, other: Constants) -> bool:
-        """Whether tensors that were made anew for another microbatch are equal to these."""
+    def made_alike(
+        self, mine: Sequence[Constant], other: Constants, theirs: Sequence[Constant]
+    ) -> bool:
+        """Whether tensors that were made anew for another microbatch are equal to these.
+
+        Args:
+            mine: the constants to compare.
+            other: what the tensors of the other microbatch are.
+            theirs: its constants, in the same order.
+        """
         with past_recording():
             return all(
-                tensor is other._given[constant]
-                or torch.equal(self._kept[constant][0], other._kept[constant][0])
-                for constant, tensor in self._given.items()
+                self._given[one] is other._given[another]
+                or torch.equal(self._kept[one][0], other._kept[another][0])
+                for one, another in zip(mine, theirs, strict=True)
             )
 
     def given(self, constant: Constant) -> torch.Tensor:
