@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,6 +225,11 @@ def check_with_tensorflow(session: Runner) -> None:
     check_examples(session)
 
 
+def check_with_keras_2(session: Runner) -> None:
+    """A short lane in an environment of its own: ``tests`` has the newest TensorFlow."""
+    session.run(sys.executable, "-m", "nox", "-s", "keras2", external=True)
+
+
 # Sessions
 
 
@@ -243,13 +249,15 @@ def tests(session: nox.Session) -> None:
     install_groups(session, "all")
     check_lint(session)
     install_packages(session, *PACKAGES)
-    # Two lanes: ranks often wait for each other, and then the other lane computes.
-    with ThreadPoolExecutor(1) as beside:
-        other = beside.submit(check_with_tensorflow, Quiet(session))
+    # Lanes: ranks often wait for each other, and then another lane computes.
+    with ThreadPoolExecutor() as beside:
+        others = [
+            beside.submit(check, Quiet(session))
+            for check in (check_with_tensorflow, check_with_keras_2)
+        ]
         check_with_torch(session)
-        other.result()
-    # This environment has the newest TensorFlow; Keras 2 needs one of its own.
-    session.notify("keras2")
+        for other in others:
+            other.result()
 
 
 @nox.session
