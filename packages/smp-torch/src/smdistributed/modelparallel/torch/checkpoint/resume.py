@@ -29,7 +29,6 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
     optimizers_of,
@@ -140,28 +139,26 @@ class _Reader:
                 "resume from another tag."
             )
         own = Layout.of(self._runtime, model)
-        if stored.tensor_parallel_degree != own.tensor_parallel_degree:
-            raise CheckpointError(
-                f"it was saved with tensor_parallel_degree {stored.tensor_parallel_degree}, this "
-                f"job has {own.tensor_parallel_degree}: resume with the same degree, or from a "
-                "full checkpoint."
-            )
         same_degree = stored.pipeline_parallel_degree == own.pipeline_parallel_degree
-        adopts = same_degree and (not own.partition or own.partition == stored.partition)
+        same_split = stored.tensor_parallel_degree == own.tensor_parallel_degree
+        adopts = (
+            same_degree and same_split and (not own.partition or own.partition == stored.partition)
+        )
         if adopts:
             states = self._own_part(load_optimizer)
         else:
             logger.info(
-                "%s was saved with pipeline_parallel_degree %d under another partition; "
-                "every rank takes its share of all parts.",
+                "%s was saved with pipeline_parallel_degree %d and tensor_parallel_degree %d under "
+                "another partition; every rank takes its share of all parts.",
                 self._checkpoint.tag,
                 stored.pipeline_parallel_degree,
+                stored.tensor_parallel_degree,
             )
             states = self._all_parts(stored, load_optimizer)
         return _Content(
             *states,
             partition=stored.partition if adopts else None,
-            random=self._random_state(same_degree),
+            random=self._random_state(stored),
             user=self._user_content(USER_CONTENT),
         )
 
@@ -175,8 +172,9 @@ class _Reader:
     def _all_parts(self, stored: Layout, load_optimizer: bool) -> tuple[Any, Any]:
         """Returns the whole states of model and optimizer; None for what lacks."""
         parts = [
-            part_name(pp_rank, self._runtime.coordinates.tp_rank)
+            part_name(pp_rank, tp_rank)
             for pp_rank in range(stored.pipeline_parallel_degree)
+            for tp_rank in range(stored.tensor_parallel_degree)
         ]
         models = self._read_all(f"model_{part}.pt" for part in parts)
         optimizers = (
@@ -184,7 +182,7 @@ class _Reader:
         )
         return (
             stored.assemble(models) if models else None,
-            optimizer_state.merge(list(optimizers.values())) if optimizers else None,
+            stored.assemble_optimizer(optimizers) if optimizers else None,
         )
 
     def _user_content(self, name: str) -> Any:
@@ -192,10 +190,13 @@ class _Reader:
         # Programs mark a folder as a checkpoint without user content by an empty file.
         return None if path is None or not path.stat().st_size else self._read(name)
 
-    def _random_state(self, same_degree: bool) -> Any:
-        place = self._runtime.coordinates
-        # With other partitions, that of the first one: the numbers of a step follow from it.
-        part = part_name(place.pp_rank if same_degree else 0, place.tp_rank)
+    def _random_state(self, stored: Layout) -> Any:
+        place, topology = self._runtime.coordinates, self._runtime.topology
+        # With other degrees, that of the first rank: the numbers of a step follow from it.
+        part = part_name(
+            place.pp_rank if stored.pipeline_parallel_degree == topology.pp_size else 0,
+            place.tp_rank if stored.tensor_parallel_degree == topology.tp_size else 0,
+        )
         name = f"random_{part}_{place.rdp_rank}.pt"
         if name not in self._checkpoint.paths:
             logger.warning(

@@ -35,7 +35,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     when_backward_ends,
 )
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
-from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
+from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
@@ -280,7 +280,7 @@ class GradientReduction:
 
     def _announce(self) -> None:
         if self._active is None:
-            self._active = self._replicas.announce(Exchange.GRADIENTS)
+            self._active = self._replicas.announce(self._replicas.reduces)
 
     def _take_results(self) -> None:
         own = self._hook is None  # what the user's hook raises is the user's

@@ -29,11 +29,15 @@ from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.shell import ModuleShell
-from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState, collect
+from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
+from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.plan.placement import Placement
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
+    replace_marked,
+    unify_drawn,
+)
 
 
 class DistributedModel(TensorParallelQueries, nn.Module):
@@ -64,6 +68,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
                 f"DistributedModel takes a torch.nn.Module; received {type(module).__name__}."
             )
         super().__init__()
+        module = _distributed(runtime, module)
         self.module = ModuleShell(module)
         if not hasattr(module, "module"):
             # Scripts go one ``.module`` further for each wrapper that they expect. Not an
@@ -97,6 +102,16 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             raise SMPError(
                 "with more than one partition the model can only be called inside a function "
                 "decorated with @smp.step."
+            )
+        if (
+            self._runtime.current_step is None
+            and self._runtime.tensor_group.is_prescaled
+            and self.training
+            and self.holder.has_slices
+        ):
+            raise SMPError(
+                "with prescaled_batch and tensor parallelism the model can only be trained inside "
+                "a function decorated with @smp.step: the ranks must draw the same random numbers."
             )
         return self.get_module()(*args, **kwargs)
 
@@ -236,7 +251,10 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         if self.compiled.refresh() or has_changed:
             self.drawing.refresh()
         if has_changed and self.partitioned:
-            self.data_parallel.watch(self.local_named_parameters())
+            self.data_parallel.watch(
+                self.default_reducer_named_parameters(),
+                self.scaled_batch_reducer_named_parameters(),
+            )
 
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'.
@@ -255,7 +273,11 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         self._post_step_hooks.run(self, self._find_optimizer)
 
     def _attach_replicas(self) -> None:
-        self.data_parallel.attach(self.local_named_parameters(), self.holder.buffers)
+        self.data_parallel.attach(
+            self.default_reducer_named_parameters(),
+            self.scaled_batch_reducer_named_parameters(),
+            self.holder.buffers,
+        )
 
     def _find_optimizer(self) -> Any:
         return next((each for each in self._runtime.live_optimizers() if each.serves(self)), None)
@@ -405,8 +427,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             self.holder.when_partitioned(lambda: self._state.load_own(state, strict=strict))
             return None
         if is_partial:
-            parts = collect(self._runtime, map_tensors(dict(state), torch.Tensor.cpu))
-            state = {name: value for part in parts for name, value in part.items()}
+            state = self._state.merged(state)
         if any(True for _ in self.holder.delayed()):
             self.holder.when_partitioned(lambda: self._state.load(state, strict=strict))
             return None
@@ -431,20 +452,26 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
         super().cpu()
-        if self.holder.is_split:
+        if self.holder.is_partial:
             self._state.gather_tensors()
         return self
+
+
+def _distributed(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
+    """Returns a model with distributed modules in the places of marked ones."""
+    group, delayed = runtime.tensor_group, runtime.delayed
+    if group.size == 1:
+        return module
+    if runtime.topology.pp_size > 1:
+        raise UnsupportedError(
+            "tensor parallelism with several partitions is not supported yet: set one of "
+            "pipeline_parallel_degree and tensor_parallel_degree to 1."
+        )
+    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
+    unify_drawn(replaced, group, delayed)
+    return replaced
 
 
 def models_of(runtime: TorchRuntime) -> list[DistributedModel]:
     """Returns the models of this process that exist, in order of creation."""
     return cast(list[DistributedModel], runtime.live_models())
-
-
-def refuse_unsupported(function: str, **asked: object) -> None:
-    """Raises for documented arguments whose feature this version does not have yet."""
-    for name, value in asked.items():
-        if value:
-            raise UnsupportedError(
-                f"{function}({name}={value!r}) is not supported yet; leave it at its default."
-            )
