@@ -301,7 +301,7 @@ def replaced_linears() -> None:
     assert queries["first.bias"] == queries["last.weight"] == (False, False)
     reduced = [dict(model.default_reducer_named_parameters())]
     reduced.append(dict(model.scaled_batch_reducer_named_parameters()))
-    assert set(reduced[1]) == {"first.weight", "odd.weight"}
+    assert set(reduced[1]) == {"first.weight", "odd.weight"}  # one partition holds all
     assert set(reduced[0]) | set(reduced[1]) == set(queries)
     assert len(list(model.distributed_modules())) == 2
 
@@ -424,13 +424,152 @@ def errors() -> None:
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
+def checkpointed() -> None:
+    """Layers that are computed again exchange again, and draw what they drew."""
+    losses, gradients = [], []
+    for again in (False, True):
+        torch.manual_seed(9)
+        options = {**CAUSAL, "attention_dropout_prob": 0.3, "hidden_dropout_prob": 0.2}
+        model = smp.DistributedModel(language_model(**options))
+        if again:
+            layers = model.get_module().transformer.seq_layers
+            smp.set_activation_checkpointing(layers, pack_args_as_tuple=True)
+        batch = data()
+        share = share_of(feeders()[1], batch, even=False)
+        losses.append([each.item() for each in step_of(lm_loss)(model, *share.values()).outputs])
+        gradients.append({key: each.grad for key, each in model.local_named_parameters()})
+        del model  # the next has its place in the keys of random numbers
+    assert losses[0] == losses[1]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def delayed() -> None:
+    """Delayed values are those of the first rank, whatever the others would draw."""
+    for build, marked in ((lambda: language_model(**CAUSAL), False), (Mixed, True)):
+        torch.manual_seed(20 + smp.tp_rank())
+        with smp.model_creation(tensor_parallelism=marked), smp.delay_param_initialization():
+            module = build()
+        model = smp.DistributedModel(module)
+        torch.manual_seed(20)
+        with alone():
+            reference = build()
+        loss = states_loss if marked else lm_loss
+        batch = data()
+        step_of(loss)(model, *share_of(feeders()[1], batch, even=False).values())
+        state = model.state_dict()
+        for key, value in reference.state_dict().items():
+            assert torch.equal(state[key], value), key
+        with alone():
+            run_reference(reference, loss, batch, even=False)
+        compare_gradients(model, reference)
+
+
+def whole_states() -> None:
+    """A whole state comes from anywhere and goes anywhere, that of the optimizer too."""
+    torch.manual_seed(1)
+    with alone():
+        reference = language_model(**CAUSAL)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    batch = data()
+    with alone():
+        run_reference(reference, lm_loss, batch, even=True)
+    plain.step()
+    model = smp.DistributedModel(language_model(**CAUSAL))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    model.load_state_dict(reference.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    step_of(lm_loss)(model, *share_of(feeders()[1], batch, even=True).values())
+    got, want = optimizer.state_dict(), plain.state_dict()
+    for number, values in want["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(got["state"][number][key], value)
+    state = model.state_dict()
+    for key, value in reference.state_dict().items():
+        assert torch.equal(state[key], value), key
+    part = model.local_state_dict()
+    assert part.pop("_smp_is_partial")
+    other = smp.DistributedModel(language_model(**CAUSAL))
+    other.load_state_dict({**part, "_smp_is_partial": True})
+    step_of(lm_loss)(other, *share_of(feeders()[1], batch, even=True).values())
+    for key, value in other.state_dict().items():
+        assert torch.equal(state[key], value), key
+    with pytest.raises(RuntimeError, match="its whole shape is"):
+        model.load_state_dict({**state, "word_embedding.weight": torch.zeros(2, 2)})
+
+
+def saved_losses(path: str, *, resume: bool) -> list[float]:
+    """Trains two steps with a checkpoint between them, or only the second after resuming."""
+    torch.manual_seed(4)
+    model = smp.DistributedModel(language_model(**CAUSAL))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    train = step_of(lm_loss)
+    share = share_of(feeders()[1], data(), even=True)
+    if resume:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert smp.resume_from_checkpoint(path, partial=True) == {"step": 1}
+    else:
+        train(model, *share.values())
+        optimizer.step()
+        optimizer.zero_grad()
+        smp.save_checkpoint(
+            path, tag="one", model=model, optimizer=optimizer, user_content={"step": 1}
+        )
+    losses = []
+    for _ in range(2):  # the second shows the state of the optimizer
+        found = train(model, *share.values()).reduce_mean().item()
+        losses.append(sum(smp.allgather(found, smp.WORLD)) / smp.size())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Deciding(nn.Module):
+    """Asks about its data, and answers may differ between tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = smp.nn.DistributedLinear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if bool((states.sum() > 0).item()):
+            states = self.one(states)
+        return self.other(states)
+
+
+def different_ways() -> None:
+    """Python that decides by data must decide alike on the ranks of a tensor-parallel group."""
+    model = smp.DistributedModel(Deciding())
+
+    @smp.step
+    def train(model: Any, states: torch.Tensor) -> torch.Tensor:
+        loss = model(states).square().mean()
+        model.backward(loss)
+        return loss
+
+    states = torch.ones(4, 3, WIDTH)
+    train(model, states)
+    with pytest.raises(SMPError, match="same modules in the same order; the first difference"):
+        train(model, states * (1 - 2 * smp.tp_rank()))
+
+
 BEHAVIOUR = {
     "replaced_linears": replaced_linears,
     "marks": marks,
     "registered": registered,
     "clipping": clipping,
     "errors": errors,
+    "checkpointed": checkpointed,
+    "delayed": delayed,
+    "whole_states": whole_states,
 }
+#: What concerns pipelines too.
+PIPELINED = {
+    name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
+} | {"different_ways": different_ways}
 
 
 def dropout_losses() -> list[float]:

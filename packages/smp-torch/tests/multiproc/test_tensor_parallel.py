@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ WORLDS = {
     "tp2-prescaled": split(2, prescaled_batch=True),
     "tp2-dp2": split(2, 4),
     "tp4": split(4),
+    "pp2-tp2": split(2, 4, pipeline_parallel_degree=2),
+    "pp2-tp2-simple": split(2, 4, pipeline_parallel_degree=2, pipeline="simple"),
+    "pp2-tp2-dp2": split(2, 8, pipeline_parallel_degree=2),
+    "pp2-tp2-prescaled": split(2, 4, pipeline_parallel_degree=2, prescaled_batch=True),
 }
 #: What the other worlds run of the models that the first runs all.
 FEW = {
@@ -38,11 +43,19 @@ FEW = {
     "tp2-prescaled": ("gpt2", "linear", "embedding"),
     "tp2-dp2": ("gpt2",),
     "tp4": (),
+    "pp2-tp2": ("gpt2", "cross", "gptj"),
+    "pp2-tp2-simple": (),
+    "pp2-tp2-dp2": (),
+    "pp2-tp2-prescaled": (),
 }
 
 
 def run_equality(name: str) -> None:
     tensor_cases.EQUALITY[name]()
+
+
+def run_pipelined(name: str) -> None:
+    tensor_cases.PIPELINED[name]()
 
 
 def run_behaviour(name: str) -> None:
@@ -68,15 +81,50 @@ def test_behaviour(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["tp2"], run_behaviour, case)
 
 
+@pytest.mark.parametrize("case", tensor_cases.PIPELINED)
+def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
+
+
 def losses_with_dropout() -> list[float]:
     return tensor_cases.dropout_losses()
 
 
-@pytest.mark.parametrize("world", ["tp2", pytest.param("tp4", marks=pytest.mark.slow)])
-def test_dropout_is_that_of_one_process(worlds: Worlds, world: str) -> None:
-    size = WORLDS[world].num_ranks
+@pytest.mark.parametrize(
+    ("world", "size"), [("tp2", 2), ("pp2-tp2", 2), pytest.param("tp4", 4, marks=pytest.mark.slow)]
+)
+def test_dropout_is_that_of_one_process(worlds: Worlds, world: str, size: int) -> None:
     one = world_of(1, {"microbatches": tensor_cases.MICROBATCHES * size, "ddp": True})
     (want,) = run(worlds, one, losses_with_dropout)
     for got in run(worlds, WORLDS[world], losses_with_dropout):
         assert got == pytest.approx(want, rel=2e-6)
     assert len(set(want)) == len(want)
+
+
+def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
+    return tensor_cases.saved_losses(path, resume=resume)
+
+
+LAYOUTS = {
+    **{name: WORLDS[name] for name in ("tp2", "pp2-tp2", "tp4")},
+    "dp4": world_of(4, {"microbatches": tensor_cases.MICROBATCHES, "ddp": True}),
+    "pp2": world_of(2, {"microbatches": 2, "ddp": True, "pipeline_parallel_degree": 2}),
+}
+QUICK = (("tp2", "pp2-tp2"), ("pp2-tp2", "tp2"), ("tp2", "tp2"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(one, other, marks=() if (one, other) in QUICK else pytest.mark.slow)
+        for one in LAYOUTS
+        for other in LAYOUTS
+    ],
+)
+def test_checkpoints_fit_any_degree(
+    worlds: Worlds, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    path = str(tmp_path)
+    want = run(worlds, LAYOUTS[saved], losses_around_a_checkpoint, path, False)[0]
+    for got in run(worlds, LAYOUTS[resumed], losses_around_a_checkpoint, path, True):
+        assert got == pytest.approx(want, rel=1e-5)

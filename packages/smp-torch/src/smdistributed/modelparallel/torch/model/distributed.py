@@ -462,11 +462,6 @@ def _distributed(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
     group, delayed = runtime.tensor_group, runtime.delayed
     if group.size == 1:
         return module
-    if runtime.topology.pp_size > 1:
-        raise UnsupportedError(
-            "tensor parallelism with several partitions is not supported yet: set one of "
-            "pipeline_parallel_degree and tensor_parallel_degree to 1."
-        )
     replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
     unify_drawn(replaced, group, delayed)
     return replaced

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
-from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
 
 def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -23,8 +23,8 @@ def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tenso
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_Copy, tensor, group.collectives)
-    return _apply(_Gather, tensor, group.collectives, sizes)
+        return _apply(_Copy, tensor, group.handle)
+    return _apply(_Gather, tensor, group.handle, sizes)
 
 
 def leave(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -32,8 +32,8 @@ def leave(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tenso
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_Sum, tensor, group.collectives)
-    return _apply(_Scatter, tensor, group.collectives, sizes)
+        return _apply(_Sum, tensor, group.handle)
+    return _apply(_Scatter, tensor, group.handle, sizes)
 
 
 def to_channels(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -41,8 +41,8 @@ def to_channels(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_TakeChannels, tensor, group.collectives)
-    return _apply(_ToChannels, tensor, group.collectives, sizes)
+        return _apply(_TakeChannels, tensor, group.handle)
+    return _apply(_ToChannels, tensor, group.handle, sizes)
 
 
 def to_examples(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -50,15 +50,15 @@ def to_examples(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_JoinChannels, tensor, group.collectives)
-    return _apply(_ToExamples, tensor, group.collectives, sizes)
+        return _apply(_JoinChannels, tensor, group.handle)
+    return _apply(_ToExamples, tensor, group.handle, sizes)
 
 
 def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
     """The own slice of a weight along the last dim -> the weight."""
     if group.size == 1:
         return slice_
-    return _apply(_Whole, slice_, group)
+    return _apply(_Whole, slice_, group.handle)
 
 
 def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -99,9 +99,9 @@ def _examples(collectives: Collectives, tensor: torch.Tensor, sizes: Sizes) -> t
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, sizes: Sizes) -> Any:
-        ctx.collectives, ctx.sizes = collectives, sizes
-        return collectives.gather(tensor, sizes)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return ctx.collectives.gather(tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -110,9 +110,9 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, sizes: Sizes) -> Any:
-        ctx.collectives, ctx.sizes = collectives, sizes
-        return collectives.scatter_sum(tensor, sizes)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return ctx.collectives.scatter_sum(tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -121,9 +121,9 @@ class _Scatter(torch.autograd.Function):
 
 class _ToChannels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, sizes: Sizes) -> Any:
-        ctx.collectives, ctx.sizes = collectives, sizes
-        return _channels(collectives, tensor, sizes)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return _channels(ctx.collectives, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -132,9 +132,9 @@ class _ToChannels(torch.autograd.Function):
 
 class _ToExamples(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives, sizes: Sizes) -> Any:
-        ctx.collectives, ctx.sizes = collectives, sizes
-        return _examples(collectives, tensor, sizes)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return _examples(ctx.collectives, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -143,8 +143,8 @@ class _ToExamples(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives) -> Any:
-        ctx.collectives = collectives
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -154,8 +154,8 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives) -> Any:
-        return collectives.sum(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        return handle().collectives.sum(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -164,9 +164,9 @@ class _Sum(torch.autograd.Function):
 
 class _TakeChannels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives) -> Any:
-        ctx.collectives = collectives
-        return _share(collectives, tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
+        return _share(ctx.collectives, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -175,9 +175,9 @@ class _TakeChannels(torch.autograd.Function):
 
 class _JoinChannels(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, collectives: Collectives) -> Any:
-        ctx.collectives = collectives
-        return _joined(collectives, tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
+        return _joined(ctx.collectives, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -187,9 +187,9 @@ class _JoinChannels(torch.autograd.Function):
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slice_: torch.Tensor, group: TensorGroup) -> Any:
-        ctx.group = group
-        return _joined(group.collectives, slice_)
+    def forward(ctx: Any, slice_: torch.Tensor, handle: Handle) -> Any:
+        ctx.group = handle()
+        return _joined(ctx.group.collectives, slice_)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
-from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
 
 def gathered_linear(
@@ -41,7 +41,7 @@ def gathered_linear(
     bias = None if not given else given[0] if len(given) == 1 else torch.cat(given)
     if group.size == 1 or group.is_prescaled or group.keeps_gathered:
         return sliced_linear(group, enter(group, tensor, sizes), weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient, group.collectives, sizes)
+    return _apply(tensor, weight, bias, group.share_of_gradient, group.handle, sizes)
 
 
 def sliced_linear(
@@ -75,7 +75,7 @@ def _apply(*args: Any) -> torch.Tensor:
 
 
 class _SlicedLinear(torch.autograd.Function):
-    """With ``collectives`` it gathers, keeps its own examples only, and gathers again."""
+    """With a group it gathers, keeps its own examples only, and gathers again."""
 
     @staticmethod
     def forward(
@@ -84,10 +84,11 @@ class _SlicedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         share: float,
-        collectives: Collectives | None,
+        handle: Handle | None,
         sizes: Sizes | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(tensor, weight, bias)
+        collectives = None if handle is None else handle().collectives
         ctx.share, ctx.collectives, ctx.sizes = share, collectives, sizes
         if collectives is not None and sizes is not None:
             tensor = collectives.gather(tensor, sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -23,6 +23,10 @@ class Lanes(Protocol):
 
     def as_lane(self, lane: int) -> contextlib.AbstractContextManager[object]:
         """Inside, the draw in progress is the one that another rank makes for its examples."""
+
+
+#: Gives a group. What a step is recorded from may hold functions, but no objects with state.
+Handle = Callable[[], "TensorGroup"]
 
 
 class TensorGroup:
@@ -53,6 +57,11 @@ class TensorGroup:
         self.is_prescaled = is_prescaled
         self.keeps_gathered = keeps_gathered
         self._known: list[tuple[int, ...]] = []
+
+        def handle() -> TensorGroup:
+            return self
+
+        self.handle: Handle = handle
 
     @property
     def share_of_gradient(self) -> float:
