@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tensor_cases
+import tensor_transformers
 from world import run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -128,3 +129,34 @@ def test_checkpoints_fit_any_degree(
     want = run(worlds, LAYOUTS[saved], losses_around_a_checkpoint, path, False)[0]
     for got in run(worlds, LAYOUTS[resumed], losses_around_a_checkpoint, path, True):
         assert got == pytest.approx(want, rel=1e-5)
+
+
+def run_family(name: str) -> None:
+    tensor_transformers.family_case(name)
+
+
+def run_transformers(name: str, *args: object) -> None:
+    getattr(tensor_transformers, name)(*args)
+
+
+@pytest.mark.parametrize(
+    ("world", "family"),
+    [
+        pytest.param(world, family, marks=() if world == "tp2" else pytest.mark.slow)
+        for world in ("tp2", "pp2-tp2", "tp2-dp2", "tp2-memory")
+        for family in tensor_transformers.FAMILIES
+    ],
+)
+def test_transformers_give_their_own_numbers(worlds: Worlds, world: str, family: str) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS[world], run_family, family)
+
+
+def test_transformers_are_refused_by_name(worlds: Worlds) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "refused")
+
+
+def test_full_checkpoints_are_those_of_transformers(worlds: Worlds, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "full_checkpoints", str(tmp_path))

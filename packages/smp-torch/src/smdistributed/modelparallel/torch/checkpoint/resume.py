@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,6 +70,7 @@ def resume_from_checkpoint(
     strict: bool,
     load_optimizer: bool,
     trust_pickle: bool,
+    translate: Callable[[Any], Any] | None,
 ) -> Any:
     """See ``smp.resume_from_checkpoint``."""
     model = _given_or_last(model, DistributedModel, models_of(runtime), "model")
@@ -95,6 +96,11 @@ def resume_from_checkpoint(
     (content,) = contents
     if content.partition is not None:
         model.holder.fix_partition(content.partition)
+    if content.model is not None and not partial:
+        if translate is not None:
+            content.model = translate(content.model)
+        elif model.translation and not model.translation.is_ours(content.model):
+            content.model = model.translation.to_ours(content.model)
     if content.model is not None:
         is_own = content.partition is not None
         model.load_state_dict(content.model, strict=strict, same_partition_load=is_own)

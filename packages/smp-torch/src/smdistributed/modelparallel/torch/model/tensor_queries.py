@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.model.translation import ModelTranslation
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 
@@ -27,6 +28,11 @@ class TensorParallelQueries:
         """See ``DistributedModel.local_named_parameters``."""
         raise NotImplementedError
 
+    @property
+    def translation(self) -> ModelTranslation:
+        """Between the state of the model and that of the modules that were replaced in it."""
+        return ModelTranslation(self.holder.fakes.model)
+
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Yields the modules that are split over the tensor-parallel ranks."""
         if not self._is_tensor_parallel:
@@ -34,6 +40,15 @@ class TensorParallelQueries:
         for module in self.holder.fakes.names:
             if isinstance(module, DistributedModule):
                 yield module
+
+    def split_dim(self, tensor: torch.Tensor) -> int | None:
+        """Returns the dim along which a parameter is split; None if it is whole."""
+        for module in self.distributed_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter is tensor and isinstance(module, DistributedModule):
+                    kept = module.slice_of(name)
+                    return None if kept is None else kept.dim
+        return None
 
     def split_parameters(self) -> Iterator[nn.Parameter]:
         """Yields the parameters that are split over the tensor-parallel ranks."""

@@ -128,15 +128,13 @@ class DistributedAttentionLayer(DistributedModule):
         """
         hidden, cross, mask = self._unpack(inputs)
         more = self.options
-        about_mask = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape[1:])}"
-        with self.tensor_group.examples(type(self).__name__, hidden, about_mask) as sizes:
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+        group = self.tensor_group
+        with group.examples(type(self).__name__, hidden, [mask]) as (sizes, (mask,)):
             normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
             context = self._context(normed, cross, mask, sizes)
-            output = leave(
-                self.tensor_group,
-                sliced_linear(self.tensor_group, context, self.dense.weight),
-                sizes,
-            )
+            output = leave(group, sliced_linear(group, context, self.dense.weight), sizes)
         if self.dense.bias is not None:
             output = output + self.dense.bias
         branch = self.dropout(output)
@@ -246,7 +244,6 @@ class DistributedAttentionLayer(DistributedModule):
         if group.size == 1:
             return mask
         own = sizes[group.rank]
-        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         if mask.shape[0] != own:
             mask = mask.expand(own, *mask.shape[1:])
         mask = gathered(group, mask, sizes)

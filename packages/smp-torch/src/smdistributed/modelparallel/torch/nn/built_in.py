@@ -7,13 +7,15 @@ from typing import Any
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding
+from smdistributed.modelparallel.torch.nn.huggingface.built_in import family_of
 from smdistributed.modelparallel.torch.nn.linear import DistributedLinear
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Arguments, Registration
 
 
 def built_in(module: nn.Module) -> Registration | None:
     """Returns how a module is distributed; None if it is not. Subclasses stay as they are."""
-    return _TORCH.get(type(module))
+    family = family_of(module)
+    return _TORCH.get(type(module)) if family is None else family.registration()
 
 
 def _of_linear(module: Any) -> Arguments:

@@ -120,17 +120,15 @@ class DistributedTransformerLayer(DistributedModule):
             received = f"{len(inputs)} items" if isinstance(inputs, tuple | list) else type(inputs)
             raise ValueError(f"{type(self).__name__} takes {expected}; received {received}.")
         hidden, *rest = inputs
-        masks = [None if each is None else tuple(each.shape[1:]) for each in rest]
-        with self.tensor_group.examples(type(self).__name__, hidden, f"with {masks}"):
+        group = self.tensor_group
+        given = rest[-2:] if self.add_cross_attention else rest
+        with group.examples(type(self).__name__, hidden, [*map(_four_dims, given)]) as (_, masks):
             if self.options.parallel_residual is not None:
-                return self._summed(hidden, rest[0]), *rest
-            if not self.add_cross_attention:
-                output = self.output(self.attention((hidden, rest[0])))
-            else:
-                cross, mask, cross_mask = rest
-                attended = self.attention((hidden, mask))
-                output = self.output(self.cross_attention((attended, cross, cross_mask)))
-            return output, *rest
+                return self._summed(hidden, masks[0]), *rest
+            attended = self.attention((hidden, masks[0]))
+            if self.add_cross_attention:
+                attended = self.cross_attention((attended, rest[0], masks[1]))
+            return self.output(attended), *rest
 
     def _summed(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Returns the layer whose two blocks read the same input."""
@@ -141,3 +139,7 @@ class DistributedTransformerLayer(DistributedModule):
         if self.options.fp32_residual_addition:
             return (hidden.float() + attended.float() + output.float()).to(hidden.dtype)
         return attended + output + hidden
+
+
+def _four_dims(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + mask.shape)

@@ -160,13 +160,11 @@ class DistributedTransformerLMHead(DistributedModule):
     def forward(self, inputs: Any) -> Any:
         """Runs the model on the own examples. Collective: TP_GROUP."""
         given = self._unpack(inputs)
-        about = [
-            None if each is None else tuple(each.shape[1:])
-            for each in (given.attention_mask, given.cross_states, given.cross_mask)
-        ]
         group = self.tensor_group
-        with group.examples(type(self).__name__, given.input_ids, f"with {about}"):
-            hidden = self._hidden(given)
+        with group.examples(
+            type(self).__name__, given.input_ids, [given.attention_mask, given.cross_mask]
+        ) as (_, (mask, cross_mask)):
+            hidden = self._hidden(given, mask, cross_mask)
             if not self.add_lm_head:
                 return hidden
             if self.lm_head is not None:
@@ -177,7 +175,9 @@ class DistributedTransformerLMHead(DistributedModule):
             return logits
         return self._loss(logits, given.labels), logits
 
-    def _hidden(self, given: _Inputs) -> torch.Tensor:
+    def _hidden(
+        self, given: _Inputs, hidden_keys: torch.Tensor | None, cross_keys: torch.Tensor | None
+    ) -> torch.Tensor:
         embedded = self.word_embedding(given.input_ids)
         if self.position_embedding is not None:
             positions = given.position_ids
@@ -188,9 +188,9 @@ class DistributedTransformerLMHead(DistributedModule):
         if self.token_type_embedding is not None and given.token_type_ids is not None:
             embedded = embedded + self.token_type_embedding(given.token_type_ids)
         embedded = self.dropout(embedded)
-        mask = _additive(given.attention_mask, embedded)
+        mask = _additive(hidden_keys, embedded)
         if self.add_cross_attention:
-            cross_mask = _additive(given.cross_mask, embedded)
+            cross_mask = _additive(cross_keys, embedded)
             hidden = self.transformer((embedded, given.cross_states, mask, cross_mask))[0]
         else:
             hidden = self.transformer((embedded, mask))[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +25,10 @@ class Lanes(Protocol):
         """Inside, the draw in progress is the one that another rank makes for its examples."""
 
 
+#: Masks of examples, where there are any.
+Masks = Sequence[torch.Tensor | None]
+#: Most dims of a mask, that of the examples left out.
+_MOST_DIMS = 3
 #: Gives a group. What a step is recorded from may hold functions, but no objects with state.
 Handle = Callable[[], "TensorGroup"]
 
@@ -79,37 +83,46 @@ class TensorGroup:
         return self._collectives
 
     @contextlib.contextmanager
-    def examples(self, who: str, tensor: torch.Tensor, *more: object) -> Iterator[Sizes]:
+    def examples(
+        self, who: str, tensor: torch.Tensor, masks: Masks = (), about: str = ""
+    ) -> Iterator[tuple[Sizes, list[torch.Tensor | None]]]:
         """Gives the number of examples of each rank, which a call of a module begins with.
 
-        The modules inside a distributed module take what it has found. Collective: TP_GROUP.
+        Ranks may differ in whether they have a mask: those without one get one of zeros where
+        another has one. The modules inside a distributed module take what it has found.
+        Collective: TP_GROUP.
 
         Args:
             who: calls, for messages.
             tensor: has the own examples along dim 0.
-            more: what the ranks must agree on besides its other sizes.
+            masks: of these examples, along dim 0, of one number of dims on all ranks, or None.
+            about: what the ranks must agree on besides the other sizes of ``tensor``.
 
         Raises:
             SMPError: the ranks call different modules, or with tensors that do not fit together.
         """
         own = tensor.shape[0]
-        known = bool(self._known) and self._known[-1][self.rank] == own
-        sizes = self._known[-1] if known else self._find(who, tensor, more)
+        found = list(masks)
+        if self._known and self._known[-1][self.rank] == own:
+            sizes = self._known[-1]
+        elif self.size == 1 or is_fake(tensor):
+            sizes = (own,) * self.size
+        else:
+            sizes, found = self._find(who, tensor, masks, about)
         self._known.append(sizes)
         try:
-            yield sizes
+            yield sizes, found
         finally:
             self._known.pop()
 
-    def _find(self, who: str, tensor: torch.Tensor, more: tuple[object, ...]) -> tuple[int, ...]:
+    def _find(
+        self, who: str, tensor: torch.Tensor, masks: Masks, about: str
+    ) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
         own = tensor.shape[0]
-        if self.size == 1 or is_fake(tensor):
-            return (own,) * self.size
-        kind = (
-            f"{who} on examples of shape {tuple(tensor.shape[1:])}, {tensor.dtype}"
-            f"{''.join(f', {each}' for each in more)}"
-        )
+        kind = f"{who} on examples of shape {tuple(tensor.shape[1:])}, {tensor.dtype}{about}"
         numbers = [own, zlib.crc32(kind.encode())]
+        for mask in masks:
+            numbers += _dims_of(mask)
         everyones = self.collectives.compare(numbers)
         sizes = tuple(each[0] for each in everyones)
         if any(each[1] != numbers[1] for each in everyones):
@@ -118,9 +131,35 @@ class TensorGroup:
             self._refuse(
                 "must bring the same examples, as prescaled_batch is on", f"{own} examples: {kind}"
             )
-        return sizes
+        common = []
+        for place, mask in enumerate(masks):
+            first = 2 + place * (_MOST_DIMS + 1)
+            theirs = [each[first : first + _MOST_DIMS + 1] for each in everyones]
+            if len({each[0] for each in theirs} - {0}) > 1:
+                text = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+                self._refuse("must give masks of one number of dims", f"{text}: {kind}")
+            widest = [max(each) for each in zip(*theirs, strict=True)]
+            common.append(_widened(mask, widest, tensor))
+        return sizes, common
 
     def _refuse(self, rule: str, mine: str) -> None:
         everyones = self.collectives.compare_texts(mine)
         listed = "; ".join(f"tp_rank {rank}: {text}" for rank, text in enumerate(everyones))
         raise SMPError(f"the ranks of a tensor-parallel group {rule}; received {listed}.")
+
+
+def _dims_of(mask: torch.Tensor | None) -> list[int]:
+    """Returns the number of dims of a mask and their sizes; zeros for none."""
+    sizes = [] if mask is None else list(mask.shape[1:])
+    dims = 0 if mask is None else mask.dim()
+    return [dims, *sizes, *[0] * (_MOST_DIMS - len(sizes))]
+
+
+def _widened(mask: torch.Tensor | None, dims: list[int], like: torch.Tensor) -> torch.Tensor | None:
+    """Returns a mask of the sizes that the ranks have in common."""
+    number, *sizes = dims
+    if not number:
+        return None
+    if mask is None:
+        return like.new_zeros((like.shape[0], *sizes[: number - 1]))
+    return mask.expand(like.shape[0], *sizes[: number - 1])

@@ -7,7 +7,7 @@ Modules.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,8 @@ from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
+#: From one form of a state to another: whole tensors by name.
+StateTranslation = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 #: Gives a tensor its initial values, in place.
 Initialise = Callable[[torch.Tensor], Any]
 
@@ -54,6 +56,8 @@ class DistributedModule(nn.Module):
     TP_GROUP.
 
     Attributes:
+        translations: of its state, to the form of the module that it stands for, and back; None
+            where both are the same.
         has_split_children: the partitions of a pipeline may divide it: they share no exchange of
             its own.
     """
@@ -65,6 +69,7 @@ class DistributedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._slices: dict[str, Slice] = {}
+        self.translations: tuple[StateTranslation, StateTranslation] | None = None
 
     @property
     def tensor_group(self) -> TensorGroup:

@@ -44,6 +44,9 @@ class Registration:
         return_hook: from the result of ``dist_module`` to that of its forward.
         arguments_of: tells what a module was made with; None if its constructor remembers.
         translate: takes values over; None if the names and shapes of both are the same.
+        translate_back: gives the values in the form of the original; None as ``translate``.
+        wrap: returns what is called in place of the forward, from the distributed module and the
+            original; None where hooks do that.
         needed: a keyword of the context without which the class stays as it is.
         refusal: tells why a module has to stay whole; None if it need not.
     """
@@ -54,6 +57,8 @@ class Registration:
     return_hook: Hook | None = None
     arguments_of: Callable[[Any], Arguments] | None = None
     translate: Callable[[Any], Translation] | None = None
+    translate_back: Callable[[Any], Translation] | None = None
+    wrap: Callable[[Any, Any], Callable[..., Any]] | None = None
     needed: str | None = None
     refusal: Callable[[Any], str | None] | None = None
 

@@ -138,7 +138,7 @@ class _Replacing:
         reason = self._shared_weight(module)
         if reason is None and registration.refusal is not None:
             reason = registration.refusal(module)
-        arguments = registration.arguments(module)
+        arguments = None if reason is not None else registration.arguments(module)
         if reason is None and arguments is None:
             reason = "it was made before its class was registered"
         if reason is None and arguments is not None:
@@ -166,6 +166,10 @@ class _Replacing:
             vars(made)["forward"] = functools.partial(
                 _call_translated, made, registration.forward_hook, registration.return_hook
             )
+        if registration.wrap is not None:
+            vars(made)["forward"] = registration.wrap(made, module)
+        if registration.translate is not None and registration.translate_back is not None:
+            made.translations = registration.translate_back(module), registration.translate(module)
         config = getattr(module, "config", None)
         if config is not None and not hasattr(made, "config"):
             vars(made)["config"] = config  # programs ask the model for it
