@@ -48,15 +48,17 @@ def alone() -> Iterator[None]:
 
 def data(num_examples: int = 8, **_: Any) -> dict[str, torch.Tensor]:
     """Returns the examples of all data-parallel ranks."""
-    draws = torch.Generator().manual_seed(11)
-    hidden = torch.rand(num_examples, LENGTH, generator=draws) < 0.3
+    draws = torch.Generator("cpu").manual_seed(11)
+    hidden = torch.rand(num_examples, LENGTH, generator=draws, device="cpu") < 0.3
     hidden[0] = True  # a row without any key
-    return {
-        "ids": torch.randint(0, VOCAB, (num_examples, LENGTH), generator=draws),
+    shape = (num_examples, LENGTH)
+    made = {
+        "ids": torch.randint(0, VOCAB, shape, generator=draws, device="cpu"),
         "hidden": hidden.long(),
-        "states": torch.randn(num_examples, LENGTH, WIDTH, generator=draws),
-        "kinds": torch.randint(0, 2, (num_examples, LENGTH), generator=draws),
+        "states": torch.randn(*shape, WIDTH, generator=draws, device="cpu"),
+        "kinds": torch.randint(0, 2, shape, generator=draws, device="cpu"),
     }
+    return {key: each.to(torch.get_default_device()) for key, each in made.items()}
 
 
 def feeders() -> tuple[int, int]:

@@ -115,11 +115,11 @@ class DistributedModule(nn.Module):
             self.register_parameter(name, parameter)
             self._slices[name] = Slice(tuple(shape), dim, initialise, None, 0)
             return parameter
-        before = torch.get_rng_state()
         full = torch.empty(tuple(shape), device=device, dtype=dtype)
+        before = random_state(full.device)
         with torch.no_grad():
             initialise(full)
-            is_drawn = group.size > 1 and not torch.equal(before, torch.get_rng_state())
+            is_drawn = group.size > 1 and not torch.equal(before, random_state(full.device))
             kept = Slice(tuple(shape), dim, initialise, before if is_drawn else None, 0)
             if group.size > 1:
                 part = kept.part(group.size, group.rank)
@@ -154,6 +154,11 @@ class DistributedModule(nn.Module):
                 continue
             if parameter._version == kept.version:
                 yield name, kept
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of the generator that draws on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def require_divisible(who: str, what: str, number: int, size: int) -> None:

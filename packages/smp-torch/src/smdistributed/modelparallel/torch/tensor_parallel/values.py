@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 
@@ -88,14 +89,14 @@ class ValuesOfFirst:
             for _, _, kept in drawn:
                 kept.drawn_from = None
             return
-        former = torch.get_rng_state()
         for module, name, kept in drawn:
             assert kept.drawn_from is not None
-            torch.set_rng_state(self._group.collectives.from_first(kept.drawn_from))
+            state = self._group.collectives.from_first(kept.drawn_from)
             parameter = module._parameters[name]
             assert parameter is not None
-            whole = torch.empty(kept.shape, dtype=parameter.dtype)
-            with torch.no_grad():
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            whole = torch.empty(kept.shape, dtype=parameter.dtype, device=device)
+            with torch.no_grad(), _drawing_from(state, device):
                 kept.initialise(whole)
             part = kept.part(self._group.size, self._group.rank)
             values = whole[part.within(Rectangle.whole(kept.shape))]
@@ -104,7 +105,6 @@ class ValuesOfFirst:
             else:
                 parameter.data.copy_(values)
             kept.drawn_from = None
-        torch.set_rng_state(former)
 
     def _is_delayed(self, tensor: torch.Tensor) -> bool:
         return self._delayed.holds(tensor)
@@ -136,6 +136,17 @@ def _drawn(model: nn.Module) -> Iterator[tuple[DistributedModule, str, Slice]]:
         if isinstance(module, DistributedModule):
             for name, kept in module.drawn_slices():
                 yield module, name, kept
+
+
+@contextlib.contextmanager
+def _drawing_from(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Has the generator of a device in a state, and puts it back."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+        yield
 
 
 def _bytes(state: torch.Tensor | None) -> bytes:

@@ -144,11 +144,10 @@ def _call_language_model(
         loss = F.cross_entropy(flat, targets, reduction="mean" if number is None else "sum")
         if number is not None:
             loss = loss / number
+    if given.get("return_dict") is False:
+        return (logits,) if loss is None else (loss, logits)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    wants_tuple = given.get("return_dict") is False
-    if wants_tuple:
-        return (logits,) if loss is None else (loss, logits)
     return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
@@ -171,10 +170,10 @@ def _call_encoder(made: DistributedTransformer, signature: Any, *args: Any, **kw
             ~mask, torch.finfo(hidden.dtype).min
         )
     result = type(made).forward(made, (hidden, mask))[0]
-    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
     if given.get("return_dict") is False:
         return (result,)
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=result)
 
 
