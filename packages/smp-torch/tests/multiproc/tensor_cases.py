@@ -421,6 +421,10 @@ def errors() -> None:
     linear = smp.nn.DistributedLinear(4, 4)
     with pytest.raises(SMPError, match="must call the same distributed modules"):
         linear(torch.zeros(2, 2 + smp.tp_rank(), 4))
+    experts = nn.ModuleList(smp.nn.DistributedLinear(4, 4) for _ in range(2))
+    smp.DistributedModel(experts)
+    with pytest.raises(SMPError, match=r"tp_rank 0: 0 \(DistributedLinear\).*tp_rank 1: 1"):
+        experts[smp.tp_rank()](torch.zeros(2, 4))
     model = smp.DistributedModel(language_model(**CAUSAL))
     with pytest.raises(Exception, match="register_comm_hook"):
         model.register_comm_hook(None, lambda state, bucket: None)

@@ -34,6 +34,7 @@ from smdistributed.modelparallel.torch.model.tensor_queries import TensorParalle
 from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
 from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
     replace_marked,
     unify_drawn,
@@ -464,6 +465,7 @@ def _distributed(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
         return module
     replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
     unify_drawn(replaced, group, delayed)
+    name_places(replaced)
     return replaced
 
 

@@ -131,7 +131,7 @@ class DistributedAttentionLayer(DistributedModule):
         if mask is not None:
             mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         group = self.tensor_group
-        with group.examples(type(self).__name__, hidden, [mask]) as (sizes, (mask,)):
+        with group.examples(self.place, hidden, [mask]) as (sizes, (mask,)):
             normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
             context = self._context(normed, cross, mask, sizes)
             output = leave(group, sliced_linear(group, context, self.dense.weight), sizes)
@@ -158,7 +158,13 @@ class DistributedAttentionLayer(DistributedModule):
                 f"{type(self).__name__}: a sequence of {hidden.shape[1]} is longer than "
                 f"causal_mask_size ({limit}): make that larger, or the sequence shorter."
             )
-        return hidden, inputs[1] if self.cross_attention else None, mask
+        cross = inputs[1] if self.cross_attention else None
+        if cross is not None and cross.shape[0] != hidden.shape[0]:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_states and cross_states must be of the same "
+                f"examples; received {hidden.shape[0]} and {cross.shape[0]}."
+            )
+        return hidden, cross, mask
 
     def _context(
         self,

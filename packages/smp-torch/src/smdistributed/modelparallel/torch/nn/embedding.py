@@ -102,7 +102,7 @@ class DistributedEmbedding(DistributedModule):
             return F.linear(input, whole(group, self.weight))
         if group.size == 1:
             return F.embedding(input, self.weight, **self._options)
-        with group.examples(type(self).__name__, input) as (sizes, _):
+        with group.examples(self.place, input) as (sizes, _):
             tokens = input if self._skip_allgather else gathered(group, input, sizes)
             channels = F.embedding(tokens, used_slice(group, self.weight), **self._options)
             if self._skip_scatter_and_merge:

@@ -122,7 +122,7 @@ class DistributedTransformerLayer(DistributedModule):
         hidden, *rest = inputs
         group = self.tensor_group
         given = rest[-2:] if self.add_cross_attention else rest
-        with group.examples(type(self).__name__, hidden, [*map(_four_dims, given)]) as (_, masks):
+        with group.examples(self.place, hidden, [*map(_four_dims, given)]) as (_, masks):
             if self.options.parallel_residual is not None:
                 return self._summed(hidden, masks[0]), *rest
             attended = self.attention((hidden, masks[0]))

@@ -71,7 +71,7 @@ class DistributedLinear(DistributedModule):
             return F.linear(input, self.weight, self.bias)
         if input.dim() == 1:
             return self.forward(input[None])[0]
-        with group.examples(type(self).__name__, input) as (sizes, _):
+        with group.examples(self.place, input) as (sizes, _):
             channels = to_channels(group, input, sizes)
             output = leave(group, sliced_linear(group, channels, self.weight), sizes)
         return output if self.bias is None else output + self.bias

@@ -102,7 +102,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Applies the block to the own examples. Collective: TP_GROUP."""
         group, hidden = self.tensor_group, hidden_states
-        with group.examples(type(self).__name__, hidden) as (sizes, _):
+        with group.examples(self.place, hidden) as (sizes, _):
             normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
             inner = gathered_linear(group, normed, sizes, [self.dense1.weight], [self.dense1.bias])
             inner = ACTIVATIONS[self.activation](inner)

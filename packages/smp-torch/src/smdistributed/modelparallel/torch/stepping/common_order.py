@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
@@ -114,10 +116,9 @@ def _structure_of(plan: Plan) -> list[str]:
     lines = []
     for segment in plan.segments:
         names = [
-            type(node.target).__name__
+            inside[0]
             for node in segment.nodes
-            if node.kind is NodeKind.LEAF
-            and any(isinstance(each, DistributedModule) for each in node.target.modules())
+            if node.kind is NodeKind.LEAF and (inside := _places(node.target))
         ]
         direction = "differentiated" if segment.index in plan.backward else "forward only"
         lines.append(
@@ -125,6 +126,11 @@ def _structure_of(plan: Plan) -> list[str]:
             f"{', '.join(names) or 'no distributed module'}"
         )
     return lines
+
+
+def _places(module: nn.Module) -> list[str]:
+    """Returns the names of the distributed modules in a module, itself included."""
+    return [each.place for each in module.modules() if isinstance(each, DistributedModule)]
 
 
 def _keep(known: OrderedDict[Any, Any]) -> None:

@@ -69,6 +69,8 @@ class DistributedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._slices: dict[str, Slice] = {}
+        #: Tells it from all others of its model, the same on every rank.
+        self.place = type(self).__name__
         self.translations: tuple[StateTranslation, StateTranslation] | None = None
 
     @property
@@ -172,6 +174,13 @@ def require_divisible(who: str, what: str, number: int, size: int) -> None:
             f"{who}: tensor_parallel_degree ({size}) must divide {what} ({number}): use a degree "
             "that does, or leave the module whole."
         )
+
+
+def name_places(model: nn.Module) -> None:
+    """Has distributed modules know their names: ranks compare which of them they call."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedModule):
+            module.place = f"{name or 'the model'} ({type(module).__name__})"
 
 
 @contextlib.contextmanager
