@@ -190,9 +190,9 @@ MUTATIONS = (
     # Slices.
     Mutation(
         "a gather left out",
-        "torch/tensor_parallel/exchange.py",
-        "return ctx.collectives.gather(tensor, ctx.sizes)",
-        "return tensor.repeat(ctx.collectives.size, *[1] * (tensor.dim() - 1))",
+        "torch/tensor_parallel/gathered_linear.py",
+        "tensor = collectives.gather(tensor, sizes)",
+        "tensor = tensor.repeat(collectives.size, *[1] * (tensor.dim() - 1))",
         ("attention_is_split_by_heads",),
     ),
     Mutation(

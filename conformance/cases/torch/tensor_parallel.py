@@ -64,10 +64,9 @@ def holds(adapter: Any, build: Build, body: Any, make: Any = examples) -> Any:
     import torch
 
     smp = adapter.smp
-    torch.manual_seed(10 + smp.rank())  # the values are those that the first rank draws
+    torch.manual_seed(10 + smp.tp_rank())  # the values are those that the first rank draws
     model = smp.DistributedModel(build(adapter))
-    first = smp.get_tp_group()[0] if smp.pp_size() == 1 else 0
-    torch.manual_seed(10 + first)
+    torch.manual_seed(10)
     with alone(adapter):
         whole = build(adapter).to(adapter.device)
         losses = [body(whole, make(adapter, rank)) for rank in range(smp.dp_size())]

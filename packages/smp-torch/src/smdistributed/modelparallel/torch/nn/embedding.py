@@ -30,9 +30,9 @@ class DistributedEmbedding(DistributedModule):
     Shape: ``(N, ...)`` of integers to ``(N, ..., embedding_dim)``; ``N`` may differ between ranks.
     The weight is ``(num_embeddings, embedding_dim / tp_size)``.
 
+    It takes the arguments of ``nn.Embedding``, and those below.
+
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse:
-            as in ``nn.Embedding``.
         _weight: initial values of the whole weight.
         initializer_range: standard deviation of the initial values.
         _skip_allgather: the tokens of all ranks are given, and are not gathered.

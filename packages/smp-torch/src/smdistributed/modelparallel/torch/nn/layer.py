@@ -26,11 +26,10 @@ class DistributedTransformerLayer(DistributedModule):
     hidden_size)``, additive masks ``(N, 1, 1, S)`` or None. All but ``hidden_states`` are returned
     as they are.
 
+    It takes the arguments of ``DistributedAttentionLayer`` and of
+    ``DistributedTransformerOutputLayer``, with the same meaning, and those below.
+
     Args:
-        num_attention_heads, attention_head_size, hidden_size, attention_dropout_prob,
-            hidden_dropout_prob, layernorm_epsilon, initializer_range, use_normal_initialization,
-            causal_mask_size, pre_layernorm, post_layernorm: as in ``DistributedAttentionLayer``.
-        intermediate_size, activation: as in ``DistributedTransformerOutputLayer``.
         add_cross_attention: attend to other states too.
         use_alibi: a bias that grows with the distance of a key.
         alibi_bias_max: the base of its slopes.

@@ -56,11 +56,9 @@ class DistributedTransformerLMHead(DistributedModule):
     ``(loss, logits)`` if labels are given: the mean over those that are not -100, of each position
     compared with the next token if ``causal_mask_size`` is set, else with its own.
 
+    It takes the arguments of ``DistributedTransformer``, and those below.
+
     Args:
-        num_layers, num_attention_heads, attention_head_size, hidden_size, intermediate_size,
-            attention_dropout_prob, hidden_dropout_prob, activation, layernorm_epsilon,
-            causal_mask_size, add_cross_attention, initializer_range, use_normal_initialization,
-            pre_layernorm, post_layernorm: as in ``DistributedTransformer``.
         vocab_size: how many tokens there are.
         num_positions: the longest sequence.
         num_token_types: kinds of tokens; 0 leaves their embedding out.

@@ -19,12 +19,10 @@ class DistributedTransformer(DistributedModule):
 
     Shape: takes and returns the tuple of ``DistributedTransformerLayer``.
 
+    It takes the arguments of ``DistributedTransformerLayer``, for each layer, and those below.
+
     Args:
         num_layers: how many.
-        num_attention_heads, attention_head_size, hidden_size, intermediate_size,
-            attention_dropout_prob, hidden_dropout_prob, activation, layernorm_epsilon,
-            initializer_range, use_normal_initialization, causal_mask_size, add_cross_attention,
-            pre_layernorm, post_layernorm: as in ``DistributedTransformerLayer``, of each layer.
         options: see ``LayerOptions``; ``attention_window`` may be a list with one entry a layer.
 
     Raises:
