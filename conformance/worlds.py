@@ -84,6 +84,7 @@ WORLDS = {
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
         World("slices", 2, _SLICES, frameworks=("torch",)),
+        World("same_batch", 2, {**_SLICES, "prescaled_batch": True}, frameworks=("torch",)),
         World("slices_in_pipelines", 4, {**_SLICES, **_TWO}, frameworks=("torch",)),
         World(
             "spread",

@@ -64,12 +64,15 @@ def holds(adapter: Any, build: Build, body: Any, make: Any = examples) -> Any:
     import torch
 
     smp = adapter.smp
+    number, own = smp.dp_size(), smp.dp_rank()
+    if adapter.config.prescaled_batch:  # the ranks of a group bring the same
+        number, own = smp.rdp_size(), smp.rdp_rank()
     torch.manual_seed(10 + smp.tp_rank())  # the values are those that the first rank draws
     model = smp.DistributedModel(build(adapter))
     torch.manual_seed(10)
     with alone(adapter):
         whole = build(adapter).to(adapter.device)
-        losses = [body(whole, make(adapter, rank)) for rank in range(smp.dp_size())]
+        losses = [body(whole, make(adapter, rank)) for rank in range(number)]
         torch.stack(losses).mean().backward()
 
     def step(model: Any, given: Any) -> Any:
@@ -77,8 +80,8 @@ def holds(adapter: Any, build: Build, body: Any, make: Any = examples) -> Any:
         model.backward(loss)
         return loss
 
-    found = smp.step(step)(model, make(adapter, smp.dp_rank())).reduce_mean()
-    wanted = losses[smp.dp_rank()].detach()
+    found = smp.step(step)(model, make(adapter, own)).reduce_mean()
+    wanted = losses[own].detach()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     state = model.state_dict()
     for name, value in whole.state_dict().items():
@@ -153,16 +156,25 @@ def transformer_layers_are_split(adapter: Any) -> None:
     assert len(model.get_module().seq_layers) == 2
 
 
-@torch_case("smp.nn.DistributedTransformerLMHead", "config.prescaled_batch", worlds=BOTH)
+def language_model(adapter: Any) -> Any:
+    """Returns a small one."""
+    return adapter.smp.nn.DistributedTransformerLMHead(**LM, causal_mask_size=8)
+
+
+def language_loss(model: Any, ids: Any) -> Any:
+    """Returns its loss."""
+    return model((ids, None, None, None, ids))[0]
+
+
+@torch_case("smp.nn.DistributedTransformerLMHead", "config.tensor_parallel_degree", worlds=BOTH)
 def a_language_model_is_split(adapter: Any) -> None:
-    def build(adapter: Any) -> Any:
-        return adapter.smp.nn.DistributedTransformerLMHead(**LM, causal_mask_size=8)
+    holds(adapter, language_model, language_loss, tokens)
 
-    def loss(model: Any, ids: Any) -> Any:
-        found, _ = model((ids, None, None, None, ids))
-        return found
 
-    holds(adapter, build, loss, tokens)
+@torch_case("config.prescaled_batch", worlds=("same_batch",))
+def the_same_batch_of_a_group_counts_once(adapter: Any) -> None:
+    holds(adapter, language_model, language_loss, tokens)
+    holds(adapter, lambda adapter: adapter.smp.nn.DistributedLinear(WIDTH, 4), square)
 
 
 @torch_case("smp.nn.FlashAttentionLayer", "smp.nn.FlashAttentionLayer.forward", worlds=("alone",))
