@@ -596,3 +596,36 @@ def dropout_losses() -> list[float]:
         losses += [loss for together in zip(*everyones, strict=True) for loss in together]
         model.zero_grad()
     return losses
+
+
+def joined() -> None:
+    """Replicas with fewer batches take part with zeros; slices are reduced among their copies."""
+    torch.manual_seed(5)
+    model = smp.DistributedModel(language_model(**CAUSAL))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train = step_of(lm_loss)
+    batch = data()
+    share = share_of(smp.dp_rank(), batch, even=True)
+    with model.join():
+        for _ in range(1 + smp.rdp_rank()):
+            optimizer.zero_grad()
+            train(model, *share.values())
+            optimizer.step()
+    torch.manual_seed(5)
+    with alone():
+        reference = language_model(**CAUSAL)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for round_ in range(2):
+            plain.zero_grad()
+            for dp_rank, rdp_rank in enumerate(smp.allgather(smp.rdp_rank(), smp.DP_GROUP)):
+                if round_ > rdp_rank:
+                    continue
+                parts = [
+                    each.chunk(MICROBATCHES)
+                    for each in share_of(dp_rank, batch, even=True).values()
+                ]
+                for microbatch in zip(*parts, strict=True):
+                    (lm_loss(reference, *microbatch) / MICROBATCHES / smp.dp_size()).backward()
+            plain.step()
+    for key, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-6)

@@ -87,6 +87,14 @@ def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
 
 
+def run_join() -> None:
+    tensor_cases.joined()
+
+
+def test_replicas_may_run_out_of_batches(worlds: Worlds) -> None:
+    run(worlds, WORLDS["tp2-dp2"], run_join)
+
+
 def losses_with_dropout() -> list[float]:
     return tensor_cases.dropout_losses()
 

@@ -90,10 +90,15 @@ class DataParallel:
                 passes=options.backward_passes_per_step,
                 bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
                 as_bucket_view=options.gradient_as_bucket_view,
+                waits_for_end=self._is_joining_with_slices,
                 is_outside_step=functools.partial(_is_outside_step, runtime),
             )
             for replicas in (self._replicas, self._replicas_of_slices)
         ]
+
+    def _is_joining_with_slices(self) -> bool:
+        # Replicas without batches follow one kind of reduction to its end, then the next.
+        return self._replicas.is_joining and bool(self._slices)
 
     def attach(
         self,
