@@ -28,17 +28,12 @@ from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
+from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
 from smdistributed.modelparallel.torch.model.shell import ModuleShell
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
-from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
-from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
-    replace_marked,
-    unify_drawn,
-)
 
 
 class DistributedModel(TensorParallelQueries, nn.Module):
@@ -69,7 +64,7 @@ class DistributedModel(TensorParallelQueries, nn.Module):
                 f"DistributedModel takes a torch.nn.Module; received {type(module).__name__}."
             )
         super().__init__()
-        module = _distributed(runtime, module)
+        module = with_distributed_modules(runtime, module)
         self.module = ModuleShell(module)
         if not hasattr(module, "module"):
             # Scripts go one ``.module`` further for each wrapper that they expect. Not an
@@ -104,16 +99,8 @@ class DistributedModel(TensorParallelQueries, nn.Module):
                 "with more than one partition the model can only be called inside a function "
                 "decorated with @smp.step."
             )
-        if (
-            self._runtime.current_step is None
-            and self._runtime.tensor_group.is_prescaled
-            and self.training
-            and self.holder.has_slices
-        ):
-            raise SMPError(
-                "with prescaled_batch and tensor parallelism the model can only be trained inside "
-                "a function decorated with @smp.step: the ranks must draw the same random numbers."
-            )
+        if self._runtime.current_step is None and self._runtime.tensor_group.is_prescaled:
+            self.check_outside_steps()
         return self.get_module()(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -456,17 +443,6 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         if self.holder.is_partial:
             self._state.gather_tensors()
         return self
-
-
-def _distributed(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
-    """Returns a model with distributed modules in the places of marked ones."""
-    group, delayed = runtime.tensor_group, runtime.delayed
-    if group.size == 1:
-        return module
-    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
-    unify_drawn(replaced, group, delayed)
-    name_places(replaced)
-    return replaced
 
 
 def models_of(runtime: TorchRuntime) -> list[DistributedModel]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.model.translation import ModelTranslation
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -40,6 +41,18 @@ class TensorParallelQueries:
         for module in self.holder.fakes.names:
             if isinstance(module, DistributedModule):
                 yield module
+
+    def check_outside_steps(self) -> None:
+        """Raises unless a prescaled batch needs no common random numbers.
+
+        Raises:
+            SMPError: the model is split, and trains.
+        """
+        if self.holder.has_slices and self.holder.fakes.model.training:
+            raise SMPError(
+                "with prescaled_batch and tensor parallelism the model can only be trained inside "
+                "a function decorated with @smp.step: the ranks must draw the same random numbers."
+            )
 
     def split_dim(self, tensor: torch.Tensor) -> int | None:
         """Returns the dim along which a parameter is split; None if it is whole."""
