@@ -184,7 +184,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 }
 
 
-def local_part(name: str, whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def local_part(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     for dim in range(whole.dim()):
         if whole.shape[dim] != local.shape[dim]:
             return whole.chunk(smp.tp_size(), dim)[smp.tp_rank()]
@@ -207,7 +207,7 @@ def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None
         if want is None:
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
-        assert_near(parameter.grad, local_part(name, want, parameter), name, of)
+        assert_near(parameter.grad, local_part(want, parameter), name, of)
 
 
 def step_of(loss: Loss) -> Any:
