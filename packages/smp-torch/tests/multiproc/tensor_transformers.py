@@ -202,3 +202,52 @@ def full_checkpoints(path: str) -> None:
     smp.resume_from_checkpoint(path, "theirs.pt", partial=False, model=model)
     got = model.state_dict()
     assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
+def t5() -> Any:
+    hf = _hf()
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = hf.T5Config(
+        vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, **sizes, **_IDS
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def llama() -> Any:
+    hf = _hf()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_sizes(num_key_value_heads=2), **_IDS))
+
+
+def opt() -> Any:
+    hf = _hf()
+    config = hf.OPTConfig(
+        **_sizes(ffn_dim=24, word_embed_proj_dim=32, dropout=0.0, pad_token_id=1), **_IDS
+    )
+    return hf.OPTForCausalLM(config)
+
+
+#: Models that are split by their linears alone.
+OTHERS: dict[str, Callable[[], Any]] = {each.__name__: each for each in (t5, llama, opt)}
+
+
+def other_case(name: str) -> None:
+    """Loss and gradients of a model whose linears are split are its own."""
+    torch.manual_seed(1)
+    with smp.tensor_parallelism():
+        module = OTHERS[name]()
+    torch.manual_seed(1)
+    reference = OTHERS[name]()
+    model = smp.DistributedModel(module)
+    assert any(type(each).__name__ == "DistributedLinear" for each in module.modules())
+    draws = torch.Generator().manual_seed(5)
+    ids = torch.randint(
+        2, VOCAB, (2 * tensor_cases.MICROBATCHES * smp.dp_size(), 7), generator=draws
+    )
+    shares = ids.chunk(smp.dp_size())
+    for share in shares:
+        for part in share.chunk(tensor_cases.MICROBATCHES):
+            loss = reference(input_ids=part, labels=part).loss
+            (loss / len(shares) / tensor_cases.MICROBATCHES).backward()
+    own = shares[smp.dp_rank()]
+    train(model, own, torch.ones_like(own))
+    tensor_cases.compare_gradients(model, reference)

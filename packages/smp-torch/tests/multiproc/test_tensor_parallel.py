@@ -160,6 +160,18 @@ def test_transformers_give_their_own_numbers(worlds: Worlds, world: str, family:
     run(worlds, WORLDS[world], run_family, family)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "t5" else pytest.mark.slow)
+        for name in tensor_transformers.OTHERS
+    ],
+)
+def test_other_transformers_are_split_by_their_linears(worlds: Worlds, name: str) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "other_case", name)
+
+
 def test_transformers_are_refused_by_name(worlds: Worlds) -> None:
     pytest.importorskip("transformers")
     run(worlds, WORLDS["tp2"], run_transformers, "refused")
