@@ -436,6 +436,16 @@ def mutations(session: nox.Session, framework: str) -> None:
     session.run(*command, *session.posargs, env=ONE_THREAD)
 
 
+@nox.session
+@nox.parametrize("framework", ("torch", "tensorflow"))
+def mutants(session: nox.Session, framework: str) -> None:
+    """Break a sample of lines as a machine would, and count what the suite notices; hours."""
+    install_groups(session, "mutants")
+    install_packages(session, *PACKAGES)
+    command = ("python", "-m", "conformance.mutants", "--framework", framework)
+    session.run(*command, *session.posargs, env=ONE_THREAD)
+
+
 # TensorFlow 2.15 has no wheels for newer Pythons.
 @nox.session(python="3.11")
 @nox.parametrize("tensorflow", TENSORFLOWS)
