@@ -29,7 +29,7 @@ os.environ.setdefault("UV_SYSTEM_CERTS", "1")
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
-PACKAGES = ("smp-common", "smp-torch", "smp-tf")
+PACKAGES = ("smp-common", "smp-torch", "smp-tf", "smp-launch")
 SOURCES = (
     *("packages", "conformance", "tools", "examples", "docs", "benchmarks"),
     "noxfile.py",
@@ -151,7 +151,7 @@ def check_lint(session: nox.Session) -> None:
 
 
 def check_types(session: Runner) -> None:
-    leaves = ("backend", "common", "torch", "tensorflow")
+    leaves = ("backend", "common", "torch", "tensorflow", "launch")
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
     )
@@ -205,7 +205,7 @@ def check_conformance(session: Runner, framework: str, *words: str) -> None:
 
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: all that starts processes without TensorFlow."""
-    check_processes(session, "smp-common", "smp-torch")
+    check_processes(session, "smp-common", "smp-torch", "smp-launch")
     check_conformance(session, "torch", "--quick")
     check_snippets(session, "-m", "not slow")
 
@@ -303,6 +303,14 @@ def slurm(session: nox.Session) -> None:
     install_groups(session, "test")
     install_packages(session, "smp-common")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(name="launch-judge")
+def launch_judge(session: nox.Session) -> None:
+    """Hold what a script sees against the training toolkit of the service's containers."""
+    install_groups(session, "test", "judge")
+    install_packages(session, "smp-common", "smp-launch")
+    session.run("pytest", *suites("judge"), *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -414,7 +422,7 @@ def snippets(session: nox.Session) -> None:
 def conformance_torch(session: nox.Session) -> None:
     """Try smp-torch against every row of the specification; words after -- go to the runner."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-torch")
+    install_packages(session, "smp-common", "smp-torch", "smp-launch")
     check_conformance(session, "torch", *session.posargs)
 
 
@@ -422,7 +430,7 @@ def conformance_torch(session: nox.Session) -> None:
 def conformance_tf(session: nox.Session) -> None:
     """Try smp-tf against every row of the specification; words after -- go to the runner."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-tf")
+    install_packages(session, "smp-common", "smp-tf", "smp-launch")
     check_conformance(session, "tensorflow", *session.posargs)
 
 
