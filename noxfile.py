@@ -305,12 +305,12 @@ def slurm(session: nox.Session) -> None:
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(name="launch-judge")
-def launch_judge(session: nox.Session) -> None:
-    """Hold what a script sees against the training toolkit of the service's containers."""
-    install_groups(session, "test", "judge")
+@nox.session
+def launch(session: nox.Session) -> None:
+    """Try smp-launch with real programs around it: the service's toolkit, an object store."""
+    install_groups(session, "test", "services")
     install_packages(session, "smp-common", "smp-launch")
-    session.run("pytest", *suites("judge"), *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *suites("services"), *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -203,12 +203,14 @@ def _of_folder(path: Path) -> Iterator[Entry]:
 
 def _of_store(location: Location) -> Iterator[Entry]:
     folder = location.path.rpartition("/")[0]
-    keys = location.files.find(location.path)
-    base = location.path if keys != [location.path] else folder
-    if not keys:
-        base = folder
-        found = location.files.find(folder)
-        keys = [key for key in found if key.startswith(location.path)]
+    try:
+        keys = location.files.find(location.path)
+        base = location.path if keys != [location.path] else folder
+        if not keys:
+            base = folder
+            keys = [key for key in location.files.find(folder) if key.startswith(location.path)]
+    except Exception as error:  # each store raises errors of its own
+        raise StorageError(f"{location.address} cannot be listed: {error}.") from error
     scheme = location.address.partition("://")[0]
     for key in sorted(keys):
         name = str(PurePosixPath(key).relative_to(base))
