@@ -299,9 +299,9 @@ def failures(session: nox.Session) -> None:
 
 @nox.session
 def slurm(session: nox.Session) -> None:
-    """Run smprun in allocations of a real Slurm on this host; needs root, slurm-wlm and munge."""
+    """Run smprun and jobs under a real Slurm on this host; needs root, slurm-wlm and munge."""
     install_groups(session, "test")
-    install_packages(session, "smp-common")
+    install_packages(session, "smp-common", "smp-launch")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
 
 

@@ -5,6 +5,7 @@ Source: estimator interface, sections 0, 1 (session) and 2.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.backends import base
 from smdistributed.modelparallel.launch.backends.local import LocalBackend
+from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import contract, folder, logs, metrics, status
@@ -31,6 +33,10 @@ __all__ = ["LocalSession", "Session", "get_execution_role"]
 
 _BUCKET = "smp-launch"
 _REGION = "local"
+_BACKEND_VARIABLE = "SMP_BACKEND"
+_BACKENDS: dict[str, base.Backend] = {
+    backend.name: backend for backend in (LocalBackend(), SlurmBackend())
+}
 
 
 class Session:
@@ -40,6 +46,7 @@ class Session:
         boto_session: kept; nothing is done with it.
         default_bucket: what ``default_bucket`` returns.
         root: the folder of all jobs; default ``SMP_JOBS``, else one in the user's home.
+        backend: who runs jobs, ``local`` or ``slurm``; default ``SMP_BACKEND``, else ``local``.
         others: arguments of the service's session; without effect.
     """
 
@@ -49,12 +56,17 @@ class Session:
         *,
         default_bucket: str = _BUCKET,
         root: str | Path | None = None,
+        backend: str | None = None,
         **others: object,
     ) -> None:
         self.boto_session = boto_session
         self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
         self._bucket = default_bucket
-        self._backends: dict[str, base.Backend] = {"local": LocalBackend()}
+        self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
+        if self.backend not in _BACKENDS:
+            raise ConfigError(
+                f"the back-end must be one of {', '.join(_BACKENDS)}; got {self.backend!r}."
+            )
         if given := sorted(name for name, value in others.items() if value is not None):
             warnings.warn(f"no effect here: {', '.join(given)}.", ConfigWarning, stacklevel=2)
 
@@ -119,7 +131,7 @@ class Session:
             file_channels.check(channel, self.root, mode, job.resource_config.instance_count)
         places.make_private(self.root)
         places.check_writable(places.locate(job.output_data_config.s3_output_path, self.root))
-        backend = self._backends["local"]
+        backend = _BACKENDS[self.backend]
         with folder.created(self.root, job, status.new(base.about(backend))) as created:
             if code is not None:
                 self._ship(code, contract.values(created, job)[names.SUBMIT_DIRECTORY])
@@ -136,8 +148,7 @@ class Session:
 
     def observe(self, job: JobFolder) -> Status:
         """Returns how a job stands now."""
-        kind = job.status().backend.get("kind", "local")
-        return self._backends[kind].observe(job)
+        return _backend_of(job).observe(job)
 
     def describe_training_job(self, job_name: str) -> dict[str, Any]:
         """Returns the document of a job, and how it stands.
@@ -156,9 +167,8 @@ class Session:
             UnknownJobError: there is no such job.
         """
         job = self.job(job_name)
-        current = self.observe(job)
-        if not current.is_final:
-            self._backends[current.backend.get("kind", "local")].stop(job)
+        if not self.observe(job).is_final:
+            _backend_of(job).stop(job)
 
     def wait_for_job(self, job: str, poll: float = 0) -> dict[str, Any]:
         """Waits for the end of a job, and shows its phases.
@@ -209,6 +219,10 @@ class Session:
             archive = Path(place, "sourcedir.tar.gz")
             code.pack(archive)
             upload(archive, places.locate(address, self.root))
+
+
+def _backend_of(job: JobFolder) -> base.Backend:
+    return _BACKENDS[job.status().backend.get("kind", "local")]
 
 
 class LocalSession(Session):

@@ -10,8 +10,8 @@ import threading
 from smdistributed.modelparallel.launch.exceptions import LaunchError
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
+from smdistributed.modelparallel.launch.job.supervisor import MODULE
 
-_SUPERVISOR = "smdistributed.modelparallel.launch.job.supervisor"
 _GONE = (
     "InternalServerError: the supervisor of the job is gone: it was killed, the machine was "
     "restarted, or its disk is full. The last lines of logs/supervisor.log may say more."
@@ -31,7 +31,7 @@ class LocalBackend:
         descriptor = folder.lock()
         if descriptor is None:
             raise LaunchError(f"job {folder.name} has a supervisor already: wait for its end.")
-        command = [sys.executable, "-m", _SUPERVISOR, str(folder.path), str(descriptor)]
+        command = [sys.executable, "-m", MODULE, str(folder.path), str(descriptor)]
         try:
             with (folder.logs / "supervisor.log").open("ab") as log:
                 supervisor = subprocess.Popen(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.launch.job import contract
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
@@ -76,12 +77,21 @@ def commands_of(
     return [
         Command(
             host.name,
-            (*starter, program, *words),
+            (*reach, *starter, program, *words),
             _environ(folder, request, host, environ),
             folder.code,
         )
-        for host in hosts
+        for host, reach in zip(hosts, _reach(count, environ), strict=True)
     ]
+
+
+def _reach(count: int, environ: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Returns what starts a process on each host: nothing here, a step of Slurm on its nodes."""
+    nodes = slurm.allocated_hosts(environ, None) if count > 1 else ()
+    if len(nodes) != count:
+        return [()] * count
+    step = ("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--quiet")
+    return [(*step, f"--nodelist={node.name}") for node in nodes]
 
 
 def _smprun(

@@ -123,6 +123,11 @@ class JobFolder:
         """Whether somebody left that word."""
         return (self.path / "stop").exists()
 
+    def clear(self) -> None:
+        """Removes code and data of an earlier run; a job may start again in its folder."""
+        for place in (self.code, self.data):
+            shutil.rmtree(place, ignore_errors=True)
+
     def lock(self) -> int | None:
         """Takes the lock of the supervisor; returns its descriptor, or None if it is taken."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -134,28 +139,34 @@ class JobFolder:
             return None
         return descriptor
 
-    def bury(self, reason: str) -> Status:
-        """Records that an unfinished job failed whose supervisor is gone; returns the status.
+    def bury(self, reason: str, *, is_stopped: bool = False) -> Status:
+        """Records that an unfinished job has ended whose supervisor is gone; returns the status.
+
+        It has failed, unless it was stopped before it had one.
 
         A folder in which nothing can be written is no reason to say that the job goes on.
         """
         try:
             descriptor = self.lock()
         except OSError:
-            return self._as_buried(reason)
+            return self._as_buried(reason, is_stopped)
         if descriptor is None:
             return self.status()
         try:
-            buried = self._as_buried(reason)
+            buried = self._as_buried(reason, is_stopped)
             with contextlib.suppress(OSError):
                 self.write_status(buried)
             return buried
         finally:
             os.close(descriptor)
 
-    def _as_buried(self, reason: str) -> Status:
+    def _as_buried(self, reason: str, is_stopped: bool) -> Status:
         status = self.status()
-        return status if status.is_final else status.failed(reason)
+        if status.is_final:
+            return status
+        if is_stopped:
+            return status.entering("Stopped", reason, training_job_status="Stopped")
+        return status.failed(reason)
 
     def _write(self, name: str, text: str) -> None:
         write_file(self.path / name, lambda file: _write_all(file, text.encode()))

@@ -61,7 +61,7 @@ class Follower:
         self._with_logs = with_logs
         self._with_phases = with_phases
         self._is_terminal = self._out.isatty() and "NO_COLOR" not in os.environ
-        self._num_phases = 0
+        self._shown: set[tuple[Phase, float]] = set()
         self._logs: dict[Path, _Log] = {}
 
     def __enter__(self) -> Follower:
@@ -85,10 +85,13 @@ class Follower:
     def _show_phases(self, status: Status, which: Collection[Phase] | None = None) -> None:
         if not self._with_phases:
             return
-        for phase in status.secondary_status_transitions[self._num_phases :]:
+        for phase in status.secondary_status_transitions:
+            key = (phase.status, phase.start_time)
+            if key in self._shown:
+                continue
             if which is not None and phase.status not in which:
                 return
-            self._num_phases += 1
+            self._shown.add(key)
             at = time.strftime("%H:%M:%S", time.localtime(phase.start_time))
             message = f": {phase.status_message}" if phase.status_message else ""
             self._write(f"{at} {self._coloured(phase.status, 1)}{message}", "\n")

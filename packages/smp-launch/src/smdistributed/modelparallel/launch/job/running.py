@@ -26,7 +26,7 @@ _TAIL_LINES = 30
 _SOON_SECONDS = 10.0
 _VERDICT = "smprun: "
 
-Ending = Literal["completed", "failed", "stopped", "timeout"]
+Ending = Literal["completed", "failed", "stopped", "timeout", "interrupted"]
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,18 @@ class Status(_Part):
             }
         )
 
+    def waiting(self, message: str) -> Status:
+        """Returns the status of a job that a scheduler has not started yet; for readers alone."""
+        phase = Transition(
+            status="Pending", start_time=self.last_modified_time, status_message=message
+        )
+        return self.model_copy(
+            update={
+                "secondary_status": "Pending",
+                "secondary_status_transitions": (*self.secondary_status_transitions, phase),
+            }
+        )
+
     def failed(self, reason: str, exit_code: int | None = None) -> Status:
         """Returns the status of a job that failed."""
         return self.entering(

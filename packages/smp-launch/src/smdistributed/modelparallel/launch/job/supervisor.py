@@ -12,10 +12,12 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.job import code, contract, results
 from smdistributed.modelparallel.launch.job.checkpoints import Keeper
@@ -32,14 +34,35 @@ from smdistributed.modelparallel.launch.storage.transfer import download
 #: What processes have between SIGTERM and their end, in seconds.
 GRACE_VARIABLE = "SMP_STOP_GRACE_SECONDS"
 _GRACE_SECONDS = 120.0
+#: What ``python -m`` runs.
+MODULE = "smdistributed.modelparallel.launch.job.supervisor"
 _REASON_LENGTH = 1024
+#: Of a supervisor that its scheduler starts again.
+_INTERRUPTED_EXIT_CODE = 75
 _DISTRIBUTIONS = {"pytorch": "torch", "tensorflow": "tensorflow"}
 _ENDS: dict[str, tuple[State, Phase]] = {
     "completed": ("Completed", "Completed"),
     "failed": ("Failed", "Failed"),
     "stopped": ("Stopped", "Stopped"),
     "timeout": ("Stopped", "MaxRuntimeExceeded"),
+    "interrupted": ("InProgress", "Interrupted"),
 }
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """Returns what processes have between SIGTERM and their end.
+
+    Raises:
+        ConfigError: the variable is no number.
+    """
+    text = environ.get(GRACE_VARIABLE, str(_GRACE_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"{GRACE_VARIABLE} must be a number of seconds; got {text!r}.")
+    return seconds
 
 
 class _StopRequested(Exception):  # noqa: N818 - a request
@@ -75,6 +98,7 @@ class Supervisor:
 
     def _run(self) -> Outcome:
         self._enter("Downloading", "Preparing code and data")
+        self._folder.clear()
         self._fetch_code()
         host = contract.here("algo-1", self._request.resource_config.instance_count)
         for name, content in contract.config_files(self._request, host).items():
@@ -84,8 +108,8 @@ class Supervisor:
             mode = contract.mode_of(channel, self._request)
             file_channels.fill(channel, target, self._folder.root, mode, self._check_for_stop)
         self._check_for_stop()
-        grace_seconds = float(os.environ.get(GRACE_VARIABLE, _GRACE_SECONDS))
-        commands = commands_of(self._folder, self._request, grace_seconds, os.environ)
+        grace = grace_seconds(os.environ)
+        commands = commands_of(self._folder, self._request, grace, os.environ)
         for name in ("checkpoints", "output/intermediate"):
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
         for command in commands:
@@ -95,7 +119,7 @@ class Supervisor:
         seconds = self._request.stopping_condition.max_runtime_in_seconds
         self._enter("Training", "Running the script", training_start_time=time.time())
         with (
-            Run(commands, self._folder.logs, self._metrics.look_at, grace_seconds) as running,
+            Run(commands, self._folder.logs, self._metrics.look_at, grace) as running,
             # After the processes have started: a fork does not copy threads.
             self._keeper or contextlib.nullcontext(),
         ):
@@ -103,6 +127,8 @@ class Supervisor:
             if outcome.ending == "failed":
                 last = running.last_lines()
                 self._leave_word(f"{outcome.reason}\n\n{last}\n")
+        if outcome.ending == "stopped" and self._is_taken_away:
+            return Outcome("interrupted", 0, "The hosts were taken away; it starts again on others")
         return outcome
 
     def _restored(self) -> Keeper | None:
@@ -147,6 +173,9 @@ class Supervisor:
         if state == "Failed":
             reason = f"AlgorithmError: {self._own_word() or outcome.reason}"
             self._leave_word(reason)
+        if state == "InProgress":
+            self._enter(phase, outcome.reason)
+            return _INTERRUPTED_EXIT_CODE
         now = time.time()
         self._enter(
             phase,
@@ -205,9 +234,15 @@ class Supervisor:
     def _is_to_stop(self) -> bool:
         if not (self._is_signalled or self._folder.is_asked_to_stop):
             return False
-        if self._status.secondary_status != "Stopping":
+        if self._status.secondary_status != "Stopping" and not self._is_taken_away:
             self._enter("Stopping", "Asking the script to end", training_job_status="Stopping")
         return True
+
+    @property
+    def _is_taken_away(self) -> bool:
+        """Whether a scheduler ends the job for reasons of its own, and will start it again."""
+        is_requeued = self._request.enable_managed_spot_training and slurm.is_inside(os.environ)
+        return self._is_signalled and is_requeued and not self._folder.is_asked_to_stop
 
     def _check_for_stop(self) -> None:
         if self._is_to_stop():
