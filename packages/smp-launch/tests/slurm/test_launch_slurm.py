@@ -168,8 +168,8 @@ while step < 3:
     wait_until(lambda: "step 2" in log_of(estimator), "the script does not start")
     run("scontrol", "requeue", number_of(estimator))
     wait_until(lambda: state_of(number_of(estimator)) == "PENDING", "the job is not requeued")
-    # Slurm waits for two minutes before it starts a requeued job: in the second in which it ended the
-    # first run, its credential is not valid.
+    # Slurm waits for two minutes before it starts a requeued job: in the second in which it ended
+    # the first run, its credential is not valid.
     assert status_of(estimator)[0] == "InProgress"
     run("scontrol", "update", f"JobId={number_of(estimator)}", "StartTime=now+2")
     estimator.latest_training_job.wait(logs=False)

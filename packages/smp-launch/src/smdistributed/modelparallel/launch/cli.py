@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import runpy
 import sys
 import time
 import warnings
@@ -14,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.launch import names
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.session import Session
+from smdistributed.modelparallel.launch.storage.places import JOBS_VARIABLE
 
 _USAGE_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130
@@ -64,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     submitting = commands.add_parser("submit", help="start a job that a JSON document describes")
     submitting.add_argument("document", metavar="FILE")
     submitting.set_defaults(run=_submit)
+    running = commands.add_parser(
+        "run", help="run a script in which 'import sagemaker' means this package"
+    )
+    running.add_argument("script", metavar="SCRIPT")
+    running.add_argument("arguments", nargs=argparse.REMAINDER)
+    running.set_defaults(run=_run)
     return parser
 
 
@@ -145,6 +155,20 @@ def _console() -> Console:
     """Returns where tables go; what reads them without a terminal gets each row in one line."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDE)
+
+
+def _run(session: Session, arguments: argparse.Namespace) -> None:
+    script = Path(arguments.script)
+    if script.suffix != ".py" or not script.is_file():
+        raise ConfigError(
+            f"what is run is a Python file; got {script}: give one, or put '%load_ext "
+            "smdistributed.modelparallel.launch' into the first cell of a notebook."
+        )
+    os.environ[JOBS_VARIABLE] = str(session.root)
+    names.install()
+    sys.argv = [str(script), *arguments.arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _styled(status: Status) -> str:

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.request import document
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.storage import places
-from smdistributed.modelparallel.launch.storage.transfer import download, upload
+from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
 
 __all__ = ["LocalSession", "Session", "get_execution_role"]
 
@@ -104,14 +104,7 @@ class Session:
     def download_data(self, path: str, bucket: str, key_prefix: str = "", **_: object) -> list[str]:
         """Copies what begins with a key to a folder; returns the files."""
         location = places.locate(f"s3://{bucket}/{key_prefix}", self.root)
-        found = []
-        for key in sorted(location.files.find(location.path)):
-            name = key.removeprefix(location.path).lstrip("/") or key.rpartition("/")[2]
-            target = Path(path, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            download(places.Location(f"s3://{key}", location.files, key), target)
-            found.append(str(target))
-        return found
+        return download_all(location, Path(path))
 
     def start(self, request: Mapping[str, Any], code: Code | None = None) -> JobFolder:
         """Starts a job; returns its folder.

@@ -42,3 +42,21 @@ def download(source: Location, target: Path) -> None:
         partial.replace(target)
     except Exception as error:  # each store raises errors of its own
         raise StorageError(f"{source.address} cannot be copied to {target}: {error}.") from error
+
+
+def download_all(source: Location, folder: Path) -> list[str]:
+    """Copies the files whose names begin so to a folder of this machine; returns their names here.
+
+    Raises:
+        StorageError: one cannot be read.
+    """
+    found = []
+    for key in sorted(source.files.find(source.path)):
+        name = key.removeprefix(source.path).lstrip("/") or key.rpartition("/")[2]
+        target = folder / name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise StorageError(f"{key} would lie outside of {folder}: rename it.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        download(Location(key, source.files, key), target)
+        found.append(str(target))
+    return found
