@@ -307,7 +307,7 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session
 def launch(session: nox.Session) -> None:
-    """Try smp-launch with real programs around it: the service's toolkit, an object store."""
+    """Try smp-launch with real programs around it: toolkit, SDK, boto3, an object store."""
     install_groups(session, "test", "services")
     install_packages(session, "smp-common", "smp-launch")
     session.run("pytest", *suites("services"), *session.posargs, env=ONE_THREAD)

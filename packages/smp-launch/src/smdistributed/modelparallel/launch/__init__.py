@@ -5,6 +5,7 @@ estimator                          what they share: check, describe, fit, attach
 session, inputs                    where jobs live and what they read
 s3, analytics                      copies of data, and tables of metrics
 names                              the names of the service's SDK, for notebooks as they are
+api                                the interface of the service, for the SDK and boto3
 cli                                ``smp-launch``: jobs from a shell
 backends                           who runs a job: this machine, or Slurm
 job                                a job as a folder, and the supervisor that runs it

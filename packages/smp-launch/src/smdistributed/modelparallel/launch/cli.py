@@ -6,7 +6,10 @@ import argparse
 import json
 import os
 import runpy
+import shlex
+import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
 from smdistributed.modelparallel.launch import names
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder
@@ -74,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("script", metavar="SCRIPT")
     running.add_argument("arguments", nargs=argparse.REMAINDER)
     running.set_defaults(run=_run)
+    serving = commands.add_parser(
+        "api", help="serve the service's interface on the loopback, for the SDK and boto3"
+    )
+    serving.add_argument("--port", type=int, default=0)
+    serving.add_argument("command", nargs=argparse.REMAINDER, help="a program to run so")
+    serving.set_defaults(run=_serve)
     return parser
 
 
@@ -169,6 +178,25 @@ def _run(session: Session, arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path.insert(0, str(script.absolute().parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _serve(session: Session, arguments: argparse.Namespace) -> int:
+    try:
+        from smdistributed.modelparallel.launch.api import server
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the interface needs {error.name}, which is not installed: pip install "
+            "'smp-launch[api]'."
+        ) from None
+    command = [word for word in arguments.command if word != "--"]
+    with server.serving(session, arguments.port) as variables:
+        if command:
+            return subprocess.run(command, env=os.environ, check=False).returncode
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}", flush=True)
+        _say("serving until ctrl-c; data of the object store is gone then")
+        threading.Event().wait()
+    return 0
 
 
 def _styled(status: Status) -> str:
