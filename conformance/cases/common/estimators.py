@@ -449,10 +449,26 @@ def the_data_parallel_library_is_refused(adapter: Adapter) -> None:
         place.make(distribution={"smdistributed": both, "mpi": mpi})
 
 
-@later("launch.distribution_distributio.parameter_servers", frameworks=FRAMEWORKS)
-def parameter_servers(adapter: Adapter) -> None:
+@case("launch.distribution_distributio.parameter_servers", worlds=NEW)
+def a_cluster_of_parameter_servers_is_described(adapter: Adapter) -> None:
+    script = """
+import json, os, time
+config = json.loads(os.environ["TF_CONFIG"])
+print("is", config["task"]["type"], {kind: len(found) for kind, found in config["cluster"].items()})
+if config["task"]["type"] != "chief":
+    time.sleep(60)
+"""
+    strategy = {"parameter_server": {"enabled": True}}
     with bench(adapter) as place:
-        place.make(instance_count=2, distribution={"parameter_server": {"enabled": True}})
+        if adapter.name == "torch":
+            with pytest.raises(ConfigError, match="is for tensorflow"):
+                place.make(instance_count=2, distribution=strategy)
+            return
+        job = place.run(script, instance_count=2, distribution=strategy)
+        assert "is chief {'chief': 1, 'worker': 1, 'ps': 2}" in place.log(job)
+        mpi = {"enabled": True, "processes_per_host": 1}
+        with pytest.raises(ConfigError, match="exclude each other"):
+            place.make(distribution={**strategy, "mpi": mpi})
 
 
 @later("launch.data_file.pipe_mode", "launch.data_file.compression", frameworks=FRAMEWORKS)

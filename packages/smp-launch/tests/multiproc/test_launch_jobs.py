@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher.processes import descendants
 from smdistributed.modelparallel.launch import cli
 from smdistributed.modelparallel.launch.backends.local import LocalBackend
+from smdistributed.modelparallel.launch.estimator import EstimatorBase
 from smdistributed.modelparallel.launch.exceptions import (
     LaunchError,
     StorageError,
@@ -116,7 +117,7 @@ def make(session: Session, script: str, *, ranks: int = 0, **given: Any) -> PyTo
     return PyTorch("train.py", source_dir=str(folder), sagemaker_session=session, **given)
 
 
-def folder_of(estimator: PyTorch) -> JobFolder:
+def folder_of(estimator: EstimatorBase) -> JobFolder:
     assert estimator.latest_training_job is not None
     return estimator.sagemaker_session.job(estimator.latest_training_job.name)
 
@@ -424,3 +425,41 @@ sys.exit(step == 1)
     assert "restored from s3://b/run" in log_of(estimator)
     assert "step 2" in log_of(estimator)
     assert (session.root / "s3/b/run/step").read_text() == "2"
+
+
+def test_servers_end_when_the_chief_is_done(session: Session) -> None:
+    script = """
+import json, os, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+print("task", task["type"], task["index"], flush=True)
+if task["type"] != "chief":
+    time.sleep(100)
+"""
+    code = session.root.parent / "train.py"
+    code.write_text(script)
+    servers = {"parameter_server": {"enabled": True}}
+    estimator = TensorFlow(
+        entry_point=str(code), instance_count=2, distribution=servers, sagemaker_session=session
+    )
+    estimator.fit(logs=False)
+    logs = folder_of(estimator).logs
+    said = {path.stem: path.read_text() for path in logs.glob("algo-*.log")}
+    assert said["algo-1"] == "task chief 0\n"
+    assert set(said) == {"algo-1", "algo-2", "algo-1-ps", "algo-2-ps"}
+
+
+def test_a_server_that_fails_ends_the_job(session: Session) -> None:
+    script = """
+import json, os, time
+if json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "ps", "index": 1}:
+    raise ValueError("planted")
+time.sleep(100)
+"""
+    code = session.root.parent / "train.py"
+    code.write_text(script)
+    servers = {"parameter_server": {"enabled": True}}
+    estimator = TensorFlow(
+        entry_point=str(code), instance_count=2, distribution=servers, sagemaker_session=session
+    )
+    with pytest.raises(UnexpectedStatusException, match="algo-2-ps: ValueError: planted"):
+        estimator.fit(logs=False)

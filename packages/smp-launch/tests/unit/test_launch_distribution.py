@@ -43,6 +43,47 @@ def test_mpi_alone_is_handed_on() -> None:
     assert distribution.of_hyperparameters(found) == {"mpi": {**MPI, "custom_mpi_options": ""}}
 
 
+@pytest.mark.parametrize(
+    ("kind", "framework", "name"),
+    [
+        ("torch_distributed", "pytorch", "sagemaker_torch_distributed_enabled"),
+        ("pytorchddp", "pytorch", "sagemaker_pytorch_ddp_enabled"),
+        ("parameter_server", "tensorflow", "sagemaker_parameter_server_enabled"),
+        (
+            "multi_worker_mirrored_strategy",
+            "tensorflow",
+            "sagemaker_multi_worker_mirrored_strategy_enabled",
+        ),
+    ],
+)
+def test_other_starters_are_handed_on(kind: str, framework: Any, name: str) -> None:
+    given = {kind: {"enabled": True}}
+    found = distribution.read(given, framework, 2, "local")
+    assert found == {name: True}
+    assert distribution.of_hyperparameters(found) == given
+    assert distribution.read({kind: {"enabled": False}}, framework, 2, "local") == {}
+    other = "tensorflow" if framework == "pytorch" else "pytorch"
+    with pytest.raises(ConfigError, match=f"{kind} is for {framework}; got it for {other}"):
+        distribution.read(given, other, 2, "local")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"mpi and {kind} exclude each other"):
+        distribution.read({**given, "mpi": MPI}, framework, 2, "local")
+
+
+def test_torchrun_starts_model_parallelism_too() -> None:
+    given = {
+        "smdistributed": {"modelparallel": PARALLEL},
+        "torch_distributed": {"enabled": True, "processes_per_host": 4},
+    }
+    found = read(given)
+    assert found["mp_parameters"] == PARALLEL["parameters"]
+    assert found["sagemaker_torch_distributed_processes_per_host"] == 4
+    with pytest.raises(ConfigError, match="exclude each other"):
+        read({**given, "pytorchddp": {"enabled": True}})
+    for wrong in (0, True, 9):
+        with pytest.raises(ConfigError, match="processes_per_host must"):
+            read({"torch_distributed": {"enabled": True, "processes_per_host": wrong}})
+
+
 @pytest.mark.parametrize("given", [None, {}, {"mpi": {"enabled": False}}])
 def test_nothing_is_handed_on(given: Any) -> None:
     assert read(given) == {}
@@ -105,8 +146,7 @@ def test_what_breaks_a_rule_is_an_error(given: Any, match: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"parameter_server": {"enabled": True}},
-        {"torch_distributed": {"enabled": True}},
+        {"instance_groups": ["a"]},
         {"smdistributed": {"dataparallel": {"enabled": True}}},
     ],
 )

@@ -4,6 +4,7 @@ code        the archive of a script and what it imports
 folder      the folder and who may write in it
 status      how a job stands
 contract    files, variables and arguments that a script sees: pure functions
+clusters    how processes find each other that MPI does not start
 commands    what is run for a job, and where
 running     runs it, keeps its output, and ends it
 checkpoints a folder that is kept in step with an address

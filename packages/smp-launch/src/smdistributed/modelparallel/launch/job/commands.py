@@ -11,7 +11,7 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import slurm
-from smdistributed.modelparallel.launch.job import contract
+from smdistributed.modelparallel.launch.job import clusters, contract
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import TrainingJob
@@ -32,6 +32,7 @@ class Command:
         environ: all of its variables.
         folder: where it starts.
         needs_seconds: beyond the time of the script, to end it and itself.
+        serves: whether it goes on for ever, and ends when the others are done.
     """
 
     host: str
@@ -39,6 +40,7 @@ class Command:
     environ: Mapping[str, str]
     folder: Path
     needs_seconds: float = 0.0
+    serves: bool = False
 
 
 def commands_of(
@@ -72,26 +74,30 @@ def commands_of(
         started = (sys.executable, *launcher, program, *words)
         own = _environ(folder, request, host, environ)
         return [Command(host.name, started, own, folder.code, _SMPRUN_SECONDS)]
-    starter = ("/bin/sh",) if script.suffix == ".sh" else (sys.executable, "-u")
     hosts = [contract.here(name, count) for name in contract.host_names(count)]
-    return [
-        Command(
-            host.name,
-            (*reach, *starter, program, *words),
-            _environ(folder, request, host, environ),
-            folder.code,
-        )
-        for host, reach in zip(hosts, _reach(count, environ), strict=True)
-    ]
+    nodes = _nodes(count, environ)
+    commands = []
+    for role in clusters.roles(values, nodes, hosts[0].num_gpus):
+        host, node = hosts[role.host], nodes[role.host]
+        starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
+        own = {**_environ(folder, request, host, environ), **role.variables}
+        whole = (*_reach(node), *starter, program, *words)
+        commands.append(Command(host.name + role.name, whole, own, folder.code, serves=role.serves))
+    return commands
 
 
-def _reach(count: int, environ: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Returns what starts a process on each host: nothing here, a step of Slurm on its nodes."""
+def _nodes(count: int, environ: Mapping[str, str]) -> list[str]:
+    """Returns the node of each host; empty names where hosts are parts of this machine."""
     nodes = slurm.allocated_hosts(environ, None) if count > 1 else ()
-    if len(nodes) != count:
-        return [()] * count
+    return [node.name for node in nodes] if len(nodes) == count else [""] * count
+
+
+def _reach(node: str) -> tuple[str, ...]:
+    """Returns what starts a process on a node: nothing here, a step of Slurm elsewhere."""
+    if not node:
+        return ()
     step = ("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--quiet")
-    return [(*step, f"--nodelist={node.name}") for node in nodes]
+    return (*step, f"--nodelist={node}")
 
 
 def _smprun(

@@ -49,6 +49,7 @@ class _Process:
 
     def __init__(self, command: Command, log: Path) -> None:
         self.host = command.host
+        self.serves = command.serves
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._lines = LineAssembler()
         self._log: BinaryIO = log.open("ab", buffering=0)
@@ -114,14 +115,19 @@ class Run:
         self._first: _Process | None = None
         self._asked: Outcome | None = None
         self._kill_at: float | None = None
+        self._is_done = False
 
     def __enter__(self) -> Run:
         processes.become_reaper()
         self._selector = selectors.DefaultSelector()
-        for command in self._commands:
-            started = _Process(command, self._logs / f"{command.host}.log")
-            self._running.append(started)
-            self._selector.register(started.pipe, selectors.EVENT_READ, started)
+        try:
+            for command in self._commands:
+                started = _Process(command, self._logs / f"{command.host}.log")
+                self._running.append(started)
+                self._selector.register(started.pipe, selectors.EVENT_READ, started)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,6 +152,7 @@ class Run:
                 reason = f"ended after max_run ({seconds:g} s)"
                 self._end(Outcome("timeout", 0, reason), self._grace_seconds)
             self._look_for_failures()
+            self._end_servers()
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._send(signal.SIGKILL)
         self._look_for_failures()
@@ -162,8 +169,18 @@ class Run:
         """Returns the end of the log of the host that failed first."""
         return "\n".join(self._first.tail) if self._first else ""
 
+    def _end_servers(self) -> None:
+        """Ends what serves when nobody is left to be served."""
+        leading = [each for each in self._running if not each.serves]
+        if not self._is_done and all(each.process.poll() == 0 for each in leading):
+            self._is_done = True
+            self._kill_at = self._kill_at or time.monotonic() + _SOON_SECONDS
+            self._send(signal.SIGTERM)
+
     def _look_for_failures(self) -> None:
         failed = [each for each in self._running if each.process.poll() not in (None, 0)]
+        if self._is_done:
+            return
         if failed and self._asked is None and self._first is None:
             self._first = failed[0]
             self._kill_at = time.monotonic() + _SOON_SECONDS

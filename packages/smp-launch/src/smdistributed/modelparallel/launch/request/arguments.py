@@ -54,7 +54,8 @@ TABLE: tuple[Argument, ...] = (
     Argument("dependencies", "used", "Further folders and files, placed beside the script.",
              default=()),
     Argument("hyperparameters", "used", "Arguments of the script, by name."),
-    Argument("distribution", "used", "How many processes, and the parameters of model parallelism.",
+    Argument("distribution", "used", "What starts the processes, how many, and the parameters of "
+             "model parallelism.",
              old=("distributions",), of=_FRAMEWORKS),
     Argument("instance_count", "used", "Number of hosts. Here they are parts of this machine.",
              old=("train_instance_count",), default=1),

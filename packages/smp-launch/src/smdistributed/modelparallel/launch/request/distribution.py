@@ -18,16 +18,14 @@ from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
 
 _MPI_KEYS = ("enabled", "processes_per_host", "custom_mpi_options")
-#: What can be asked for, and what to do where this version does not offer it.
-_KINDS = {
-    "smdistributed": "",
-    "mpi": "",
-    "parameter_server": "use 'mpi' with Horovod, or one host",
-    "multi_worker_mirrored_strategy": "use 'mpi' with Horovod, or one host",
-    "torch_distributed": "use 'mpi', or start torchrun from the script",
-    "pytorchddp": "use 'mpi', or start torchrun from the script",
-    "instance_groups": "leave it out: all hosts are one group",
+#: Ways to start the processes beside MPI: the hyperparameter that asks for each, and whose it is.
+_STARTERS: dict[str, tuple[str, Framework]] = {
+    "parameter_server": (names.PARAMETER_SERVER, "tensorflow"),
+    "multi_worker_mirrored_strategy": (names.MULTI_WORKER, "tensorflow"),
+    "torch_distributed": (names.TORCH_DISTRIBUTED, "pytorch"),
+    "pytorchddp": (names.TORCH_DDP, "pytorch"),
 }
+_KINDS = ("smdistributed", "mpi", *_STARTERS, "instance_groups")
 
 
 def read(
@@ -48,31 +46,38 @@ def read(
         )
     if unknown := [key for key in given if key not in _KINDS]:
         raise ConfigError("\n".join(unknown_key(key, _KINDS, "distribution.") for key in unknown))
-    for kind, way_out in _KINDS.items():
-        if way_out and _is_enabled(given.get(kind)):
-            raise UnsupportedError(f"distribution.{kind} is not offered: {way_out}.")
+    if given.get("instance_groups"):
+        raise UnsupportedError("distribution.instance_groups is not offered: all hosts are one.")
     problems: list[str] = []
     distributed = given.get("smdistributed")
     _refuse_data_parallel_alone(distributed)
+    starter = _starter(given, framework, problems)
     parameters = {}
     if distributed:
-        # Without the key the rule that model parallelism needs MPI would not be looked at.
-        inner = {"smdistributed": distributed, "mpi": given.get("mpi") or {}}
+        inner = {"smdistributed": distributed}
+        if starter is None:
+            # Without the key the rule that model parallelism needs MPI would not be looked at.
+            inner["mpi"] = given.get("mpi") or {}
         parameters = read_given(inner, problems)
     mpi = _mpi(given.get("mpi"), problems)
+    if starter is not None and mpi.get("enabled"):
+        problems.append(f"distribution: mpi and {starter} exclude each other: keep one of them.")
     if problems:
         raise ConfigError("\n".join(problems))
-    if not mpi.get("enabled"):
+    if starter is not None:
+        written, processes = _started_otherwise(starter, given[starter], instance_type)
+    elif mpi.get("enabled"):
+        processes = int(mpi.get("processes_per_host", 1))
+        _check_devices(processes, instance_type)
+        options = mpi.get("custom_mpi_options") or ""
+        mpi_options.translate(options)
+        written = {
+            names.MPI_ENABLED: True,
+            names.MPI_PROCESSES: processes,
+            names.MPI_OPTIONS: options,
+        }
+    else:
         return {}
-    processes = int(mpi.get("processes_per_host", 1))
-    _check_devices(processes, instance_type)
-    options = mpi.get("custom_mpi_options") or ""
-    mpi_options.translate(options)
-    written = {
-        names.MPI_ENABLED: True,
-        names.MPI_PROCESSES: processes,
-        names.MPI_OPTIONS: options,
-    }
     if parameters:
         settings.check(
             framework,
@@ -89,6 +94,9 @@ def read(
 
 def of_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the strategy that hyperparameters hand on, for an estimator that attaches."""
+    for kind, (name, _) in _STARTERS.items():
+        if values.get(name):
+            return {kind: {"enabled": True}}
     if not values.get(names.MPI_ENABLED):
         return None
     mpi = {
@@ -104,6 +112,38 @@ def of_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _is_enabled(part: Any) -> bool:
     return bool(part.get("enabled", True)) if isinstance(part, Mapping) else part is not None
+
+
+def _starter(given: Mapping[str, Any], framework: Framework, problems: list[str]) -> str | None:
+    """Returns the way to start the processes that is asked for beside MPI."""
+    asked = [kind for kind in _STARTERS if kind in given and _is_enabled(given[kind])]
+    for kind in asked:
+        owner = _STARTERS[kind][1]
+        if owner != framework:
+            problems.append(f"distribution.{kind} is for {owner}; got it for {framework}.")
+    if len(asked) > 1:
+        problems.append(f"distribution: {' and '.join(asked)} exclude each other: keep one.")
+    parallel = isinstance(given.get("smdistributed"), Mapping) and given["smdistributed"]
+    if asked and parallel and _STARTERS[asked[0]][1] == "tensorflow":
+        problems.append(f"distribution: smdistributed needs mpi; got {asked[0]}.")
+    return asked[0] if asked else None
+
+
+def _started_otherwise(
+    starter: str, part: Mapping[str, Any], instance_type: str
+) -> tuple[dict[str, Any], int]:
+    """Returns the hyperparameters of a starter, and its processes on each host."""
+    written: dict[str, Any] = {_STARTERS[starter][0]: True}
+    processes = part.get("processes_per_host")
+    if processes is not None:
+        if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+            raise ConfigError(
+                f"distribution.{starter}.processes_per_host must be an integer of at least 1; got "
+                f"{describe(processes)}."
+            )
+        _check_devices(processes, instance_type)
+        written[names.TORCH_PROCESSES] = processes
+    return written, processes or machines.num_gpus(instance_type) or 1
 
 
 def _refuse_data_parallel_alone(part: Any) -> None:

@@ -26,6 +26,11 @@ MPI_OPTIONS = "sagemaker_mpi_custom_mpi_options"
 MP_PARAMETERS = "mp_parameters"
 DATA_PARALLEL = "sagemaker_distributed_dataparallel_enabled"
 PARAMETER_SERVER = "sagemaker_parameter_server_enabled"
+MULTI_WORKER = "sagemaker_multi_worker_mirrored_strategy_enabled"
+TORCH_DISTRIBUTED = "sagemaker_torch_distributed_enabled"
+TORCH_DDP = "sagemaker_pytorch_ddp_enabled"
+#: Ours: processes of torchrun on each host, where GPUs do not say it.
+TORCH_PROCESSES = "sagemaker_torch_distributed_processes_per_host"
 INSTANCE_TYPE = "sagemaker_instance_type"
 
 
