@@ -10,6 +10,7 @@ class Status(enum.StrEnum):
     """How a case, or a row, stands."""
 
     PASSED = "passed"
+    NO_EFFECT = "accepted, without effect"
     FAILED = "failed"
     NOT_BUILT = "not yet built"
     NO_CASE = "no case"

@@ -36,7 +36,10 @@ class Report:
 
     def status_of(self, row: str) -> Status:
         """Returns how a row stands: as the worst of its cases."""
-        return worst([self.outcomes[name] for name in self.cases_of(row)]).status
+        status = worst([self.outcomes[name] for name in self.cases_of(row)]).status
+        if status is Status.PASSED and self.rows[row].without_effect:
+            return Status.NO_EFFECT
+        return status
 
     def totals(self) -> dict[str, int]:
         """Returns how many rows stand how."""
@@ -46,7 +49,7 @@ class Report:
     def _lines(self, is_whole: bool) -> Iterator[str]:
         for row in self.rows:
             if is_whole or self.cases_of(row):
-                yield f"{self.status_of(row).value:14} {row}"
+                yield f"{self.status_of(row).value:24} {row}"
         for name, outcome in self.outcomes.items():
             if outcome.status is Status.FAILED:
                 yield f"\n{name} ({', '.join(self.cases[name].rows)}):\n{outcome.reason}"
@@ -75,6 +78,7 @@ class Report:
                     "id": row.id,
                     "source": row.source,
                     "status": self.status_of(row.id).value,
+                    "without_effect": row.without_effect,
                     "cases": {
                         name: {
                             "title": self.cases[name].title,
@@ -99,10 +103,13 @@ class Report:
 
     def _row(self, row: Row) -> str:
         cases = "<br>".join(self._case(name) for name in self.cases_of(row.id))
-        status = self.status_of(row.id).value
+        status = self.status_of(row.id)
+        kind = status.name.lower().replace("_", "-")
+        why = f": {row.without_effect}" if status is Status.NO_EFFECT else ""
         return (
-            f'<tr class="{status.replace(" ", "-")}"><td>{html.escape(row.id)}</td>'
-            f"<td>{status}</td><td>{cases}</td><td>{html.escape(row.source)}</td></tr>"
+            f'<tr class="{kind}"><td>{html.escape(row.id)}</td>'
+            f"<td>{html.escape(status.value + why)}</td>"
+            f"<td>{cases}</td><td>{html.escape(row.source)}</td></tr>"
         )
 
     def _case(self, name: str) -> str:
@@ -129,7 +136,8 @@ td, th {{ padding: 0.3rem 0.6rem; border-bottom: 1px solid #ccc; }}
 td, th {{ text-align: left; vertical-align: top; }}
 .passed td:nth-child(2) {{ color: #16772f; }}
 .failed td:nth-child(2) {{ color: #b3151d; font-weight: bold; }}
-.not-yet-built td:nth-child(2), .no-case td:nth-child(2) {{ color: #7a5d00; }}
+.not-built td:nth-child(2), .no-case td:nth-child(2) {{ color: #7a5d00; }}
+.no-effect td:nth-child(2) {{ color: #555; }}
 </style>
 </head>
 <body>

@@ -20,12 +20,14 @@ class Row:
         frameworks: whose users were promised it.
         source: the document and its section.
         signature: as printed there, or None.
+        without_effect: why it changes nothing here, where it is accepted and no more; else "".
     """
 
     id: str
     frameworks: tuple[str, ...]
     source: str
     signature: str | None = None
+    without_effect: str = ""
 
 
 def load(framework: str) -> dict[str, Row]:
@@ -33,7 +35,7 @@ def load(framework: str) -> dict[str, Row]:
     entries: list[dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     rows: dict[str, Row] = {}
     for entry in entries:
-        row = Row(entry["id"], tuple(entry["frameworks"]), entry["source"], entry.get("signature"))
+        row = Row(**{**entry, "frameworks": tuple(entry["frameworks"])})
         if framework not in row.frameworks:
             continue
         if row.id in rows:

@@ -69,6 +69,17 @@ WORLDS = {
             2,
             {**_TWO, "auto_partition": False, "default_partition": 1, "pipeline": "simple"},
         ),
+        # What parameters of PyTorch alone do to the order of work and to the partition.
+        *(
+            World(name, 2, {**_TWO, **own}, frameworks=("torch",))
+            for name, own in (
+                ("one_active", {"active_microbatches": 1}),
+                ("two_active", {"active_microbatches": 2}),
+                ("by_memory", {"memory_weight": 1.0}),
+                ("by_work", {"memory_weight": 0.0}),
+                ("untraced", {"memory_weight": 0.0, "skip_tracing": True}),
+            )
+        ),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
         World(

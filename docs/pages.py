@@ -103,7 +103,12 @@ def _conformance(report: dict[str, Any]) -> str:
     count = len(report["rows"])
     totals = ", ".join(f"{number} {status}" for status, number in report["totals"].items())
     rows = (
-        (f"`{row['id']}`", row["status"], len(row["cases"]), row["source"])
+        (
+            f"`{row['id']}`",
+            row["status"] + (f": {row['without_effect']}" if row["without_effect"] else ""),
+            "; ".join(case["title"].rstrip(".") for case in row["cases"].values()),
+            row["source"],
+        )
         for row in report["rows"]
     )
     header = "| row | status | cases | source |\n| --- | --- | --- | --- |"

@@ -44,11 +44,14 @@ from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 MICROBATCHES = 8
 
 
-def make(size: Size, microbatch_size: int) -> tuple[GPT, torch.Tensor, torch.Tensor]:
+def make(
+    size: Size, microbatch_size: int, device: torch.device
+) -> tuple[GPT, torch.Tensor, torch.Tensor]:
     """Returns a model and a batch."""
     torch.manual_seed(1)
-    tokens = torch.randint(size.vocabulary, (MICROBATCHES * microbatch_size, size.length + 1))
-    return GPT(size, size.layers), tokens[:, :-1], tokens[:, 1:]
+    shape = (MICROBATCHES * microbatch_size, size.length + 1)
+    tokens = torch.randint(size.vocabulary, shape).to(device)
+    return GPT(size, size.layers).to(device), tokens[:, :-1], tokens[:, 1:]
 
 
 def distributed(model: GPT) -> Callable[..., Any]:
@@ -73,7 +76,7 @@ def plain(model: GPT) -> Callable[..., Any]:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         model.zero_grad()
-        total = torch.zeros(())
+        total = torch.zeros((), device=x.device)
         for part_x, part_y in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
             loss = loss_of(model(part_x), part_y) / MICROBATCHES
             loss.backward()
@@ -94,8 +97,8 @@ def seconds(step: Callable[[], object], repeats: int) -> float:
 def throughput(options: argparse.Namespace) -> dict[str, float]:
     """Compares the pipeline with one process, and with two independent ones."""
     size = Size(12, options.hidden, 8, 512, 128)
-    model, x, y = make(size, 2)
-    own = plain(make(size, 2)[0])
+    model, x, y = make(size, 2, options.device)
+    own = plain(make(size, 2, options.device)[0])
     pipeline = distributed(model)
     assert torch.allclose(pipeline(x, y), own(x, y), rtol=1e-5)
     pipeline(x, y)
@@ -124,7 +127,7 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
 def overhead(options: argparse.Namespace) -> dict[str, float]:
     """Measures the executor's own CPU time an action."""
     size = Size(12, 32, 4, 64, 16)
-    model, x, y = make(size, 1)
+    model, x, y = make(size, 1, options.device)
     spent = {"work": 0.0, "transfers": 0.0}
     outer = 0.0
     actions = 0
@@ -181,7 +184,7 @@ def first(options: argparse.Namespace) -> dict[str, float]:
     """Times the first call of a step function."""
     found = []
     for _ in range(options.rounds):
-        model, x, y = make(Size(12, 64, 4, 512, 64), 1)
+        model, x, y = make(Size(12, 64, 4, 512, 64), 1, options.device)
         step = distributed(model)
         smp.barrier()
         calls = [seconds(lambda: step(x, y), 1) for _ in range(3)]  # noqa: B023 - used at once
@@ -277,9 +280,11 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=measurements)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=256, help="of throughput's model")
+    parser.add_argument("--cuda", action="store_true", help="compute on GPUs, but for python")
     options = parser.parse_args()
     torch.set_num_threads(1)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    options.device = torch.device("cuda", smp.local_rank()) if options.cuda else torch.device("cpu")
     for name in options.names:
         row = measurements[name](options)
         if smp.rank() == 0:

@@ -244,4 +244,40 @@ MUTATIONS = (
         "order",
         ("forwards_of_base_classes_can_be_called",),
     ),
+    # Parameters that are taken and do nothing.
+    Mutation(
+        "masks are the same in every microbatch",
+        "torch/random/keys.py",
+        'text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"',
+        'text = f"{self._seed}:{name}:{call}:{draw}"',
+        ("masks_of_dropout_differ_between_microbatches_steps_and_replicas",),
+    ),
+    Mutation(
+        "any number of microbatches is in flight",
+        "torch/stepping/preparing.py",
+        "config.pipeline, config.active_microbatches)",
+        "config.pipeline, 100)",
+        ("no_more_microbatches_are_in_flight_than_are_allowed",),
+    ),
+    Mutation(
+        "partitions never weigh memory",
+        "torch/stepping/placing.py",
+        "        config.memory_weight,\n",
+        "        0.0,\n",
+        ("a_partition_by_memory_divides_the_parameters",),
+    ),
+    Mutation(
+        "checkpoints keep everything",
+        "torch/activations/checkpointing.py",
+        "return checkpoint(self.forward, *args, preserve_rng_state=self.preserve_rng_state, **",
+        "return self.forward(*args, **",
+        ("checkpointed_modules_keep_no_activations",),
+    ),
+    Mutation(
+        "every norm is the second",
+        "torch/gradients/norm.py",
+        "runtime, order = self._runtime, float(norm_type)",
+        "runtime, order = self._runtime, 2.0",
+        ("the_norm_is_of_the_kind_that_is_asked_for",),
+    ),
 )

@@ -19,7 +19,13 @@ def _case(name: str, *of: str) -> registry.Case:
 @pytest.fixture
 def report() -> Report:
     specified = {name: rows.Row(name, ("torch",), "a document") for name in "abcd"}
-    cases = {"one": _case("one", "a", "b"), "two": _case("two", "b"), "three": _case("three", "c")}
+    for name in "ef":
+        specified[name] = rows.Row(name, ("torch",), "a document", without_effect="for a reason")
+    cases = {
+        "one": _case("one", "a", "b", "e"),
+        "two": _case("two", "b", "f"),
+        "three": _case("three", "c"),
+    }
     outcomes = {
         "one": Outcome(Status.PASSED),
         "two": Outcome(Status.FAILED, "<because>"),
@@ -29,13 +35,21 @@ def report() -> Report:
 
 
 def test_rows_stand_as_their_worst_case(report: Report) -> None:
-    assert [report.status_of(row).value for row in "abcd"] == [
-        "passed",
-        "failed",
-        "not yet built",
-        "no case",
-    ]
-    assert report.totals() == {"passed": 1, "failed": 1, "not yet built": 1, "no case": 1}
+    assert {row: report.status_of(row).value for row in report.rows} == {
+        "a": "passed",
+        "b": "failed",
+        "c": "not yet built",
+        "d": "no case",
+        "e": "accepted, without effect",
+        "f": "failed",
+    }
+    assert report.totals() == {
+        "passed": 1,
+        "accepted, without effect": 1,
+        "failed": 2,
+        "not yet built": 1,
+        "no case": 1,
+    }
 
 
 def test_every_form_has_every_row(report: Report, tmp_path: Path) -> None:

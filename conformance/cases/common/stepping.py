@@ -36,7 +36,7 @@ def the_decorator_has_three_forms(adapter: Adapter) -> None:
         np.testing.assert_allclose(adapter.array(output.concat()), adapter.reference(x), atol=1e-6)
 
 
-@case("smp.step", worlds=("pipeline",))
+@case("smp.step(non_split_inputs)", "smp.step", worlds=("pipeline",))
 def inputs_that_are_not_split_come_whole(adapter: Adapter) -> None:
     def body(model: Any, x: Any, scale: Any) -> Any:
         return model(x) * scale
@@ -49,7 +49,7 @@ def inputs_that_are_not_split_come_whole(adapter: Adapter) -> None:
     )
 
 
-@case("smp.step", worlds=("pipeline",))
+@case("smp.step(input_split_axes)", "smp.step", worlds=("pipeline",))
 def an_input_can_be_split_along_another_axis(adapter: Adapter) -> None:
     def body(model: Any, x: Any, across: Any) -> Any:
         assert tuple(across.shape) == (2, 2)
@@ -289,7 +289,12 @@ def merge_is_concat(adapter: Adapter) -> None:
     np.testing.assert_allclose(adapter.array(output.merge()), np.concatenate(expected), atol=1e-6)
 
 
-@case("StepOutput.accumulate", worlds=("pipeline",), frameworks=("tensorflow",))
+@case(
+    "StepOutput.accumulate(method)",
+    "StepOutput.accumulate",
+    worlds=("pipeline",),
+    frameworks=("tensorflow",),
+)
 def accumulate_is_the_mean_in_three_ways(adapter: Adapter) -> None:
     output, expected = _outputs(adapter)
     for method in ("variable", "add_n", "accumulate_n"):

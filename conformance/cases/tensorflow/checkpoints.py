@@ -91,7 +91,12 @@ def training_goes_on_from_a_checkpoint(adapter: Any) -> None:
         np.testing.assert_allclose(training.go(3), after, rtol=1e-6)
 
 
-@tensorflow_case("smp.CheckpointManager.save", "smp.CheckpointManager", worlds=_SOME)
+@tensorflow_case(
+    "smp.CheckpointManager(directory)",
+    "smp.CheckpointManager.save",
+    "smp.CheckpointManager",
+    worlds=_SOME,
+)
 def a_checkpoint_is_on_disk_when_save_returns(adapter: Any) -> None:
     """With the manager's state as text, and files of the given name."""
     for options, prefix in (({}, "ckpt"), ({"checkpoint_name": "mine"}, "mine")):
@@ -114,7 +119,10 @@ def _numbers(folder: Path) -> set[str]:
 
 
 @tensorflow_case(
-    "smp.CheckpointManager", "smp.CheckpointManager.save", worlds=("alone", "pipeline")
+    "smp.CheckpointManager(max_to_keep)",
+    "smp.CheckpointManager",
+    "smp.CheckpointManager.save",
+    worlds=("alone", "pipeline"),
 )
 def old_checkpoints_go_and_the_newest_is_restored(adapter: Any) -> None:
     for keep, left in ((2, 2), (None, 4)):

@@ -122,7 +122,12 @@ def variables_are_not_copied_for_microbatches(adapter: Any) -> None:
     np.testing.assert_allclose(total, adapter.batch(8).sum(), rtol=1e-4)
 
 
-@tensorflow_case("smp.DistributedModel.call", "common.model_output_everywhere", worlds=_SOME)
+@tensorflow_case(
+    "smp.DistributedModel.call(training)",
+    "smp.DistributedModel.call",
+    "common.model_output_everywhere",
+    worlds=_SOME,
+)
 def call_is_given_its_arguments(adapter: Any) -> None:
     smp, tf = adapter.smp, adapter.tf
 

@@ -43,7 +43,7 @@ def _serves(adapter: Any, model: Any, folder: Path) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@tensorflow_case(_ROW, worlds=("alone", "both"))
+@tensorflow_case("smp.DistributedModel.save_model(save_path)", _ROW, worlds=("alone", "both"))
 def a_saved_model_is_whole_and_has_the_newest_weights(adapter: Any) -> None:
     with shared_folder(adapter) as folder:
         training = Training(adapter)
@@ -53,7 +53,7 @@ def a_saved_model_is_whole_and_has_the_newest_weights(adapter: Any) -> None:
         _serves(adapter, training.model, folder / "model")
 
 
-@tensorflow_case(_ROW, worlds=("pipeline",))
+@tensorflow_case("smp.DistributedModel.save_model(save_path)", _ROW, worlds=("pipeline",))
 def the_folder_is_that_of_the_platform(adapter: Any) -> None:
     with shared_folder(adapter) as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SM_MODEL_DIR", str(folder / "collected"))

@@ -193,7 +193,7 @@ def means_of_uneven_microbatches_are_those_of_the_batch(adapter: Any) -> None:
             np.testing.assert_allclose(gradient, wanted[place], atol=1e-6)
 
 
-@tensorflow_case("StepOutput.accumulate", worlds=("pipeline",))
+@tensorflow_case("StepOutput.accumulate(var)", "StepOutput.accumulate", worlds=("pipeline",))
 def accumulate_takes_a_variable_of_the_caller(adapter: Any) -> None:
     tf, model, x = adapter.tf, adapter.model(), adapter.batch(8)
 

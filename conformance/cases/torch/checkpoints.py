@@ -20,7 +20,14 @@ def shared_folder(adapter: Any) -> str:
     return found
 
 
-@torch_case("smp.save", "smp.load", "compat.save_and_load_names", worlds=("pipeline",))
+@torch_case(
+    "smp.load(partial)",
+    "smp.save(partial)",
+    "smp.save",
+    "smp.load",
+    "compat.save_and_load_names",
+    worlds=("pipeline",),
+)
 def partial_files_are_named_by_rank(adapter: Any) -> None:
     smp = adapter.smp
     path = f"{shared_folder(adapter)}/part.pt"
@@ -31,7 +38,9 @@ def partial_files_are_named_by_rank(adapter: Any) -> None:
     assert smp.load(path, partial=True, back_compat=True) == {"rank": smp.rank()}
 
 
-@torch_case("smp.save", "smp.load", worlds=("alone", "pipeline"))
+@torch_case(
+    "smp.load(partial)", "smp.save(partial)", "smp.save", "smp.load", worlds=("alone", "pipeline")
+)
 def one_file_is_for_everyone(adapter: Any) -> None:
     import torch
 
@@ -59,6 +68,9 @@ def three_ranks_in_a_name_on_request(adapter: Any) -> None:
 
 
 @torch_case(
+    "smp.resume_from_checkpoint(partial)",
+    "smp.save_checkpoint(user_content)",
+    "smp.save_checkpoint(partial)",
     "smp.save_checkpoint",
     "smp.resume_from_checkpoint",
     "torch.in_use.smp_save_checkpoint_callers",
@@ -87,7 +99,13 @@ def training_resumes_from_a_partial_checkpoint(adapter: Any) -> None:
         assert torch.equal(parameter.detach(), wanted[name]), name
 
 
-@torch_case("smp.save_checkpoint", "smp.resume_from_checkpoint", worlds=("alone", "pipeline"))
+@torch_case(
+    "smp.resume_from_checkpoint(partial)",
+    "smp.save_checkpoint(partial)",
+    "smp.save_checkpoint",
+    "smp.resume_from_checkpoint",
+    worlds=("alone", "pipeline"),
+)
 def a_full_checkpoint_is_one_plain_file(adapter: Any) -> None:
     import torch
 
@@ -112,7 +130,9 @@ def a_full_checkpoint_is_one_plain_file(adapter: Any) -> None:
         torch.testing.assert_close(parameter.detach().cpu(), state[name].cpu())
 
 
-@torch_case("smp.save_checkpoint", worlds=("pipeline",))
+@torch_case(
+    "smp.save_checkpoint(num_kept_partial_checkpoints)", "smp.save_checkpoint", worlds=("pipeline",)
+)
 def old_partial_checkpoints_are_removed(adapter: Any) -> None:
     smp, folder = adapter.smp, shared_folder(adapter)
     model, optimizer = after_steps(adapter, 1)

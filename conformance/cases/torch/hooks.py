@@ -100,7 +100,11 @@ def a_hook_reduces_in_place_of_the_library(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name] / 2)
 
 
-@torch_case("smp.DistributedModel.register_comm_hook", worlds=("pipeline",))
+@torch_case(
+    "smp.DistributedModel(overlapping_allreduce)",
+    "smp.DistributedModel.register_comm_hook",
+    worlds=("pipeline",),
+)
 def a_hook_needs_ddp(adapter: Any) -> None:
     with pytest.raises(RuntimeError, match="ddp"):
         adapter.model().register_comm_hook(None, lambda state, bucket: None)

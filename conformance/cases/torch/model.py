@@ -56,7 +56,12 @@ def gradients_are_those_of_the_global_batch(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name])
 
 
-@torch_case("smp.DistributedModel", "torch.gradients", worlds=("alone", "pipeline"))
+@torch_case(
+    "smp.DistributedModel(average_grads_across_microbatches)",
+    "smp.DistributedModel",
+    "torch.gradients",
+    worlds=("alone", "pipeline"),
+)
 def gradients_are_summed_over_microbatches_on_request(adapter: Any) -> None:
     import torch
 
@@ -67,7 +72,9 @@ def gradients_are_summed_over_microbatches_on_request(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, 4 * wanted[name])
 
 
-@torch_case("smp.DistributedModel", worlds=("replicas",))
+@torch_case(
+    "smp.DistributedModel(backward_passes_per_step)", "smp.DistributedModel", worlds=("replicas",)
+)
 def gradients_of_several_passes_are_summed_before_reduction(adapter: Any) -> None:
     import torch
 
@@ -79,7 +86,11 @@ def gradients_of_several_passes_are_summed_before_reduction(adapter: Any) -> Non
         torch.testing.assert_close(parameter.grad, 2 * wanted[name])
 
 
-@torch_case("smp.DistributedModel", worlds=("replicas", "both"))
+@torch_case(
+    "smp.DistributedModel(overlapping_allreduce)",
+    "smp.DistributedModel",
+    worlds=("replicas", "both"),
+)
 def gradients_are_the_same_however_they_are_reduced(adapter: Any) -> None:
     import torch
 
@@ -109,7 +120,7 @@ def replicas_start_with_the_weights_of_the_first(adapter: Any) -> None:
         torch.testing.assert_close(parameter.detach().cpu(), plain[name].detach())
 
 
-@torch_case("smp.DistributedModel", worlds=("replicas",))
+@torch_case("smp.DistributedModel(broadcast_buffers)", "smp.DistributedModel", worlds=("replicas",))
 def buffers_come_from_the_first_replica_in_each_step(adapter: Any) -> None:
     model, _ = trained(adapter)
     (buffer,) = model.local_buffers()
@@ -118,7 +129,12 @@ def buffers_come_from_the_first_replica_in_each_step(adapter: Any) -> None:
     assert not buffer.any()
 
 
-@torch_case("smp.DistributedModel", "config.C19", worlds=("alone",))
+@torch_case(
+    "smp.DistributedModel(trace_execution_times)",
+    "smp.DistributedModel",
+    "config.C19",
+    worlds=("alone",),
+)
 def options_that_exclude_each_other_are_refused(adapter: Any) -> None:
     make = adapter.smp.DistributedModel
     with pytest.raises(ValueError, match=r"trace_execution_times.*trace_device"):
@@ -165,7 +181,11 @@ def a_whole_model_is_called_anywhere(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name])
 
 
-@torch_case("smp.DistributedModel.backward", worlds=("pipeline",))
+@torch_case(
+    "smp.DistributedModel.backward(grad_tensors)",
+    "smp.DistributedModel.backward",
+    worlds=("pipeline",),
+)
 def backward_takes_gradients_of_its_tensors(adapter: Any) -> None:
     import torch
 

@@ -63,7 +63,12 @@ def a_local_state_is_marked_as_partial(adapter: Any) -> None:
     assert set(state) == names
 
 
-@torch_case("smp.DistributedModel.state_dict", "compat.state_dict_keywords", worlds=SPLIT)
+@torch_case(
+    "smp.DistributedModel.state_dict(gather_to_rank0)",
+    "smp.DistributedModel.state_dict",
+    "compat.state_dict_keywords",
+    worlds=SPLIT,
+)
 def the_whole_state_is_that_of_the_plain_model(adapter: Any) -> None:
     import torch
 
@@ -93,7 +98,12 @@ def a_whole_state_is_loaded_before_or_after_the_partition(adapter: Any) -> None:
             torch.testing.assert_close(parameter.detach().cpu(), state[name])
 
 
-@torch_case("smp.DistributedModel.load_state_dict", "compat.state_dict_keywords", worlds=SPLIT)
+@torch_case(
+    "smp.DistributedModel.load_state_dict(same_partition_load)",
+    "smp.DistributedModel.load_state_dict",
+    "compat.state_dict_keywords",
+    worlds=SPLIT,
+)
 def partial_states_are_merged(adapter: Any) -> None:
     import torch
 
@@ -110,7 +120,11 @@ def partial_states_are_merged(adapter: Any) -> None:
             torch.testing.assert_close(parameter.detach().cpu(), plain[name] + 1)
 
 
-@torch_case("smp.DistributedModel.load_state_dict", worlds=("alone", "pipeline"))
+@torch_case(
+    "smp.DistributedModel.load_state_dict(strict)",
+    "smp.DistributedModel.load_state_dict",
+    worlds=("alone", "pipeline"),
+)
 def keys_that_do_not_fit_are_torch_s_errors(adapter: Any) -> None:
     model, _ = trained(adapter)
     state = dict(adapter.net().state_dict())

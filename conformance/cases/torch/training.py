@@ -192,6 +192,7 @@ def all_ranks_skip_the_same_updates(adapter: Any) -> None:
 
 
 @torch_case(
+    "smp.set_activation_checkpointing(pack_args_as_tuple)",
     "smp.set_activation_checkpointing",
     "compat.set_activation_checkpointing_forms",
     worlds=("alone", "pipeline"),
@@ -255,7 +256,11 @@ def forwards_can_ask_for_checkpoints(adapter: Any) -> None:
 # Parameters that get their values late
 
 
-@torch_case("smp.delay_param_initialization", worlds=("pipeline",))
+@torch_case(
+    "smp.delay_param_initialization(enabled)",
+    "smp.delay_param_initialization",
+    worlds=("pipeline",),
+)
 def parameters_can_wait_for_their_partition(adapter: Any) -> None:
     import torch
 

@@ -93,13 +93,15 @@ def end_badly_later() -> Callable[[], None]:
 
 def is_gone(process: int, within_seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + within_seconds
-    while Path(f"/proc/{process}").exists():
-        if "Z" in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]:
+    while time.monotonic() < deadline:
+        try:
+            words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        if time.monotonic() > deadline:
-            return False
+        if words[0] == "Z":
+            return True
         time.sleep(0.05)
-    return True
+    return False
 
 
 @pytest.mark.parametrize("launcher", ["smprun", "mpirun", "fork"])

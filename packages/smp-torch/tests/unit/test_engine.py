@@ -423,8 +423,7 @@ def test_new_tensors_name_the_default_device(given: dict[str, str]) -> None:
         return x
 
     step, body = recorded(HALVES, between)
-    with step.mode:
-        x = torch.empty(2, WIDTH)
+    x = torch.empty(2, WIDTH)
     with torch.device("meta"):
         way = step.way(body, x)
     nodes = [each for each in way.graph.nodes if each.target is torch.arange]

@@ -354,8 +354,10 @@ class Executor:
 
     def _send(self, step: _StepState, position: int) -> None:
         sends = self._itinerary.sends[position]
-        if sends:
-            step.outgoing = [transfer for transfer in step.outgoing if not transfer.is_done]
+        outgoing = step.outgoing
+        # They end about in the order in which they began: asking the first ones is enough.
+        while outgoing and outgoing[0].is_done:
+            outgoing.popleft()
         for message in sends:
             m = message.microbatch
             if message.kind is Kind.FORWARD:
@@ -363,7 +365,7 @@ class Executor:
             else:
                 tensor = step.gradients[m].pop(message.value)
             wire = self._values[m][message.value].wire(tensor)
-            step.outgoing.append(self._links.send(wire, message.target))
+            outgoing.append(self._links.send(wire, message.target))
         for value, microbatch in self._itinerary.releases[position]:
             step.activations[microbatch].pop(value, None)
         for microbatch in self._itinerary.last_forwards[position]:
@@ -390,7 +392,7 @@ class _StepState:
         self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.incoming: dict[Message, Transfer] = {}
-        self.outgoing: list[Transfer] = []
+        self.outgoing: collections.deque[Transfer] = collections.deque()
 
 
 def _accumulate(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:

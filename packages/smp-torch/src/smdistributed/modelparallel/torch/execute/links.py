@@ -52,7 +52,8 @@ class Links:
         self._device = device
         self._timeout = timeout
         self._peers = peers
-        self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
+        #: On GPUs, by (source, target): the communicator, and the other one's rank in it.
+        self._directions: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         # torch numbers the members of a group in ascending order.
         self._rank_of = [sorted(members).index(member) for member in members]
 
@@ -87,7 +88,9 @@ class Links:
                 with self._peers.blaming(pair, "connecting"):
                     group = dist.new_group(list(pair), timeout=self._timeout, backend="nccl")
                     if members == self._members:
-                        self._directions[source, target] = group
+                        other = target if source == self._pp_rank else source
+                        rank = int(members[other] == max(pair))
+                        self._directions[source, target] = group, rank
                         self._greet(group, pair)
 
     def _greet(self, group: dist.ProcessGroup, pair: tuple[int, int]) -> None:
@@ -133,10 +136,9 @@ class Links:
         Tensors on the host go by the common one. The group is used itself: ``torch.distributed``'s
         functions look up and check, at each of the many transfers, what does not change.
         """
-        group = self._directions.get(direction) if tensor.is_cuda else None
-        if group is None:
-            return self._group, self._rank_of[peer]
-        return group, int(self._members[peer] == max(self._members[one] for one in direction))
+        if tensor.is_cuda and (way := self._directions.get(direction)):
+            return way
+        return self._group, self._rank_of[peer]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Gives every rank of the pipeline the tensor of one pp_rank. Collective: PP_GROUP.

@@ -60,6 +60,8 @@ class Value:
     """
 
     __slots__ = (
+        "_is_in_order",
+        "_wire_shape",
         "device",
         "dtype",
         "index",
@@ -88,27 +90,22 @@ class Value:
         self.is_changed = False
         strides = tensor.stride()
         self.order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        self._is_in_order = self.order == tuple(range(len(self.order)))
+        self._wire_shape = [self.shape[dim] for dim in self.order]
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of this value as it travels: contiguous, dims in the order of memory."""
-        if self._is_in_order:
-            return tensor.contiguous()
-        return tensor.permute(self.order).contiguous()
+        """Returns a tensor of this value as it travels: dims in the order of memory."""
+        return tensor if self._is_in_order else tensor.permute(self.order)
 
     def wire_buffer(self, device: torch.device) -> torch.Tensor:
         """Returns a buffer for what ``wire`` sends."""
-        shape = [self.shape[dim] for dim in self.order]
-        return torch.empty(shape, dtype=self.dtype, device=device)
+        return torch.empty(self._wire_shape, dtype=self.dtype, device=device)
 
     def from_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that ``wire`` made ``tensor`` of, in the same memory format."""
         if self._is_in_order:
             return tensor
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
-
-    @property
-    def _is_in_order(self) -> bool:
-        return self.order == tuple(range(len(self.order)))
 
     def __repr__(self) -> str:
         return f"v{self.index}"

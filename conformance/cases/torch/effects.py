@@ -1,0 +1,456 @@
+"""PyTorch: what parameters do, seen from outside: order of work, place, memory, numbers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from conformance.adapters.base import WIDTH
+from conformance.cases.torch.checkpoints import shared_folder
+from conformance.cases.torch.model import SPLIT, mean_square, trained, wanted_gradients
+from conformance.cases.torch.training import after_steps, optimizer_of
+from conformance.registry import torch_case
+
+MICROBATCHES = 4
+
+
+# The order of work
+
+
+def most_in_flight(adapter: Any) -> int:
+    """Returns how many microbatches have at most been forward and not yet backward on rank 0."""
+    model = adapter.model()
+    for index, layer in enumerate(model.get_module().layers):
+        adapter.smp.set_partition(layer, index // 2)
+    step = adapter.smp.step(mean_square)
+    step(model, adapter.tensor(adapter.batch(8)))
+    now = most = 0
+    for each in step.timeline().ranks[0]:
+        now += 1 if each.action.kind.name == "FORWARD" else -1
+        most = max(most, now)
+    return most
+
+
+@torch_case("config.active_microbatches", worlds=("one_active", "two_active"))
+def no_more_microbatches_are_in_flight_than_are_allowed(adapter: Any) -> None:
+    allowed = adapter.smp.state.cfg.active_microbatches
+    assert most_in_flight(adapter) == allowed
+
+
+@torch_case("config.pipeline", "config.active_microbatches", worlds=("manual",))
+def a_simple_schedule_has_all_microbatches_in_flight(adapter: Any) -> None:
+    assert most_in_flight(adapter) == MICROBATCHES
+
+
+# The partition
+
+
+def uneven_net() -> Any:
+    """Returns a model with its parameters at the front, and its work at the end.
+
+    Two tables of parameters that cost no work, and two works without parameters.
+    """
+    import torch
+    from torch import nn
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.zeros(5000, WIDTH))
+
+        def forward(self, x: Any) -> Any:
+            return x + self.rows[0]
+
+    class Work(nn.Module):
+        def forward(self, x: Any) -> Any:
+            wide = x.repeat(1, 20)
+            for _ in range(20):
+                wide = (wide @ wide.T) @ wide / 1e3
+            return wide[:, :WIDTH]
+
+    return nn.Sequential(Table(), Table(), Work(), Work())
+
+
+def shares(adapter: Any) -> tuple[list[int], list[int]]:
+    """Returns the ranks of the tables, and those of the works."""
+    model, _ = trained(adapter, adapter.smp.DistributedModel(uneven_net()))
+    own = {name for name, _ in model.local_named_modules()}
+    found = adapter.smp.allgather(own, adapter.smp.PP_GROUP)
+    places = [[rank for rank, names in enumerate(found) if str(i) in names] for i in range(4)]
+    ranks = [rank for (rank,) in places]
+    return ranks[:2], ranks[2:]
+
+
+@torch_case("config.memory_weight", "torch.partition_tree", worlds=("by_memory",))
+def a_partition_by_memory_divides_the_parameters(adapter: Any) -> None:
+    tables, _ = shares(adapter)
+    assert sorted(tables) == [0, 1]
+
+
+@torch_case("config.memory_weight", "torch.partition_tree", worlds=("by_work",))
+def a_partition_by_work_divides_the_work(adapter: Any) -> None:
+    tables, works = shares(adapter)
+    assert tables[0] == tables[1]
+    assert sorted(works) == [0, 1]
+
+
+# What is kept
+
+
+def watched_net() -> Any:
+    """Returns two modules, each with a layer that it looks at when that has run."""
+    import torch
+    from torch import nn
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 4 * WIDTH)
+            self.outer = nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            between = torch.tanh(self.inner(x))
+            self.between = weakref.ref(between)
+            return self.outer(between)
+
+    class Watch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = Wide()
+            self.kept: list[bool] = []
+
+        def forward(self, x: Any) -> Any:
+            x = self.wide(x)
+            self.kept.append(self.wide.between() is not None)
+            return x
+
+    return nn.Sequential(Watch(), Watch())
+
+
+def kept(adapter: Any, *, is_checkpointed: bool) -> list[bool]:
+    """Returns, for each microbatch of this rank, whether what a layer computes was kept."""
+    net = watched_net()
+    model = adapter.smp.DistributedModel(net)
+    for index, module in enumerate(net):
+        adapter.smp.set_partition(module, index if adapter.smp.pp_size() > 1 else 0)
+        if is_checkpointed:
+            adapter.smp.set_activation_checkpointing(module.wide)
+    trained(adapter, model)
+    before = [len(module.kept) for module in net]
+    trained(adapter, model)
+    return [each for module, count in zip(net, before, strict=True) for each in module.kept[count:]]
+
+
+@torch_case(
+    "smp.set_activation_checkpointing",
+    "compat.set_activation_checkpointing_forms",
+    worlds=("alone", "pipeline"),
+)
+def checkpointed_modules_keep_no_activations(adapter: Any) -> None:
+    each = MICROBATCHES * (2 if adapter.smp.pp_size() == 1 else 1)
+    assert kept(adapter, is_checkpointed=False) == [True] * each
+    assert kept(adapter, is_checkpointed=True) == [False] * each
+
+
+# Random numbers
+
+
+def masks(adapter: Any, model: Any) -> Any:
+    """Returns the masks of one step, [microbatch, rows, WIDTH]."""
+    import torch
+
+    step = adapter.smp.step(lambda model, x: model(x))
+    output = step(model, torch.ones(8, WIDTH, device=adapter.device))
+    return output.stack().cpu()
+
+
+@torch_case("torch.script_rules", worlds=("alone", "replicas", *SPLIT))
+def masks_of_dropout_differ_between_microbatches_steps_and_replicas(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(11 + adapter.smp.dp_rank())
+    model = adapter.smp.DistributedModel(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
+    first, second = masks(adapter, model), masks(adapter, model)
+    found = adapter.smp.allgather([*first, *second], adapter.smp.DP_GROUP)
+    drawn = [mask for replica in found for mask in replica]
+    assert len(drawn) == 2 * MICROBATCHES * adapter.smp.dp_size()
+    assert len({tuple(each.flatten().tolist()) for each in drawn}) == len(drawn)
+    assert all(set(each.flatten().tolist()) <= {0.0, 4.0} for each in drawn)
+
+
+@torch_case("torch.script_rules", worlds=("alone", *SPLIT))
+def one_seed_gives_one_run(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append(masks(adapter, adapter.smp.DistributedModel(nn.Sequential(nn.Dropout(0.5)))))
+    assert torch.equal(*found)
+
+
+# Gradients
+
+
+@torch_case("torch.global_norm", worlds=("alone", *SPLIT))
+def the_norm_is_of_the_kind_that_is_asked_for(adapter: Any) -> None:
+    import torch
+
+    wanted, _ = wanted_gradients(adapter)
+    flat = torch.cat([each.flatten() for each in wanted.values()])
+    for kind in (1.0, 2.0, 3.0, float("inf")):
+        norm = flat.norm(kind)
+        for clip in (torch.nn.utils.clip_grad_norm_, adapter.smp.clip_grad_norm_):
+            model, _ = trained(adapter)
+            got = clip(model.parameters(), 0.01, norm_type=kind)
+            torch.testing.assert_close(got.cpu(), norm.cpu())
+            for name, parameter in model.local_named_parameters():
+                torch.testing.assert_close(parameter.grad, wanted[name] * (0.01 / (norm + 1e-6)))
+
+
+@torch_case("torch.global_norm", worlds=("alone", *SPLIT))
+def norms_below_the_bound_change_nothing(adapter: Any) -> None:
+    import torch
+
+    wanted, _ = wanted_gradients(adapter)
+    model, _ = trained(adapter)
+    adapter.smp.clip_grad_norm_(model.parameters(), 1e3)
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name])
+
+
+@torch_case("config.ddp_dist_backend", worlds=("replicas",))
+def gradients_travel_by_the_backend_of_the_configuration(adapter: Any) -> None:
+    import torch
+
+    group = adapter.smp.get_dp_process_group()
+    wanted = "nccl" if adapter.device.type == "cuda" else "gloo"
+    assert torch.distributed.get_backend(group) == wanted
+
+
+# What a result keeps
+
+
+@torch_case("smp.step(detach_outputs)", "smp.step", worlds=("alone", "pipeline"))
+def outputs_are_detached_unless_asked_otherwise(adapter: Any) -> None:
+    model = adapter.model()
+    x = adapter.tensor(adapter.batch(8))
+    assert not adapter.smp.step(lambda model, x: model(x))(model, x).outputs[0].requires_grad
+    if adapter.smp.pp_size() == 1:
+        attached = adapter.smp.step(detach_outputs=False)(lambda model, x: model(x))
+        assert attached(model, x).outputs[0].requires_grad
+    else:
+        with pytest.raises(Exception, match="detach_outputs"):
+            adapter.smp.step(detach_outputs=False)(lambda model, x: model(x))(model, x)
+
+
+@torch_case("smp.set_activation_checkpointing(strategy)", worlds=("alone",))
+def strategies_choose_what_is_kept(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    class Layer(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            y = torch.tanh(super().forward(x))
+            self.result = weakref.ref(y)
+            return y
+
+    class Watch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(4)))
+
+        def forward(self, x: Any) -> Any:
+            x = self.layers(x)
+            self.kept = [layer.result() is not None for layer in self.layers[:3]]
+            return x
+
+    for strategy, wanted in (
+        (None, [True, True, True]),
+        ("each", [True, True, True]),
+        ("group_2", [False, True, False]),
+        ("contiguous", [False, False, False]),
+    ):
+        model = adapter.smp.DistributedModel(net := Watch())
+        if strategy:
+            adapter.smp.set_activation_checkpointing(net.layers, strategy=strategy)
+        trained(adapter, model)
+        assert net.kept == wanted, strategy
+
+
+@torch_case("smp.set_activation_checkpointing(preserve_rng_state)", worlds=("alone", "pipeline"))
+def masks_are_computed_again_if_they_are_preserved(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.masks: list[Any] = []
+
+        def forward(self, x: Any) -> Any:
+            mask = nn.functional.dropout(torch.ones_like(x), 0.5)
+            self.masks.append(mask)
+            return x * mask * self.scale
+
+    for preserves in (True, False):
+        net = nn.Sequential(Dropped(), Dropped())
+        model = adapter.smp.DistributedModel(net)
+        for index, module in enumerate(net):
+            adapter.smp.set_partition(module, index % adapter.smp.pp_size())
+            adapter.smp.set_activation_checkpointing(module, preserve_rng_state=preserves)
+        for _ in range(2):
+            for module in net:
+                module.masks.clear()
+            trained(adapter, model)
+        for module in net:
+            drawn = [tuple(mask.flatten().tolist()) for mask in module.masks]
+            assert len(drawn) in (0, 2 * MICROBATCHES)
+            assert len(set(drawn)) == len(drawn) / (2 if preserves else 1)
+
+
+@torch_case(
+    "smp.DistributedModel(trace_memory_usage)",
+    "smp.DistributedModel(trace_execution_times)",
+    "smp.DistributedModel(trace_device)",
+    worlds=("pipeline",),
+)
+def options_of_the_trace_change_nothing(adapter: Any) -> None:
+    import torch
+
+    wanted, _ = wanted_gradients(adapter)
+    for options in ({"trace_execution_times": True}, {"trace_device": "cpu"}):
+        options["trace_memory_usage"] = True
+        model, _ = trained(adapter, adapter.smp.DistributedModel(adapter.net(), **options))
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name])
+
+
+@torch_case("config.skip_tracing", worlds=("untraced",))
+def without_a_trace_parameters_alone_are_divided(adapter: Any) -> None:
+    tables, _ = shares(adapter)
+    assert sorted(tables) == [0, 1]
+
+
+# Replicas
+
+
+@torch_case("smp.DistributedModel(bucket_cap_mb)", worlds=("replicas", "both"))
+def buckets_are_as_large_as_is_asked_for(adapter: Any) -> None:
+    import torch
+
+    def buckets(**options: Any) -> list[int]:
+        sizes: list[int] = []
+
+        def hook(state: Any, bucket: Any) -> Any:
+            sizes.append(bucket.buffer().nbytes)
+            future: Any = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model = adapter.smp.DistributedModel(adapter.net(), **options)
+        model.register_comm_hook(None, hook)
+        for _ in range(2):
+            sizes.clear()
+            trained(adapter, model)
+        return sizes
+
+    assert len(buckets()) == 1
+    limit = 100
+    several = buckets(bucket_cap_mb=limit / 2**20)
+    assert len(several) > 1
+    # A bucket closes with the gradient that fills it.
+    assert max(several) <= limit + WIDTH * WIDTH * 4
+
+
+@torch_case("smp.DistributedModel(broadcast_buffers)", worlds=("replicas",))
+def buffers_stay_those_of_each_replica_on_request(adapter: Any) -> None:
+    model = adapter.smp.DistributedModel(adapter.net(), broadcast_buffers=False)
+    trained(adapter, model)
+    (buffer,) = model.local_buffers()
+    buffer.fill_(float(adapter.smp.rdp_rank()))
+    trained(adapter, model)
+    assert (buffer == adapter.smp.rdp_rank()).all()
+
+
+@torch_case("smp.DistributedModel(gradient_as_bucket_view)", worlds=("replicas",))
+def gradients_lie_in_their_bucket_on_request(adapter: Any) -> None:
+    for is_view in (False, True):
+        model = adapter.smp.DistributedModel(adapter.net(), gradient_as_bucket_view=is_view)
+        for _ in range(2):
+            trained(adapter, model)
+        places = {each.grad.untyped_storage().data_ptr() for each in model.local_parameters()}
+        assert (len(places) == 1) == is_view
+
+
+# Checkpoints
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Returns this rank's weights, as numbers."""
+    return {name: each.tolist() for name, each in model.local_named_parameters()}
+
+
+@torch_case("smp.resume_from_checkpoint(tag)", worlds=("alone", "pipeline"))
+def a_tag_chooses_a_checkpoint(adapter: Any) -> None:
+    folder = shared_folder(adapter)
+    model, optimizer = after_steps(adapter, 1)
+    seen = {}
+    for tag in ("one", "two"):
+        seen[tag] = weights_of(model)
+        adapter.smp.save_checkpoint(folder, tag, model=model, optimizer=optimizer)
+        after_steps(adapter, 1, model, optimizer)
+    for tag, wanted in (("one", "one"), ("two", "two"), (None, "two")):
+        del model, optimizer
+        gc.collect()
+        optimizer = optimizer_of(adapter, model := adapter.model())
+        adapter.smp.resume_from_checkpoint(folder, tag=tag)
+        trained(adapter, model)
+        assert weights_of(model) == seen[wanted], tag
+        assert optimizer.local_state_dict()["state"]
+
+
+@torch_case("smp.resume_from_checkpoint(strict)", worlds=("alone", "pipeline"))
+def a_model_with_more_parameters_resumes_on_request(adapter: Any) -> None:
+    from torch import nn
+
+    def grown() -> Any:
+        net = adapter.net()
+        net.layers[3].extra = nn.Parameter(adapter.tensor(adapter.batch(1)).cpu())
+        return adapter.smp.DistributedModel(net)
+
+    folder = shared_folder(adapter)
+    model, _ = after_steps(adapter, 1)
+    adapter.smp.save_checkpoint(folder, "it", partial=False, model=model)
+    saved = weights_of(model)
+    del model, _
+    gc.collect()
+    model = grown()
+    adapter.smp.resume_from_checkpoint(folder, tag="it", partial=False, strict=False)
+    trained(adapter, model)
+    found = adapter.smp.allgather(weights_of(model), adapter.smp.PP_GROUP)
+    kept = {name: value for each in found for name, value in each.items()}
+    wanted = adapter.smp.allgather(saved, adapter.smp.PP_GROUP)
+    assert {name: value for each in wanted for name, value in each.items()}.items() <= kept.items()
+
+
+@torch_case("smp.resume_from_checkpoint(load_optimizer)", worlds=("alone", "pipeline"))
+def optimizers_are_left_alone_on_request(adapter: Any) -> None:
+    folder = shared_folder(adapter)
+    model, optimizer = after_steps(adapter, 2)
+    adapter.smp.save_checkpoint(folder, "it", model=model, optimizer=optimizer)
+    for is_loaded in (True, False):
+        del model, optimizer
+        gc.collect()
+        model = adapter.model()
+        optimizer = optimizer_of(adapter, model)
+        adapter.smp.resume_from_checkpoint(folder, tag="it", load_optimizer=is_loaded)
+        after_steps(adapter, 1, model, optimizer)
+        steps = {float(each["step"]) for each in optimizer.local_state_dict()["state"].values()}
+        assert steps == {3.0 if is_loaded else 1.0}
