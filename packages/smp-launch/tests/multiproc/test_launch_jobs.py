@@ -26,6 +26,7 @@ from smdistributed.modelparallel.launch.exceptions import (
     StorageError,
     UnexpectedStatusException,
 )
+from smdistributed.modelparallel.launch.job import literal_paths
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.pytorch import PyTorch
 from smdistributed.modelparallel.launch.session import Session
@@ -463,3 +464,37 @@ time.sleep(100)
     )
     with pytest.raises(UnexpectedStatusException, match="algo-2-ps: ValueError: planted"):
         estimator.fit(logs=False)
+
+
+LITERAL = """
+import pathlib, time
+place = pathlib.Path("/opt/ml/model")
+name = pathlib.Path("/opt/ml/request.json").read_text().partition('"TrainingJobName": "')[2][:5]
+(place / name).touch()
+while not pathlib.Path("/opt/ml/input/go-on").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(not literal_paths.can_be_shown(), reason="needs root, and mount namespaces")
+def test_literal_paths_are_the_folder_of_each_job(session: Session) -> None:
+    estimator = make(session, LITERAL)
+    for name in ("job-1", "job-2"):
+        estimator.fit(wait=False, job_name=name)
+    folders = [session.job(name) for name in ("job-1", "job-2")]
+    for folder in folders:
+        wait_until(lambda: list(folder.model.iterdir()), "no script")  # noqa: B023 - used here
+        (folder.path / "input/go-on").touch()
+    for folder in folders:
+        session.wait_for_job(folder.name)
+        assert [path.name for path in folder.model.iterdir()] == [folder.name]
+
+
+def test_without_root_the_log_says_what_does_not_work(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Nothing is found on this path, unshare among it; the supervisor is started by its full path.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    estimator = make(session, "print('done', __file__ or '/opt/ml')")
+    estimator.fit(logs=False)
+    assert "smp-launch: the script names /opt/ml, which is not there" in log_of(estimator)

@@ -11,5 +11,6 @@ checkpoints a folder that is kept in step with an address
 metrics     numbers in the log
 results     archives of what the script left
 supervisor  all of that in order; ``python -m`` it with a job's folder
+literal_paths  /opt/ml for scripts that have it in their text
 logs        shows the log while it grows
 """

@@ -6,6 +6,7 @@ It is the only process that writes the status, and holds the job's lock while it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,9 +20,9 @@ from pathlib import Path
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.launch.channels import file as file_channels
-from smdistributed.modelparallel.launch.job import code, contract, results
+from smdistributed.modelparallel.launch.job import code, contract, literal_paths, results
 from smdistributed.modelparallel.launch.job.checkpoints import Keeper
-from smdistributed.modelparallel.launch.job.commands import commands_of
+from smdistributed.modelparallel.launch.job.commands import Command, commands_of
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.metrics import Recorder
 from smdistributed.modelparallel.launch.job.running import Outcome, Run
@@ -112,6 +113,7 @@ class Supervisor:
         commands = commands_of(self._folder, self._request, grace, os.environ)
         for name in ("checkpoints", "output/intermediate"):
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
+        commands = self._with_literal_paths(commands)
         for command in commands:
             (self._folder.logs / f"{command.host}.log").touch()
         self._remark()
@@ -130,6 +132,19 @@ class Supervisor:
         if outcome.ending == "stopped" and self._is_taken_away:
             return Outcome("interrupted", 0, "The hosts were taken away; it starts again on others")
         return outcome
+
+    def _with_literal_paths(self, commands: list[Command]) -> list[Command]:
+        """Puts the folder where the text of the script looks for it, if that can be done."""
+        if not literal_paths.are_in(self._folder.code):
+            return commands
+        if slurm.is_inside(os.environ) or not literal_paths.can_be_shown():
+            self._say("the script names /opt/ml, which is not there: use the variables SM_*")
+            return commands
+        path = self._folder.path
+        return [
+            dataclasses.replace(command, words=literal_paths.shown(path, command.words))
+            for command in commands
+        ]
 
     def _restored(self) -> Keeper | None:
         """Brings back the checkpoints of an earlier job, if they are to be kept anywhere."""
