@@ -342,15 +342,24 @@ def tensorboard_is_a_command(adapter: Adapter) -> None:
             job.fit(run_tensorboard_locally=True, wait=False)
 
 
-@case("launch.estimators.script_mode", worlds=NEW, frameworks=("tensorflow",))
+@case("launch.estimators.script_mode", worlds=NEW)
 def script_mode_is_the_only_mode(adapter: Adapter) -> None:
+    TensorFlow(entry_point="train.py", script_mode=True, py_version="py3")
+    with pytest.raises(ConfigError, match="Legacy Mode"):
+        TensorFlow(entry_point="train.py", script_mode=False)
+    for name in ("checkpoint_path", "training_steps", "evaluation_steps", "requirements_file"):
+        with pytest.raises(UnsupportedError, match="Legacy Mode"):
+            TensorFlow(entry_point="train.py", **{name: "1"})
+
+
+@case("launch.what_the_script_sees.tuning", worlds=NEW)
+def variables_that_tune_are_passed_on(adapter: Adapter) -> None:
+    given = {"TF_DISABLE_MKL": "1", "TF_DISABLE_POOL_ALLOCATOR": "1"}
     with bench(adapter) as place:
-        place.make(script_mode=True, py_version="py3")
-        with pytest.raises(ConfigError, match="Legacy Mode"):
-            place.make(script_mode=False)
-        for name in ("checkpoint_path", "training_steps", "evaluation_steps", "requirements_file"):
-            with pytest.raises(UnsupportedError, match="Legacy Mode"):
-                place.make(**{name: "1"})
+        environ = place.seen(place.run(environment=given))["environ"]
+        assert {name: environ[name] for name in given} == given
+        # Its name in current TensorFlow.
+        assert environ["TF_ENABLE_ONEDNN_OPTS"] == "0"
 
 
 @case(

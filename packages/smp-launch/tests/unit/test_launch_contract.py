@@ -78,6 +78,10 @@ def test_the_users_environment_comes_last(folder: JobFolder) -> None:
     request = request_of({}, Environment={"SM_LOG_LEVEL": "10"})
     environ = contract.environment(folder, request, contract.here("algo-1", 1))
     assert environ["SM_LOG_LEVEL"] == "10"
+    assert "TF_ENABLE_ONEDNN_OPTS" not in environ
+    request = request_of({}, Environment={"TF_DISABLE_MKL": "1"})
+    environ = contract.environment(folder, request, contract.here("algo-1", 1))
+    assert environ["TF_ENABLE_ONEDNN_OPTS"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,9 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
     )
     fixed.update((f"SM_HP_{name.upper()}", value) for name, value in user.items())
     given = {key: folder.inside(text) for key, text in request.environment.items()}
+    if given.get("TF_DISABLE_MKL") == "1":
+        # What TensorFlow calls it today.
+        given.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     return {**{name: _as_text(value) for name, value in fixed.items()}, **given}
 
 
