@@ -80,17 +80,22 @@ def write_file(path: str | os.PathLike[str], writer: Writer) -> None:
 
 def write_and_flush(path: Path, writer: Writer) -> FileRecord:
     """Write a new file and flush it; its folder is not flushed."""
+    try:
+        return _write_and_flush(path, writer)
+    except Exception as error:
+        # A writer may stumble over what the system has refused, and tell of that alone; and the
+        # system does not say for which file.
+        cause = _refusal(error)
+        if cause is None or cause.filename is not None:
+            raise
+        raise type(cause)(cause.errno, cause.strerror, str(path)) from error
+
+
+def _write_and_flush(path: Path, writer: Writer) -> FileRecord:
     with open(path, "x+b") as stream:
-        try:
-            writer(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        except Exception as error:
-            # A writer may stumble over what the system has refused, and tell of that alone.
-            cause = _refusal(error)
-            if cause is None or cause.filename is not None:
-                raise
-            raise type(cause)(cause.errno, cause.strerror, str(path)) from error
+        writer(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
         # Read again, as a writer may seek back and change what it wrote.
         stream.seek(0)
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
