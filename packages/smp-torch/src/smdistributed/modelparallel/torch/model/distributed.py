@@ -419,7 +419,7 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
         """Moves the model to the host, complete: with the tensors of all ranks.
 
         Collective: every rank of the PP_GROUP. For evaluation or export through ``get_module()``:
-        what it gathers does not follow further training.
+        what it gathers goes again with the next call of a step function.
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
