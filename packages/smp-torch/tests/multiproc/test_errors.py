@@ -73,6 +73,21 @@ def case_branch_on_the_item_of_an_activation() -> None:
     expect(UnsupportedError, r"\.item\(\)", lambda: train(model))
 
 
+class Routed(nn.Linear):
+    """Cuts what it returns by numbers that it finds in it, as mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        sizes = [(x > 0).sum().item(), (x <= 0).sum().item()]
+        return torch.cat(x.view(-1).split(sizes)).view(x.shape)
+
+
+def case_sizes_of_an_activation_keep_a_module_whole() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    expected = net(torch.ones(4, WIDTH)).mean().detach()
+    torch.testing.assert_close(train(smp.DistributedModel(net)), expected, atol=1e-6, rtol=1e-5)
+
+
 def case_data_dependent_shape() -> None:
     model = smp.DistributedModel(Layers(lambda x: x[x[:, 0] > 0]))
     expect(UnsupportedError, "shape", lambda: train(model))

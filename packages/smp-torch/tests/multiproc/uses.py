@@ -792,10 +792,8 @@ USES = {
                     super().__init__()
                     self.inner = nn.Linear(4, 4)
                 def forward(self, x):
-                    counts = (x > 0).sum(0).tolist()
-                    twice = torch.cat([x.view(-1), x.view(-1)])
-                    parts = twice.split([*counts, twice.numel() - sum(counts)])
-                    return self.inner(torch.cat(parts)[: x.numel()].view(x.shape))
+                    counts = [(x > 0).sum().item(), (x <= 0).sum().item()]
+                    return self.inner(torch.cat(x.view(-1).split(counts)).view(x.shape))
         """,
         init="self.third = Experts()",
     ),
