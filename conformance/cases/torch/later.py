@@ -41,14 +41,6 @@ def _of_model(name: str) -> Probe:
     return probe
 
 
-def _fused(name: str) -> Probe:
-    def probe(adapter: Any) -> object:
-        adapter.smp.init({"pipeline_parallel_degree": 1})
-        return getattr(adapter.smp.optimizers, name)(adapter.net().parameters(), lr=0.1)
-
-    return probe
-
-
 def _clipped(adapter: Any) -> object:
     import torch
 
@@ -102,10 +94,6 @@ _PROBES: dict[str, Probe] = {
     "smp.DistributedOptimizer.clip_master_grads": _clipped,
     "smp.nn.FlashAttentionLayer": _made("nn.FlashAttentionLayer"),
     "smp.nn.FlashAttentionLayer.forward": _made("nn.FlashAttentionLayer"),
-    "smp.nn.FusedLayerNorm": _made("nn.FusedLayerNorm", 4),
-    "smp.optimizers.FusedNovoGrad": _fused("FusedNovoGrad"),
-    "smp.optimizers.FusedLamb": _fused("FusedLamb"),
-    "smp.optimizers.FusedAdam": _fused("FusedAdam"),
     "smp.tp_register": _made("tp_register", type),
     "smp.tp_register_with_module": _made("tp_register_with_module", type, type),
     "smp.nn.DistributedModule": _made("nn.DistributedModule"),

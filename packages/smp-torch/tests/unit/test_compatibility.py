@@ -6,7 +6,7 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +58,11 @@ def test_chains_of_module_end_at_the_users_model() -> None:
     user = model.get_module()
     assert model.module is not user
     assert model.module.module is user
-    assert model.module.module.module.module is user
+    assert not hasattr(user, "module")
+    unwrapped: Any = model
+    while hasattr(unwrapped, "module"):  # as Transformers 4.24 unwraps models
+        unwrapped = unwrapped.module
+    assert unwrapped is user
 
 
 def test_module_of_the_user_is_left_alone() -> None:
@@ -73,6 +77,25 @@ def test_chains_leave_no_trace_in_names() -> None:
     assert [name for name, _ in model.module.named_parameters()] == [f"module.{n}" for n in plain]
     assert list(model.state_dict()) == list(model.get_module().state_dict())
     assert len(list(model.get_module().modules())) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: smp.amp.GradScaler(1024.0, growth_interval=3),
+        lambda: smp.amp.GradScaler(init_scale=1024.0, growth_interval=3),
+        lambda: smp.amp.GradScaler("cuda", 1024.0, growth_interval=3),
+        lambda: smp.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3),
+        lambda: smp.amp.GradScaler(torch.device("cpu"), 1024.0, 2.0, 0.5, 3),
+        lambda: smp.amp.GradScaler(device="cuda", init_scale=1024.0, growth_interval=3),
+    ],
+)
+def test_both_forms_of_the_loss_scaler(make: Callable[[], Any]) -> None:
+    scaler = make()
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 1024.0
+    assert scaler.get_growth_interval() == 3
+    assert next(iter(inspect.signature(smp.amp.GradScaler).parameters)) == "init_scale"
 
 
 def test_post_step_hook_runs_once_after_a_backward_pass() -> None:
@@ -301,7 +324,7 @@ def test_no_other_name_is_a_translation() -> None:
 
 
 def later_classes() -> list[tuple[ModuleType, str]]:
-    return [(module, name) for module in (smp.nn, smp.optimizers) for name in module.__all__]
+    return [(smp.nn, name) for name in smp.nn.__all__ if name != "FusedLayerNorm"]
 
 
 @pytest.mark.parametrize(("module", "name"), later_classes())

@@ -1,4 +1,4 @@
-"""Compatibility: the modules of tensor parallelism and the fused ones, none of which is there yet.
+"""The fused layer normalisation; the modules of tensor parallelism are not there yet.
 
 Source: smd_model_parallel_pytorch_tensor_parallel.rst; smd_model_parallel_pytorch.rst.
 """
@@ -6,6 +6,7 @@ Source: smd_model_parallel_pytorch_tensor_parallel.rst; smd_model_parallel_pytor
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.later import later_class
+from smdistributed.modelparallel.torch.nn.fused_layer_norm import FusedLayerNorm
 
 DistributedModule = later_class("smp.nn.DistributedModule", nn.Module)
 DistributedLinear = later_class("smp.nn.DistributedLinear", DistributedModule)
@@ -18,7 +19,6 @@ DistributedTransformerLayer = later_class("smp.nn.DistributedTransformerLayer", 
 DistributedTransformer = later_class("smp.nn.DistributedTransformer", DistributedModule)
 DistributedTransformerLMHead = later_class("smp.nn.DistributedTransformerLMHead", DistributedModule)
 FlashAttentionLayer = later_class("smp.nn.FlashAttentionLayer", nn.Module)
-FusedLayerNorm = later_class("smp.nn.FusedLayerNorm", nn.Module, "use torch.nn.LayerNorm")
 
 __all__ = [
     "DistributedAttentionLayer",
