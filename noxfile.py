@@ -29,7 +29,7 @@ os.environ.setdefault("UV_SYSTEM_CERTS", "1")
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
-PACKAGES = ("smp-common", "smp-torch", "smp-tf")
+PACKAGES = ("smp-common", "smp-torch", "smp-tf", "smp-launch")
 SOURCES = (
     *("packages", "conformance", "tools", "examples", "docs", "benchmarks"),
     "noxfile.py",
@@ -151,7 +151,7 @@ def check_lint(session: nox.Session) -> None:
 
 
 def check_types(session: Runner) -> None:
-    leaves = ("backend", "common", "torch", "tensorflow")
+    leaves = ("backend", "common", "torch", "tensorflow", "launch")
     session.run(
         "mypy", *(w for leaf in leaves for w in ("-p", f"smdistributed.modelparallel.{leaf}"))
     )
@@ -205,7 +205,7 @@ def check_conformance(session: Runner, framework: str, *words: str) -> None:
 
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: all that starts processes without TensorFlow."""
-    check_processes(session, "smp-common", "smp-torch")
+    check_processes(session, "smp-common", "smp-torch", "smp-launch")
     check_conformance(session, "torch", "--quick")
     check_snippets(session, "-m", "not slow")
 
@@ -299,10 +299,18 @@ def failures(session: nox.Session) -> None:
 
 @nox.session
 def slurm(session: nox.Session) -> None:
-    """Run smprun in allocations of a real Slurm on this host; needs root, slurm-wlm and munge."""
+    """Run smprun and jobs under a real Slurm on this host; needs root, slurm-wlm and munge."""
     install_groups(session, "test")
-    install_packages(session, "smp-common")
+    install_packages(session, "smp-common", "smp-launch")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def launch(session: nox.Session) -> None:
+    """Try smp-launch with real programs around it: toolkit, SDK, boto3, an object store."""
+    install_groups(session, "test", "services")
+    install_packages(session, "smp-common", "smp-launch")
+    session.run("pytest", *suites("services"), *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -414,7 +422,7 @@ def snippets(session: nox.Session) -> None:
 def conformance_torch(session: nox.Session) -> None:
     """Try smp-torch against every row of the specification; words after -- go to the runner."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-torch")
+    install_packages(session, "smp-common", "smp-torch", "smp-launch")
     check_conformance(session, "torch", *session.posargs)
 
 
@@ -422,7 +430,7 @@ def conformance_torch(session: nox.Session) -> None:
 def conformance_tf(session: nox.Session) -> None:
     """Try smp-tf against every row of the specification; words after -- go to the runner."""
     install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-tf")
+    install_packages(session, "smp-common", "smp-tf", "smp-launch")
     check_conformance(session, "tensorflow", *session.posargs)
 
 
@@ -433,6 +441,16 @@ def mutations(session: nox.Session, framework: str) -> None:
     install_groups(session, "test")
     install_packages(session, *PACKAGES)
     command = ("python", "-m", "conformance.mutations", "--framework", framework)
+    session.run(*command, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+@nox.parametrize("framework", ("torch", "tensorflow"))
+def mutants(session: nox.Session, framework: str) -> None:
+    """Break a sample of lines as a machine would, and count what the suite notices; hours."""
+    install_groups(session, "mutants")
+    install_packages(session, *PACKAGES)
+    command = ("python", "-m", "conformance.mutants", "--framework", framework)
     session.run(*command, *session.posargs, env=ONE_THREAD)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from _pytest.outcomes import Failed
 
-from conformance import registry
+from conformance import lines, registry
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
 from conformance.outcome import Outcome, Status
@@ -37,13 +37,13 @@ def attempt(framework: str, world_name: str, name: str) -> Outcome:
     case = registry.load(framework)[name]
     adapter = adapter_of(framework)
     if WORLDS[world_name].is_started:
-        return _attempt(case, adapter)
-    return _attempt_in_a_fork(case, adapter)
+        return _attempt(case, adapter, world_name)
+    return _attempt_in_a_fork(case, adapter, world_name)
 
 
-def _attempt(case: registry.Case, adapter: Adapter) -> Outcome:
+def _attempt(case: registry.Case, adapter: Adapter, world_name: str) -> Outcome:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), lines.noted(world_name, case.name):
             case.body(adapter)
     except UnsupportedError as error:
         if case.is_built:
@@ -54,14 +54,14 @@ def _attempt(case: registry.Case, adapter: Adapter) -> Outcome:
     return Outcome(Status.PASSED)
 
 
-def _attempt_in_a_fork(case: registry.Case, adapter: Adapter) -> Outcome:
+def _attempt_in_a_fork(case: registry.Case, adapter: Adapter, world_name: str) -> Outcome:
     """Runs a case in a copy of this process, which may start and end the library."""
     source, target = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(source)
         try:
-            outcome = _attempt(case, adapter)
+            outcome = _attempt(case, adapter, world_name)
         except (Exception, Failed):
             outcome = Outcome(Status.FAILED, traceback.format_exc())
         with os.fdopen(target, "wb") as pipe:

@@ -21,24 +21,30 @@ from pathlib import Path
 
 from conformance.faults import Mutation, tensorflow, torch
 
-_ROOT = Path(__file__).parents[1]
-_PACKAGES = {"torch": ("smp-common", "smp-torch"), "tensorflow": ("smp-common", "smp-tf")}
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"torch": ("smp-common", "smp-torch"), "tensorflow": ("smp-common", "smp-tf")}
 _MUTATIONS = {"torch": torch.MUTATIONS, "tensorflow": tensorflow.MUTATIONS}
 _BELOW = Path("smdistributed", "modelparallel")
 
 
 @contextmanager
-def broken(framework: str, mutation: Mutation) -> Iterator[str]:
-    """Yields a search path on which the sources have the fault."""
+def sources(framework: str) -> Iterator[tuple[str, list[Path]]]:
+    """Yields a search path of copies of the packages, and where each has its files."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         places = []
-        for package in _PACKAGES[framework]:
-            source = _ROOT / "packages" / package / "src"
+        for package in PACKAGES[framework]:
+            source = ROOT / "packages" / package / "src"
             target = Path(folder, package)
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             places.append(target)
-        files = [place / _BELOW / mutation.file for place in places]
-        (file,) = (each for each in files if each.exists())
+        yield os.pathsep.join(map(str, places)), [place / _BELOW for place in places]
+
+
+@contextmanager
+def broken(framework: str, mutation: Mutation) -> Iterator[str]:
+    """Yields a search path on which the sources have the fault."""
+    with sources(framework) as (path, places):
+        (file,) = (each for place in places if (each := place / mutation.file).exists())
         text = file.read_text(encoding="utf-8")
         if text.count(mutation.old) != 1:
             raise SystemExit(
@@ -46,7 +52,7 @@ def broken(framework: str, mutation: Mutation) -> Iterator[str]:
                 "not once: bring the mutation up to date."
             )
         file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-        yield os.pathsep.join(map(str, places))
+        yield path
 
 
 def is_noticed(framework: str, mutation: Mutation) -> bool:
@@ -54,7 +60,7 @@ def is_noticed(framework: str, mutation: Mutation) -> bool:
     with broken(framework, mutation) as path:
         done = subprocess.run(
             [*_RUN, "--framework", framework, "--only", *mutation.cases],
-            cwd=_ROOT,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.config.schema import TENSORFLOW, paramet
 from smdistributed.modelparallel.common.planning import report
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
+from smdistributed.modelparallel.launch.request import arguments as launch_arguments
 from smdistributed.modelparallel.torch import nn, optimizers
 from smdistributed.modelparallel.torch.compat import later
 from smdistributed.modelparallel.torch.patches import checkpoint
@@ -45,6 +46,7 @@ def write(folder: Path) -> None:
         "compatibility.md": compatibility(),
         "conformance.md": conformance(),
         "classes.md": classes(),
+        "estimator_arguments.md": launch_arguments.page(),
         "schedule_simple.svg": schedule_picture("simple", visits=1),
         "schedule_interleaved.svg": schedule_picture("interleaved", visits=1),
         "schedule_tied.svg": schedule_picture("interleaved", visits=2),

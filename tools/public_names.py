@@ -51,6 +51,19 @@ MODULES = {
         f"{_ROOT}.torch.utils",
     ),
     "smp-tf": (f"{_ROOT}.tensorflow",),
+    "smp-launch": (
+        f"{_ROOT}.launch",
+        f"{_ROOT}.launch.analytics",
+        f"{_ROOT}.launch.estimator",
+        f"{_ROOT}.launch.exceptions",
+        f"{_ROOT}.launch.huggingface",
+        f"{_ROOT}.launch.inputs",
+        f"{_ROOT}.launch.names",
+        f"{_ROOT}.launch.pytorch",
+        f"{_ROOT}.launch.s3",
+        f"{_ROOT}.launch.session",
+        f"{_ROOT}.launch.tensorflow",
+    ),
 }
 
 

@@ -21,8 +21,9 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).parents[1]
 COMMON = "smp-common"
-FRAMEWORKS = ("smp-torch", "smp-tf")
-PACKAGES = (COMMON, *FRAMEWORKS)
+#: What needs smp-common.
+DEPENDENTS = ("smp-torch", "smp-tf", "smp-launch")
+PACKAGES = (COMMON, *DEPENDENTS)
 _VERSION_LINE = re.compile(r'(?<=^version = ")[^"]*(?="$)', re.MULTILINE)
 _COMMON_RANGE = re.compile(rf'(?<="{COMMON})[^"]*(?=")')
 
@@ -94,8 +95,8 @@ class Repository:
         """Writes the version; that of smp-common also to the ranges of what needs it."""
         self._replace(package, _VERSION_LINE, version)
         if package == COMMON:
-            for framework in FRAMEWORKS:
-                self._replace(framework, _COMMON_RANGE, common_range(version))
+            for dependent in DEPENDENTS:
+                self._replace(dependent, _COMMON_RANGE, common_range(version))
 
     def _replace(self, package: str, place: re.Pattern[str], text: str) -> None:
         file = self.folder(package) / "pyproject.toml"

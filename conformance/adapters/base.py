@@ -50,6 +50,10 @@ class Adapter(abc.ABC):
         """Tells whether something is a tensor."""
 
     @abc.abstractmethod
+    def mean(self, tensor: Any) -> Any:
+        """Returns the mean of all numbers of a tensor, as a tensor."""
+
+    @abc.abstractmethod
     def model(self) -> Any:
         """Returns a DistributedModel that computes ``reference`` of its input."""
 

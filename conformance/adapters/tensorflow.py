@@ -118,6 +118,9 @@ class TensorFlowAdapter(Adapter):
     def is_tensor(self, obj: Any) -> bool:
         return bool(tf.is_tensor(obj))
 
+    def mean(self, tensor: Any) -> Any:
+        return tf.reduce_mean(tensor)
+
     def model(self) -> Any:
         return Net()
 

@@ -54,6 +54,9 @@ class TorchAdapter(Adapter):
     def is_tensor(self, obj: Any) -> bool:
         return isinstance(obj, torch.Tensor)
 
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.mean()
+
     def net(self) -> Net:
         """Returns the plain module of ``model``."""
         return Net()

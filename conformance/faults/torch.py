@@ -9,9 +9,16 @@ MUTATIONS = (
     Mutation(
         "a sum for a mean",
         "torch/stepping/output.py",
-        'self._stacked("reduce_mean").mean(0)',
-        'self._stacked("reduce_mean").sum(0)',
+        "return stacked.mean(0)",
+        "return stacked.sum(0)",
         ("reduce_mean_averages_over_microbatches",),
+    ),
+    Mutation(
+        "a small microbatch counts as much as a large one",
+        "torch/stepping/output.py",
+        "if len(set(self._weights)) == 1:",
+        "if True:",
+        ("reduce_mean_of_losses_is_that_of_the_batch",),
     ),
     Mutation(
         "a mean for a sum",

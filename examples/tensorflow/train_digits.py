@@ -3,6 +3,8 @@
     smprun -n 2 examples/tensorflow/train_digits.py
     python examples/tensorflow/train_digits.py --evaluate runs/train_digits/model
 
+    pip install 'smp-tf[examples]'        # scikit-learn, tensorboard and rich
+
 The 1,797 images ship with scikit-learn. The first command trains, with a checkpoint after each
 epoch (interrupted and started again, it goes on), and writes the whole model; the second one loads
 it with TensorFlow alone. With four processes there are two replicas of two partitions each.
@@ -24,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from sklearn.datasets import load_digits
 
 import smdistributed.modelparallel.tensorflow as smp
+from smdistributed.modelparallel.common.planning import report
 
 layers = tf.keras.layers
 NUM_TEST = 297
@@ -187,7 +190,15 @@ def main() -> None:
             console.print(f"{first} epochs are done already; use --epochs for more.")
         return
     model.save_model(args.folder / "model")
+    held = [layer.name for layer in model.layers if layer.weights]
+    for rank, names in enumerate(smp.allgather(held, smp.WORLD)):
+        if is_shown and degree > 1:
+            console.print(f"rank {rank} holds {', '.join(names)}")
     if is_shown:
+        if degree > 1:
+            picture = args.folder / "timeline.svg"
+            picture.write_text(report.timeline_svg(gradients_of.timeline(), "A step, as planned"))
+            console.print(f"a picture of a step: {picture}")
         console.print(f"the whole model: {args.folder / 'model'}")
 
 

@@ -21,6 +21,7 @@ def test_it_trains_and_writes_a_model_for_tensorflow(tmp_path: Path) -> None:
     options = ("--folder", str(tmp_path), "--partition", "manual", "--epochs", "2")
     found = shares(run(SCRIPT, 2, *options))
     assert found[-1] > 0.8
+    assert "<svg" in (tmp_path / "timeline.svg").read_text()
     assert shares(run(SCRIPT, 1, "--evaluate", str(tmp_path / "model"))) == found[-1:]
 
 

@@ -11,7 +11,7 @@ import public_names
 import pytest
 import release
 from packaging.requirements import Requirement
-from release import FRAMEWORKS, PACKAGES, Refusal, Repository
+from release import DEPENDENTS, PACKAGES, Refusal, Repository
 
 HERE = Repository(release.ROOT)
 #: What a release reads or writes.
@@ -70,7 +70,7 @@ def test_the_tools_know_every_package() -> None:
     assert there == set(PACKAGES) == set(public_names.MODULES)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", DEPENDENTS)
 def test_a_framework_package_needs_what_runs_with_smp_common_of_this_tree(framework: str) -> None:
     wanted = release.common_range(HERE.version("smp-common"))
     assert common_needed(HERE, framework) == f"smp-common{wanted}"
@@ -106,7 +106,7 @@ def test_a_release_of_smp_common(copy: Repository) -> None:
     assert f"## {version} (" in changelog
     assert "It is faster." in changelog
     assert not any(by.endswith(".md") for by in public_names.read(folder).values())
-    for framework in FRAMEWORKS:
+    for framework in DEPENDENTS:
         wanted = f"smp-common{release.common_range(version)}"
         assert common_needed(copy, framework) == wanted
         assert copy.fragments(framework)

@@ -15,7 +15,7 @@ from typing import Any
 import install_torch
 import pytest
 import yaml
-from release import FRAMEWORKS, PACKAGES, ROOT, parse_tag, tag_of
+from release import DEPENDENTS, PACKAGES, ROOT, parse_tag, tag_of
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 HOUSE = runpy.run_path(str(ROOT / "noxfile.py"))
@@ -186,7 +186,7 @@ def test_tox_has_an_environment_for_all_that_a_package_claims(package: str) -> N
     assert set(tox(package, "list", "--no-desc", "-q").split()) == wanted
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", DEPENDENTS)
 def test_tox_installs_what_an_environment_is_named_for(framework: str) -> None:
     config = tox(framework, "config", "-k", "deps", "commands_pre", "-q")
     _, *parts = re.split(r"^\[testenv:(.*)\]$", config, flags=re.MULTILINE)

@@ -264,6 +264,18 @@ def reduce_mean_averages_over_microbatches(adapter: Adapter) -> None:
     np.testing.assert_allclose(got, np.mean(expected, axis=0), atol=1e-6)
 
 
+@case("StepOutput.reduce_mean", "config.C07", worlds=("alone", "pipeline"))
+def reduce_mean_of_losses_is_that_of_the_batch(adapter: Adapter) -> None:
+    x = adapter.batch(10)  # 3, 3, 2 and 2 examples
+
+    def body(model: Any, x: Any) -> Any:
+        return adapter.mean(model(x))
+
+    output = adapter.smp.step(body)(adapter.model(), adapter.tensor(x))
+    got = adapter.array(output.reduce_mean())
+    np.testing.assert_allclose(got, adapter.reference(x).mean(), atol=1e-6)
+
+
 @case("StepOutput.reduce_sum", worlds=("alone", "pipeline"))
 def reduce_sum_adds_over_microbatches(adapter: Adapter) -> None:
     output, expected = _outputs(adapter)
@@ -316,8 +328,7 @@ def outputs_of_several_shapes_are_not_reduced(adapter: Adapter) -> None:
 @case("StepOutput.concat", worlds=("pipeline",))
 def scalars_are_stacked_not_concatenated(adapter: Adapter) -> None:
     def body(model: Any, x: Any) -> Any:
-        out = model(x)
-        return out.mean() if hasattr(out, "mean") else out[0, 0]
+        return adapter.mean(model(x))
 
     output = adapter.smp.step(body)(adapter.model(), adapter.tensor(adapter.batch(8)))
     with pytest.raises(Exception, match="stack"):

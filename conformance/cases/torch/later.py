@@ -32,14 +32,6 @@ def _made(path: str, *args: Any) -> Probe:
     return probe
 
 
-def _fused(name: str) -> Probe:
-    def probe(adapter: Any) -> object:
-        adapter.smp.init({"pipeline_parallel_degree": 1})
-        return getattr(adapter.smp.optimizers, name)(adapter.net().parameters(), lr=0.1)
-
-    return probe
-
-
 def _clipped(adapter: Any) -> object:
     import torch
 
@@ -67,9 +59,6 @@ _PROBES: dict[str, Probe] = {
     "FP16_Optimizer": _started(fp16=True),
     "compat.clip_master_grads_and_overflow": _started(fp16=True),
     "smp.DistributedOptimizer.clip_master_grads": _clipped,
-    "smp.optimizers.FusedNovoGrad": _fused("FusedNovoGrad"),
-    "smp.optimizers.FusedLamb": _fused("FusedLamb"),
-    "smp.optimizers.FusedAdam": _fused("FusedAdam"),
     "torch.in_use.get_full_state_dict_from_sharded_data_parallel_checkpoint": _made(
         "sharded_data_parallel_checkpoint."
         "get_full_state_dict_from_sharded_data_parallel_checkpoint",

@@ -230,6 +230,10 @@ def the_user_s_model_is_two_hops_away(adapter: Any) -> None:
     assert model.module.module.layers is model.get_module().layers
     assert model.module.layers is model.get_module().layers
     assert all(name.startswith("module.") for name, _ in model.module.named_parameters())
+    unwrapped = model
+    while hasattr(unwrapped, "module"):
+        unwrapped = unwrapped.module
+    assert unwrapped is net
 
 
 @torch_case(

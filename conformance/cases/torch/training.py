@@ -367,3 +367,56 @@ def names_that_scripts_import_are_there(adapter: Any) -> None:
 @torch_case("compat.names_of_test_helpers_and_fused_optimizers", worlds=("alone",))
 def horovod_s_average_is_a_name(adapter: Any) -> None:
     assert callable(adapter.smp.hvd_average_grads)
+
+
+@torch_case("smp.nn.FusedLayerNorm", worlds=("alone", "pipeline"))
+def fused_layer_normalisation_is_torchs(adapter: Any) -> None:
+    import torch
+
+    fused, plain = adapter.smp.nn.FusedLayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+    assert not isinstance(plain, adapter.smp.nn.FusedLayerNorm)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), fused)
+    x = adapter.batch(8)
+    want = plain(net[0](torch.from_numpy(x))).detach()
+    got = adapter.smp.step(lambda model, x: model(x))(
+        adapter.smp.DistributedModel(net), adapter.tensor(x)
+    )
+    torch.testing.assert_close(got.concat().cpu(), want, atol=1e-6, rtol=0)
+
+
+def _fused_steps(adapter: Any, name: str) -> None:
+    """Compares the steps of an optimizer over partitions with those over the plain module."""
+    import torch
+
+    kind = getattr(adapter.smp.optimizers, name)
+    model = adapter.model()
+    after_steps(
+        adapter, 3, model, adapter.smp.DistributedOptimizer(kind(model.parameters(), lr=0.1))
+    )
+    net = adapter.net()
+    optimizer = kind(net.parameters(), lr=0.1)
+    batches = [torch.from_numpy(adapter.batch(8, seed=r)) for r in range(adapter.smp.dp_size())]
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.cat(batches)).square().mean().backward()
+        optimizer.step()
+    plain = dict(net.named_parameters())
+    for each, parameter in model.local_named_parameters():
+        torch.testing.assert_close(
+            parameter.detach().cpu(), plain[each].detach(), atol=1e-5, rtol=0
+        )
+
+
+@torch_case("smp.optimizers.FusedAdam", worlds=("alone", *SPLIT))
+def fused_adam_over_partitions(adapter: Any) -> None:
+    _fused_steps(adapter, "FusedAdam")
+
+
+@torch_case("smp.optimizers.FusedLamb", worlds=("alone", *SPLIT))
+def fused_lamb_takes_norms_of_the_whole_model(adapter: Any) -> None:
+    _fused_steps(adapter, "FusedLamb")
+
+
+@torch_case("smp.optimizers.FusedNovoGrad", worlds=("alone", *SPLIT))
+def fused_novograd_over_partitions(adapter: Any) -> None:
+    _fused_steps(adapter, "FusedNovoGrad")

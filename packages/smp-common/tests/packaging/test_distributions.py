@@ -1,4 +1,4 @@
-"""The three packages, built and installed in every mixture, share one namespace."""
+"""The packages, built and installed in every mixture, share one namespace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[4]
-PACKAGES = ("smp-common", "smp-torch", "smp-tf")
+PACKAGES = ("smp-common", "smp-torch", "smp-tf", "smp-launch")
 #: What a clean environment must not borrow: our packages, and editable installations of anything.
 _OWN = ("smdistributed*", "smp_*", "_smp_*", "*.pth", "__pycache__")
 FRAMEWORKS = ("smp-torch", "smp-tf")
@@ -30,13 +30,21 @@ FRAMEWORKS = ("smp-torch", "smp-tf")
 ONE_FRAMEWORK = pytest.mark.parametrize(
     "framework", ["smp-torch", pytest.param("smp-tf", marks=pytest.mark.slow)]
 )
-LEAVES = {"smp-common": "common", "smp-torch": "torch", "smp-tf": "tensorflow"}
+LEAVES = {
+    "smp-common": "common",
+    "smp-torch": "torch",
+    "smp-tf": "tensorflow",
+    "smp-launch": "launch",
+}
+#: Packages that bring a command.
+WITH_COMMANDS = ("smp-common", "smp-launch")
 ROOT = "smdistributed/modelparallel"
 #: Modules that programs look for beside the leaf packages.
 COMPATIBILITY = {
     "smp-common": [f"{ROOT}/backend/__init__.py", f"{ROOT}/backend/exceptions.py"],
     "smp-torch": [f"{ROOT}/test/torch/utils.py"],
     "smp-tf": [],
+    "smp-launch": [],
 }
 
 PROBE = """
@@ -108,6 +116,10 @@ for _ in range(3):
     optimizer.apply_gradients(zip(means, model.trainable_variables))
     losses.append(float(loss.reduce_mean()))
 assert losses[0] > losses[1] > losses[2] > 0, losses
+""",
+    "smp-launch": """
+from smdistributed.modelparallel.launch.pytorch import PyTorch
+assert PyTorch("train.py", instance_count=1).instance_type == "local"
 """,
 }
 RANK = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1))"
@@ -296,7 +308,7 @@ def test_wheel_says_what_the_project_declares(dist: Path, package: str) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == declared(package, "requires-python")
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
-    assert bool(scripts) is (package == "smp-common")
+    assert bool(scripts) is (package in WITH_COMMANDS)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -320,7 +332,11 @@ def test_all_wheels_together(dist: Path, environment: CleanEnvironment) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["smp-common", *(pytest.param(each, marks=pytest.mark.slow) for each in FRAMEWORKS)]
+    "package",
+    [
+        *("smp-common", "smp-launch"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in FRAMEWORKS),
+    ],
 )
 def test_one_wheel_brings_what_it_needs(
     dist: Path, environment: CleanEnvironment, package: str

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -108,3 +109,21 @@ def test_every_new_folder_is_flushed_in_its_parent(
     make_directory(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     assert flushed == [str(tmp_path), str(tmp_path / "a")]
+
+
+def test_what_the_system_refuses_is_told_through_the_writers_own_troubles(tmp_path: Path) -> None:
+    def write(stream: BinaryIO) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 - as torch's writer does
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.a\..*tmp'"):
+        write_file(tmp_path / "a", write)
+    assert not list(tmp_path.iterdir())
+
+    def stumble(stream: BinaryIO) -> None:
+        raise RuntimeError("stumbled")
+
+    with pytest.raises(RuntimeError, match="stumbled"):
+        write_file(tmp_path / "a", stumble)

@@ -258,7 +258,7 @@ def equality_case(name: str, *, even: bool = False) -> None:
             state = model.state_dict()
             assert state.keys() == reference.state_dict().keys()
             for key, value in reference.state_dict().items():
-                assert torch.equal(state[key], value), key
+                assert torch.equal(state[key].to(value.device), value), key
         for got, want in zip(found.outputs, expected[dp_rank], strict=True):
             assert abs(got.item() - want) <= 2e-6 * abs(want) * (1 + 10 * round_), (got, want)
         if round_:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import pickle
 import random
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from small_nets import WIDTH, DropoutNet
+from torch import nn
 from torch.nn import functional as F
 from world import compute_here, run_fresh, skip_without_devices
 
@@ -246,11 +250,18 @@ def test_a_full_checkpoint_is_for_torch_alone(saved: Saved, tmp_path: Path) -> N
 def resume_elsewhere(shape: tuple[int, int], folder: str, partial_folder: str) -> str:
     """What a job alone can do with the files of others."""
     model, optimizer = start(shape, seed=0)
-    content = {"path": Path("x")}
-    smp.save_checkpoint(partial_folder, tag="c", model=model, user_content=content)
-    with pytest.raises(CheckpointError, match="trust_pickle=True"):
+    content: dict[str, Any] = {"settings": argparse.Namespace(out=Path("x")), "shape": Shape(1)}
+    smp.save_checkpoint(partial_folder, tag="b", model=model, user_content=content)
+    assert smp.resume_from_checkpoint(partial_folder, tag="b") == content
+    content["pattern"] = re.compile("x")
+    with pytest.warns(UserWarning, match=r"re\._compile.*trust_pickle=True"):
+        smp.save_checkpoint(partial_folder, tag="c", model=model, user_content=content)
+    with pytest.raises(CheckpointError, match=r"re\._compile.*trust_pickle=True"):
         smp.resume_from_checkpoint(partial_folder, tag="c")
     assert smp.resume_from_checkpoint(partial_folder, tag="c", trust_pickle=True) == content
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        assert smp.resume_from_checkpoint(partial_folder, tag="c") == content
 
     # As the Trainer of Transformers does: a raw state, and an empty file beside it.
     torch.save(DropoutNet().state_dict(), f"{folder}/pytorch_model.bin")
@@ -282,6 +293,49 @@ def test_other_files_and_old_names(tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("raw", "own")]
     Path(folders[0]).mkdir()
     assert run(Shape(1), resume_elsewhere, *folders) == ("done",)
+
+
+def resume_another_model(shape: tuple[int, int], folder: str) -> str:
+    start(shape, seed=0)
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    model = smp.DistributedModel(other)
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match="another model") as raised:
+            smp.resume_from_checkpoint(folder, model=model, strict=strict, load_optimizer=False)
+        if not strict:
+            break
+        told = str(raised.value)
+        model = smp.DistributedModel(DropoutNet(width=8))
+    return told
+
+
+def test_another_models_checkpoint_is_refused_on_every_rank(saved: Saved) -> None:
+    folder = saved.folder(Shape(2))
+    told = run(Shape(2), resume_another_model, folder)
+    for each in told:
+        assert "lacks 0.weight, 0.bias, 1.weight, 1.bias" in each
+        assert "has besides offset, layers.0.0.weight" in each
+
+
+def save_on_a_full_disk(shape: tuple[int, int], folder: str) -> str:
+    """Rank 0 cannot write more than a few bytes; returns what is said."""
+    model, optimizer = start(shape, seed=0)
+    train(model, optimizer, 0, 1)
+    if smp.rank() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as raised:
+        smp.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(raised.value)
+
+
+def test_a_full_disk_is_named_on_every_rank(tmp_path: Path) -> None:
+    for told in run(Shape(2), save_on_a_full_disk, str(tmp_path)):
+        assert re.search(
+            r"rank 0 on host \S+: OSError: \[Errno 27\] File too large: '.*/[a-z0-9_]+\.pt'", told
+        )
+    assert not list(tmp_path.glob("*"))
 
 
 def damage(shape: tuple[int, int], folder: str) -> str:

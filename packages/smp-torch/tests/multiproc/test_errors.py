@@ -73,6 +73,21 @@ def case_branch_on_the_item_of_an_activation() -> None:
     expect(UnsupportedError, r"\.item\(\)", lambda: train(model))
 
 
+class Routed(nn.Linear):
+    """Cuts what it returns by numbers that it finds in it, as mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        sizes = [(x > 0).sum().item(), (x <= 0).sum().item()]
+        return torch.cat(x.view(-1).split(sizes)).view(x.shape)
+
+
+def case_sizes_of_an_activation_keep_a_module_whole() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    expected = net(torch.ones(4, WIDTH)).mean().detach()
+    torch.testing.assert_close(train(smp.DistributedModel(net)), expected, atol=1e-6, rtol=1e-5)
+
+
 def case_data_dependent_shape() -> None:
     model = smp.DistributedModel(Layers(lambda x: x[x[:, 0] > 0]))
     expect(UnsupportedError, "shape", lambda: train(model))
@@ -111,9 +126,64 @@ def case_a_bare_parameter() -> None:
 
 def case_a_split_model_is_not_pickled() -> None:
     model = smp.DistributedModel(Layers())
-    train(model)
+    for _ in range(2):
+        for call in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+            expect(UnsupportedError, "cannot be pickled or copied", functools.partial(call, model))
+        train(model)
     for call in (copy.deepcopy, pickle.dumps):
-        expect(UnsupportedError, "state_dict", functools.partial(call, model))
+        expect(UnsupportedError, "cannot be pickled", functools.partial(call, model.get_module()))
+
+
+class Talking(Layers):
+    """Has a method that runs the model by itself, as models that generate do."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self(x)
+        return out
+
+
+def case_using_the_whole_model_after_training() -> None:
+    x = torch.ones(4, WIDTH)
+    net = Talking()
+    expected = copy.deepcopy(net).generate(x)
+    model = smp.DistributedModel(net)
+    train(model)
+    for call in (
+        lambda: model.module.generate(x),
+        lambda: model.get_module().generate(x),
+        lambda: model.module(x),
+        lambda: net(x),
+    ):
+        expect(SMPError, r"partitions.*model\.cpu\(\).*get_module\(\)", call)
+    expect(AttributeError, r"get_module\(\)\.generate.*model\.cpu\(\)", lambda: model.generate(x))
+    assert not hasattr(model, "something_else")
+    model.cpu()
+    assert torch.allclose(model.get_module().generate(x), expected, atol=1e-6)
+    assert torch.allclose(copy.deepcopy(net)(x), expected, atol=1e-6)
+    # Training goes on; what was gathered does not, and is not taken for what it was.
+    assert train(model).isfinite()
+    expect(SMPError, "partitions", lambda: net(x))
+    empty = [name for name, each in net.named_parameters() if not each.numel()]
+    assert empty
+    assert not set(empty) & {name for name, _ in model.local_named_parameters()}
+
+
+def case_states_that_would_hold_empty_tensors() -> None:
+    net = Layers()
+    model = smp.DistributedModel(net)
+    before = net.state_dict()
+    train(model)
+    for call in (net.state_dict, model.module.state_dict, net.layers.state_dict):
+        expect(SMPError, r"empty tensors.*state_dict\(\) of the DistributedModel", call)
+    here = [layer for layer in net.layers if layer.weight.numel()]
+    assert here
+    assert all(layer.state_dict()["weight"].numel() for layer in here)
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    model.cpu()
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    train(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def case_an_exception_of_the_users_can_be_caught() -> None:
@@ -175,6 +245,38 @@ def case_different_code() -> None:
         "ranks of the pipeline recorded different computations",
         lambda: train(model, other),
     )
+
+
+def case_keywords_in_any_order() -> None:
+    @smp.step
+    def step(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(x) * y).mean()
+        model.backward(loss)
+        return loss
+
+    model = smp.DistributedModel(Layers())
+    x, y = torch.randn(4, WIDTH), torch.randn(4, 1)
+    expected = step(model, x, y).reduce_mean()
+    assert torch.equal(step(model, y=y, x=x).reduce_mean(), expected)
+    assert torch.equal(step(y=y, x=x, model=model).reduce_mean(), expected)
+    # Each rank may write the call in its own way.
+    named = {"y": y, "x": x} if smp.rank() else {"x": x, "y": y}
+    assert torch.equal(step(model, **named).reduce_mean(), expected)
+
+
+def case_an_uneven_batch_has_the_mean_of_one_process() -> None:
+    net = Layers()
+    x = torch.randn(5, WIDTH)
+    expected = net(x).mean()
+    model = smp.DistributedModel(net)
+    torch.testing.assert_close(train(model, x=x), expected.detach(), atol=1e-6, rtol=1e-5)
+
+
+def case_a_step_that_computes_nothing() -> None:
+    model = smp.DistributedModel(Layers())
+    assert smp.step(lambda model, x: 5)(model, torch.ones(4, WIDTH)) == [5, 5]
+    output = smp.step(lambda model, x: x.sum())(model, torch.ones(4, WIDTH))
+    assert output.reduce_sum() == 4 * WIDTH
 
 
 def case_wrong_batch_sizes() -> None:
@@ -254,13 +356,23 @@ def differ(difference: str) -> None:
         model.eval()
     if difference == "arguments" and smp.rank() == 1:
         smp.step(lambda model, x, y: model(x + y))(model, torch.ones(4, WIDTH), torch.ones(4))
+    elif difference == "a number":
+        step = smp.step(lambda model, x, factor: model(x * factor))
+        for number in range(3):
+            factor = 2.0 if number == 2 and smp.rank() == 1 else 1.0
+            step(model, torch.ones(4, WIDTH), factor)
     else:
         train(model)
 
 
 @pytest.mark.parametrize(
     ("difference", "message"),
-    [("training", "training flags"), ("arguments", "same structure")],
+    [
+        ("training", "training flags"),
+        ("arguments", "same structure"),
+        # Also in a call like those before it.
+        ("a number", "recorded different computations"),
+    ],
 )
 def test_what_differs_between_ranks_is_named(difference: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as raised:

@@ -99,10 +99,33 @@ def messages_of_tracing() -> list[str]:
 def case_chains_of_module() -> None:
     model = build()
     train(model, torch.randn(4, 4))
-    assert model.module.module.module is model.get_module()
+    assert model.module.module is model.get_module()
+    assert not hasattr(model.get_module(), "module")
     assert next(name for name, _ in model.module.named_parameters()) == "module.0.weight"
     local = [name for name, _ in model.local_named_parameters()]
     assert [name for name, _ in model.default_reducer_named_parameters()] == local
+
+
+class Careful(nn.Linear):
+    """Tries something that fails, and then does it another way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = x @ torch.ones(3, 3)
+        except RuntimeError:
+            x = x * 2
+        return super().forward(x)
+
+
+def case_failures_that_are_caught_are_not_logged() -> None:
+    notes = Notes()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(notes)
+    try:
+        evaluate(build(Careful), torch.randn(4, 4))
+    finally:
+        logger.removeHandler(notes)
+    assert notes.messages == []
 
 
 WORLD = manual_pipeline(2, microbatches=2)

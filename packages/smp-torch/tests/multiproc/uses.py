@@ -700,6 +700,107 @@ USES = {
         late="x = x.as_subclass(Tagged).sin().as_subclass(torch.Tensor)",
     ),
     "copy of the model": Use(between="other = copy.deepcopy(net)"),
+    "conjugate across a cut": Use(
+        init="self.second, self.third = (nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(2))",
+        glue="x = self.third(self.second(torch.fft.fft(x).conj()).conj()).conj()\n"
+        "return self.fourth(x.real + x.conj().imag)",
+    ),
+    "buffer changed in glue and used": Use(
+        init="self.register_buffer('n', torch.zeros(4))",
+        glue="self.n.add_(x.detach().mean(0)); x = x * self.n",
+    ),
+    "decision on a buffer": Use(
+        init="self.register_buffer('n', torch.ones(4))",
+        late="x = x * 2 if bool((self.n > 0).all()) else x",
+    ),
+    "number of a buffer": Use(
+        init="self.register_buffer('n', torch.ones(()))", late="x = x * self.n.item()"
+    ),
+    "decision on a buffer in a leaf": Use(
+        top="""
+            class Counting(nn.Linear):
+                def __init__(self, *args):
+                    super().__init__(*args)
+                    self.register_buffer("n", torch.zeros(()))
+        """,
+        layer="Counting",
+        leaf="x = x * 2 if self.n > 1 else x\nself.n += 1",
+    ),
+    "decision on a buffer of a leaf": Use(
+        init=_NORM,
+        late="x = self.norm(x); x = x * 2 if self.norm.num_batches_tracked > 2 else x",
+    ),
+    "decision on a parameter": Use(late="x = x * 2 if self.first.weight.sum() > 0 else x"),
+    "norm without momentum": Use(
+        init="self.norm = nn.BatchNorm1d(4, momentum=None)", late="x = self.norm(x)"
+    ),
+    "sparse in glue": Use(late="x = torch.sparse.mm(torch.eye(4).to_sparse(), x.t()).t()"),
+    "sparse in a leaf": Use(leaf="x = torch.sparse.mm(torch.eye(4).to_sparse(), x.t()).t()"),
+    "control flow of torch": Use(
+        late="x = torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x,))"
+    ),
+    "error of a question caught": Use(
+        body="""
+            try:
+                y.view(-1)[x.abs().max().int() + 1000]
+            except IndexError:
+                x = x * 2
+        """
+    ),
+    "module wrapped by the first forward": Use(
+        top="""
+            class Other(nn.Module):
+                def __init__(self, inner):
+                    super().__init__()
+                    self.inner = inner
+                def forward(self, x):
+                    return self.inner(x) * 2
+        """,
+        glue="""
+            if not isinstance(self.second, Other):
+                self.second = Other(self.second)
+        """,
+    ),
+    "module made by the first forward": Use(
+        glue="""
+            if not hasattr(self, "is_ready"):
+                self.is_ready = True
+                new = nn.Linear(4, 4)
+                new.load_state_dict(self.second.state_dict())
+                self.second = new
+        """
+    ),
+    "value set once": Use(
+        glue="""
+            if not hasattr(self, "width"):
+                self.width = x.shape[1]
+            x = x * self.width
+        """
+    ),
+    "sizes of an activation in a leaf": Use(
+        leaf="n = (x > 0).sum().item(); x = torch.cat(x.view(-1).split([n, x.numel() - n]))"
+        ".view(x.shape)"
+    ),
+    "sizes of an activation in glue": Use(
+        late="n = (x > 0).sum().item(); x = torch.cat(x.view(-1).split([n, x.numel() - n]))"
+        ".view(x.shape)"
+    ),
+    "sizes of an activation around a layer": Use(
+        top="""
+            class Experts(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.inner = nn.Linear(4, 4)
+                def forward(self, x):
+                    counts = [(x > 0).sum().item(), (x <= 0).sum().item()]
+                    return self.inner(torch.cat(x.view(-1).split(counts)).view(x.shape))
+        """,
+        init="self.third = Experts()",
+    ),
+    "clipped in the step": Use(
+        backward="model.backward(loss); torch.nn.utils.clip_grad_norm_(NET.parameters(), 1.0)"
+    ),
+    "requires_grad_ in the step": Use(body="NET.first.weight.requires_grad_(False)"),
 }
 
 

@@ -15,6 +15,17 @@ def test_reductions() -> None:
     assert [each.tolist() for each in output.outputs] == [[1, 2], [3, 6]]
 
 
+def test_the_mean_counts_microbatches_by_their_sizes() -> None:
+    output = StepOutput([torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])], [0.75, 0.25])
+    assert output.reduce_mean().tolist() == [1.75, 3.5]
+    assert output.detach().reduce_mean().tolist() == [1.75, 3.5]
+    half = StepOutput([torch.tensor(256.0), torch.tensor(257.0)], [2 / 3, 1 / 3])
+    wide = half.reduce_mean()
+    narrow = StepOutput([each.half() for each in half.outputs], [2 / 3, 1 / 3]).reduce_mean()
+    assert narrow.dtype == torch.float16
+    assert narrow == wide.half()
+
+
 def test_scalars() -> None:
     output = StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
     assert output.reduce_mean().item() == 1.5

@@ -9,6 +9,8 @@ import torch
 from smdistributed.modelparallel.torch.stepping.output import StepOutput
 from smdistributed.modelparallel.torch.stepping.results import combine
 
+WEIGHTS = (0.75, 0.25)
+
 
 class Point(NamedTuple):
     x: Any
@@ -31,12 +33,14 @@ def items(output: Any) -> list[float]:
 
 
 def test_tensors_become_step_outputs_in_order() -> None:
-    assert items(combine(tensors(1, 2, 3), detach=True)) == [1, 2, 3]
+    result = combine(tensors(1, 2, 3), (0.5, 0.25, 0.25), detach=True)
+    assert items(result) == [1, 2, 3]
+    assert result.reduce_mean().item() == 1.75
 
 
 @pytest.mark.parametrize("detach", [True, False])
 def test_detach(detach: bool) -> None:
-    result = combine(tensors(1, 2), detach=detach)
+    result = combine(tensors(1, 2), WEIGHTS, detach=detach)
     assert [each.requires_grad for each in result.outputs] == [not detach] * 2
 
 
@@ -45,28 +49,28 @@ def test_detach(detach: bool) -> None:
 )
 def test_sequences_keep_their_class(make: Any) -> None:
     results = [make(each) for each in tensors(1, 2)]
-    result = combine(results, detach=True)
+    result = combine(results, WEIGHTS, detach=True)
     assert type(result) is type(results[0])
     assert items(result[0]) == [1, 2]
     assert result[1] is None
 
 
 def test_mappings_and_dataclasses() -> None:
-    result = combine([Out({"a": each}) for each in tensors(1, 2)], detach=True)
+    result = combine([Out({"a": each}) for each in tensors(1, 2)], WEIGHTS, detach=True)
     assert isinstance(result, Out)
     assert items(result.loss["a"]) == [1, 2]
     assert result.extra is None
 
 
 def test_numbers_become_lists() -> None:
-    assert combine([1, 2], detach=True) == [1, 2]
-    assert combine([(1.5, "x"), (2.5, "x")], detach=True) == ([1.5, 2.5], "x")
+    assert combine([1, 2], WEIGHTS, detach=True) == [1, 2]
+    assert combine([(1.5, "x"), (2.5, "x")], WEIGHTS, detach=True) == ([1.5, 2.5], "x")
 
 
 def test_what_differs_is_warned_about() -> None:
     with pytest.warns(UserWarning, match=r"the result\[1\].*differs"):
-        assert combine([(None, "a"), (None, "b")], detach=True) == (None, "a")
+        assert combine([(None, "a"), (None, "b")], WEIGHTS, detach=True) == (None, "a")
 
 
 def test_a_bool_is_no_number() -> None:
-    assert combine([True, True], detach=True) is True
+    assert combine([True, True], WEIGHTS, detach=True) is True

@@ -60,6 +60,18 @@ class SplitRules:
                 "non_split_inputs must be a list of argument names: write "
                 f"[{self.non_split_inputs!r}], got {self.non_split_inputs!r}."
             )
+        if not isinstance(self.non_split_inputs, Iterable) or not all(
+            isinstance(name, str) for name in self.non_split_inputs
+        ):
+            raise ConfigError(
+                "non_split_inputs must be a list of argument names, such as ['mask'], got "
+                f"{self.non_split_inputs!r}."
+            )
+        if not isinstance(self.input_split_axes, Mapping):
+            raise ConfigError(
+                "input_split_axes must be a dict from argument names to axes, such as "
+                f"{{'x': 1}}, got {self.input_split_axes!r}."
+            )
         object.__setattr__(self, "non_split_inputs", frozenset(self.non_split_inputs))
         object.__setattr__(self, "input_split_axes", dict(self.input_split_axes))
         problems = [
@@ -106,6 +118,31 @@ class Microbatches(NamedTuple):
     weights: tuple[float, ...]
 
 
+def check_function(function: object) -> None:
+    """Check that a step function can be one.
+
+    Raises:
+        ConfigError: it cannot be called, or a call would only prepare the work.
+    """
+    if not callable(function):
+        raise ConfigError(
+            f"a step function must be a function, got {function!r}: put smp.step above a def, its "
+            "options by keyword."
+        )
+    kinds = {
+        "a generator": inspect.isgeneratorfunction,
+        "a coroutine": inspect.iscoroutinefunction,
+        "an asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_one in kinds.items():
+        if is_one(function):
+            raise ConfigError(
+                f"a step function must return its results, got {kind} "
+                f"({getattr(function, '__qualname__', function)}), of which a call computes "
+                "nothing: return a list in place of yield or await."
+            )
+
+
 def signature_of(function: Callable[..., object]) -> inspect.Signature:
     """The signature of a function; one that takes anything where Python does not know it."""
     try:
@@ -123,6 +160,18 @@ def bind_arguments(
         TypeError: the call does not fit the signature.
     """
     return signature.bind(*args, **kwargs)
+
+
+def in_order(
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in the order of the signature, as `split_arguments` leaves them.
+
+    Raises:
+        TypeError: the call does not fit the signature.
+    """
+    bound = bind_arguments(signature, args, kwargs)
+    return bound.args, bound.kwargs
 
 
 def split_sizes(batch: int, microbatches: int) -> list[int]:

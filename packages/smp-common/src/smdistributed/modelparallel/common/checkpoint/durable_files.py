@@ -80,6 +80,18 @@ def write_file(path: str | os.PathLike[str], writer: Writer) -> None:
 
 def write_and_flush(path: Path, writer: Writer) -> FileRecord:
     """Write a new file and flush it; its folder is not flushed."""
+    try:
+        return _write_and_flush(path, writer)
+    except Exception as error:
+        # A writer may stumble over what the system has refused, and tell of that alone; and the
+        # system does not say for which file.
+        cause = _refusal(error)
+        if cause is None or cause.filename is not None:
+            raise
+        raise type(cause)(cause.errno, cause.strerror, str(path)) from error
+
+
+def _write_and_flush(path: Path, writer: Writer) -> FileRecord:
     with open(path, "x+b") as stream:
         writer(stream)
         stream.flush()
@@ -115,6 +127,18 @@ def make_directory(path: Path) -> None:
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
         flush_directory(path.parent)
+
+
+def _refusal(error: BaseException) -> OSError | None:
+    """The error of the system that was raised, or in whose wake another was: a full disk, say."""
+    seen: set[int] = set()
+    context: BaseException | None = error
+    while context is not None and id(context) not in seen:
+        if isinstance(context, OSError):
+            return context
+        seen.add(id(context))
+        context = context.__cause__ or context.__context__
+    return None
 
 
 def _is_alive(process: int) -> bool:

@@ -142,7 +142,10 @@ class Checkpoint:
             ) from error
         except OSError as error:
             if error.errno != errno.ELOOP:
-                raise
+                raise CheckpointError(
+                    f"The files of a checkpoint must be readable files: {error}. Restore it, or "
+                    "resume from another tag."
+                ) from error
             raise CheckpointError(
                 f"The files of a checkpoint must be files: {path} is a link, which may lead "
                 "anywhere and is not followed. Put the file itself in its place, if you trust it."
@@ -179,7 +182,8 @@ class CheckpointStore:
         """
         path = self.path / _NEWEST
         try:
-            text = path.read_text(encoding="utf-8")
+            # What is no text is no tag either, and is shown.
+            text = path.read_text(encoding="utf-8", errors="backslashreplace")
         except FileNotFoundError:
             return None
         name, _, kind = text.removesuffix("\n").rpartition(" ")
@@ -363,7 +367,8 @@ class CheckpointStore:
 
 def _read_manifest(path: Path) -> Manifest | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=_open_no_link) as stream:
+            content = json.load(stream)
         if content["format"] != _MANIFEST_FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_MANIFEST_FORMAT}")
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
@@ -372,7 +377,7 @@ def _read_manifest(path: Path) -> Manifest | None:
         return Manifest(content["sequence"], files)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"The manifest {path} is damaged ({type(error).__name__}: {error}): restore "
             "it, or resume from another tag."

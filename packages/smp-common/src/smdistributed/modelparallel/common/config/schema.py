@@ -140,7 +140,8 @@ def unknown_key(key: object, known: Iterable[str], path: str = "") -> str:
     """The problem of a key that does not exist, with up to three names like it."""
     near = difflib.get_close_matches(str(key), list(known), n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    return f"{path}{key} is not a known parameter{hint}"
+    shown = key if isinstance(key, str) and key.isprintable() and key else repr(key)
+    return f"{path}{shown} is not a known parameter{hint}"
 
 
 def check_values(

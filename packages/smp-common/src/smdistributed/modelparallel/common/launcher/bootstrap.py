@@ -7,9 +7,11 @@ words does: ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the program's own
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import runpy
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -17,12 +19,27 @@ from smdistributed.modelparallel.common import failure
 from smdistributed.modelparallel.common.launcher.ending import EndRequest
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
+_SIZE_VARIABLE = "OMPI_COMM_WORLD_SIZE"
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def rank() -> int:
     """Returns the global rank as the launcher put it into the environment; 0 without one."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def name_host(environ: MutableMapping[str, str]) -> None:
+    """Corrects ``SM_CURRENT_HOST``, which mpirun hands on as it is on the first host.
+
+    ``SM_HOSTS`` lists the hosts in the order of ranks, and each has as many.
+    """
+    try:
+        hosts = json.loads(environ["SM_HOSTS"])
+        share, rest = divmod(int(environ[_SIZE_VARIABLE]), len(hosts))
+    except (KeyError, ValueError, TypeError, ZeroDivisionError):
+        return  # nobody has named hosts, or in another way than launchers do
+    if share and not rest:
+        environ["SM_CURRENT_HOST"] = str(hosts[rank() // share])
 
 
 def run(program: list[str]) -> object:
@@ -62,6 +79,7 @@ def main() -> object:
     """
     request = EndRequest()
     request.listen()
+    name_host(os.environ)
     with failure.guarded(rank):
         try:
             return run(sys.argv[1:])

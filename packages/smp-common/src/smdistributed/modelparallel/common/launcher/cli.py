@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.launcher.command import (
     find_mpirun,
     job_environment,
 )
+from smdistributed.modelparallel.common.launcher.framework import guess
 from smdistributed.modelparallel.common.launcher.hosts import (
     LOCAL_HOST,
     Host,
@@ -96,7 +97,8 @@ def _run(argv: list[str]) -> int:
         num_cores,
         is_terminal=sys.stdout.isatty(),
     )
-    config, doubt = settings.check(arguments.framework, environ, num_ranks, _per_host(hosts))
+    framework = arguments.framework or guess(program)
+    config, doubt = settings.check(framework, environ, num_ranks, _per_host(hosts))
     for text in (remark, doubt and f"warning: {doubt}"):
         if text:
             _say(text)
@@ -135,7 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="one parameter of the configuration; beats --config; may be repeated",
     )
-    add("--framework", choices=("pytorch", "tensorflow"), default="pytorch")
+    add(
+        "--framework",
+        choices=("pytorch", "tensorflow"),
+        help="whose parameters the configuration has (default: what the program imports, else "
+        "what is installed)",
+    )
     add(
         "--mpi-args",
         action="append",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from smdistributed.modelparallel.common.errors import ConfigError
 
 LOCAL_HOST = "localhost"
+#: More is a slip of the finger.
+_MOST_RANKS = 1 << 20
 #: Names become arguments of ssh and words of the remote shell.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?", re.ASCII)
 
@@ -80,8 +82,9 @@ def place(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
     Raises:
         ConfigError: the number of processes is missing or does not fit the hosts.
     """
-    if num_ranks is not None and num_ranks < 1:
-        raise ConfigError(f"the number of processes (-n) must be at least 1; received {num_ranks}.")
+    if num_ranks is not None and not 1 <= num_ranks <= _MOST_RANKS:
+        bound = "at least 1" if num_ranks < 1 else f"at most {_MOST_RANKS}"
+        raise ConfigError(f"the number of processes (-n) must be {bound}; received {num_ranks}.")
     if not hosts:
         hosts = (Host(LOCAL_HOST),)
     open_hosts = [host.name for host in hosts if host.slots is None]

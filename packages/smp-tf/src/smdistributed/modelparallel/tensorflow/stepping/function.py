@@ -16,7 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
+from smdistributed.modelparallel.common.microbatch import (
+    SplitRules,
+    check_function,
+    signature_of,
+)
+from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, resources
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
@@ -101,6 +106,7 @@ class StepFunction:
         input_split_axes: Mapping[str, int] | None,
         options: Mapping[str, Any],
     ) -> None:
+        check_function(function)
         functools.update_wrapper(self, function)
         self._slot = slot
         self._name = getattr(function, "__name__", repr(function))
@@ -110,6 +116,19 @@ class StepFunction:
         )
         self._options = {"autograph": False, **options}
         self._compiled: dict[Likeness, _Compiled] = {}
+        self._timeline: Timeline | None = None
+
+    def timeline(self) -> Timeline:
+        """Returns when every pass runs, as planned for the graph that was made last.
+
+        Unlike in the PyTorch package nothing is measured: TensorFlow starts the passes.
+
+        Raises:
+            SMPError: the function has not run yet, or there is only one partition.
+        """
+        if self._timeline is None:
+            raise SMPError("there is a timeline after a call with more than one partition only.")
+        return self._timeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
@@ -202,7 +221,7 @@ class StepFunction:
                 "depend on the model: call the model in it, or remove the decorator."
             )
         if runtime.topology.pp_size > 1:
-            runtime.timeline = impose_order(
+            self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
                 runtime.topology.pp_size,

@@ -92,7 +92,7 @@ def set_partition(module: nn.Module, index: int) -> None:
         PartitionError: ``index`` is no partition, or the model is partitioned already.
     """
     runtime = slot.get()
-    if runtime.topology.pp_size > 1:
+    if runtime.topology.pp_size > 1 and isinstance(module, nn.Module):
         for model in models_of(runtime):
             if model.partitioned and module in model.holder.fakes.names:
                 raise PartitionError(

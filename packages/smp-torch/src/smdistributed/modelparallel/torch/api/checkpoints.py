@@ -39,7 +39,8 @@ def save_checkpoint(
             ``tag``, and the whole optimizer state in ``optimizer_<tag>``, for torch alone to load.
         model: the DistributedModel.
         optimizer: the DistributedOptimizer.
-        user_content: anything that ``torch.save`` takes; returned on resume.
+        user_content: anything that ``torch.save`` takes; returned on resume. What will not come
+            back without ``trust_pickle`` is warned of.
         translate_if_full: give the weights of a full checkpoint the names and shapes of the modules
             that were replaced: those of Transformers.
         num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
@@ -101,7 +102,9 @@ def resume_from_checkpoint(
         load_optimizer_states: the former name of ``load_optimizer``.
         model: which DistributedModel to restore; by default the one made last.
         optimizer: which DistributedOptimizer to restore; by default the one made last.
-        trust_pickle: load user content of any class, which can run code from the file.
+        trust_pickle: load user content of any class, which can run code from the file. Tensors,
+            plain values and configurations (dataclasses, enumerations, namespaces, objects with
+            ``to_dict``) of classes that the script has imported need it not.
 
     Returns:
         The user content of the checkpoint, or None.
@@ -180,9 +183,10 @@ def load(
     pickle_load_args: Mapping[str, Any] | None = None,
     **more_pickle_load_args: Any,
 ) -> Any:
-    """Loads what ``smp.save`` or ``torch.save`` wrote; by default tensors and plain values only.
+    """Loads what ``smp.save`` or ``torch.save`` wrote; by default no more than plain values.
 
-    Local. A file of objects of other classes needs ``weights_only=False``, which can run code from
+    Local. Tensors, and objects that hold plain values, as in ``resume_from_checkpoint``. A file of
+    objects of other classes needs ``weights_only=False``, which can run code from
     the file.
 
     Args:

@@ -34,20 +34,29 @@ class ManualPartitions:
         return {module: self._of[module] for module in model.modules() if module in self._of}
 
     def set(self, module: nn.Module, index: int) -> None:
-        """Fixes the partition of a module and all modules below it."""
+        """Fixes the partition of a module and all modules below it.
+
+        Raises:
+            TypeError: ``module`` is no module, or ``index`` no int.
+            PartitionError: ``index`` is no partition.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"set_partition takes a torch.nn.Module; received {type(module).__name__}."
+            )
+        self._check(index)
         if not self._is_used:
             return
-        self._check(index)
         for inner in module.modules():
             self._of[inner] = index
 
     @contextlib.contextmanager
     def creating(self, index: int) -> Iterator[None]:
         """Fixes the partition of all modules created inside; the innermost context wins."""
+        self._check(index)
         if not self._is_used:
             yield
             return
-        self._check(index)
         self._open.append(index)
         init = nn.Module.__init__
 
@@ -63,7 +72,12 @@ class ManualPartitions:
             self._open.pop()
 
     def _check(self, index: int) -> None:
-        if not 0 <= index < self._num_partitions:
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TypeError(
+                f"a partition index must be an int in 0 .. {self._num_partitions - 1}; received "
+                f"{index!r}."
+            )
+        if self._is_used and not 0 <= index < self._num_partitions:
             raise PartitionError(
                 f"a partition index must be in 0 .. {self._num_partitions - 1} "
                 f"(pipeline_parallel_degree is {self._num_partitions}); received {index}."

@@ -108,8 +108,11 @@ class Layout:
             }
             layout = cls(**read, tensors=tensors)
             for degree in (layout.pipeline_parallel_degree, layout.tensor_parallel_degree):
-                if not isinstance(degree, int) or degree < 1:
+                if type(degree) is not int or degree < 1:
                     raise ValueError(f"a degree of {degree!r}")
+            for name, index in layout.partition.items():
+                if index not in range(layout.pipeline_parallel_degree):
+                    raise ValueError(f"partition {index!r} of {name!r}")
             return layout
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
@@ -196,7 +199,9 @@ def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredT
     """Returns where the tensors of a model are saved: by the first rank that holds a piece."""
     pieces = model.holder.pieces() if model.partitioned else {}
     stored = {}
-    for name, tensor in model.get_module().state_dict().items():
+    with model.holder.absence.past():
+        state = model.get_module().state_dict()
+    for name, tensor in state.items():
         held = pieces.get(name)
         if held is not None:
             stored[name] = StoredTensor(

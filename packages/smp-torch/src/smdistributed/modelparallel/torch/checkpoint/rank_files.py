@@ -15,6 +15,7 @@ import torch
 
 from smdistributed.modelparallel.common.checkpoint.durable_files import write_file
 from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.torch.checkpoint.plain_classes import is_trusted, plain_classes
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
@@ -64,10 +65,11 @@ def load(
                 "file with partial=False."
             )
         target = target.with_name(found[0])
-    arguments = {"weights_only": True, **arguments}
+    arguments = {"weights_only": not is_trusted(), **arguments}
     # Torch refuses a module by name together with weights_only, the standard one too.
     module = None if pickle_module is pickle else pickle_module
-    return torch.load(target, map_location=map_location, pickle_module=module, **arguments)
+    with plain_classes(target):
+        return torch.load(target, map_location=map_location, pickle_module=module, **arguments)
 
 
 def _file_name(path: object) -> str:

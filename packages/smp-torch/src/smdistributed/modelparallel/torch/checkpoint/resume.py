@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,12 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     expect_wrapped,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
+from smdistributed.modelparallel.torch.checkpoint.plain_classes import (
+    TRUST_VARIABLE,
+    is_trusted,
+    plain_classes,
+    refused_in,
+)
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
@@ -36,6 +42,9 @@ from smdistributed.modelparallel.torch.optimizer.distributed import (
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
+
+#: Names that a message lists.
+_MOST_NAMES = 5
 
 _Wrapper = TypeVar("_Wrapper", DistributedModel, DistributedOptimizer)
 
@@ -83,7 +92,10 @@ def resume_from_checkpoint(
     contents: list[_Content] = []
 
     def read() -> None:
-        content = reader.partial(model, load_optimizer) if partial else reader.full(load_optimizer)
+        if partial:
+            content = reader.partial(model, load_optimizer, strict)
+        else:
+            content = reader.full(load_optimizer)
         # Full checkpoints are also for scripts that do not train.
         if partial and content.optimizer is not None and optimizer is None:
             raise CheckpointError(
@@ -123,7 +135,7 @@ class _Reader:
     def __init__(self, runtime: TorchRuntime, checkpoint: Checkpoint, trust_pickle: bool) -> None:
         self._runtime = runtime
         self._checkpoint = checkpoint
-        self._trust_pickle = trust_pickle
+        self._trust_pickle = trust_pickle or is_trusted()
 
     def full(self, load_optimizer: bool) -> _Content:
         """Returns the content of a full checkpoint."""
@@ -133,7 +145,7 @@ class _Reader:
             user=self._user_content("user_content"),
         )
 
-    def partial(self, model: DistributedModel, load_optimizer: bool) -> _Content:
+    def partial(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
         """Returns the content of a partial checkpoint that belongs to this rank."""
         with self._checkpoint.open(layout.FILE) as stream:
             stored = Layout.parse(stream.read().decode())
@@ -144,6 +156,7 @@ class _Reader:
                 f"and there are {len(self._checkpoint.paths)} files. It is damaged: restore it, or "
                 "resume from another tag."
             )
+        _check_model(stored, model, strict=strict)
         own = Layout.of(self._runtime, model)
         same_degree = stored.pipeline_parallel_degree == own.pipeline_parallel_degree
         same_split = stored.tensor_parallel_degree == own.tensor_parallel_degree
@@ -193,8 +206,11 @@ class _Reader:
 
     def _user_content(self, name: str) -> Any:
         path = self._checkpoint.paths.get(name)
-        # Programs mark a folder as a checkpoint without user content by an empty file.
-        return None if path is None or not path.stat().st_size else self._read(name)
+        # Programs mark a folder as a checkpoint without user content by an empty file; what this
+        # library saves is not empty.
+        is_own = self._checkpoint.manifest is not None
+        is_there = path is not None and (is_own or path.stat().st_size > 0)
+        return self._read(name) if is_there else None
 
     def _random_state(self, stored: Layout) -> Any:
         place, topology = self._runtime.coordinates, self._runtime.topology
@@ -223,18 +239,55 @@ class _Reader:
         self._checkpoint.open(name).close()  # which verifies it
         path = self._checkpoint.paths[name]
         try:
-            return torch.load(
-                path,
-                map_location="cpu",
-                weights_only=not self._trust_pickle,
-                # Tensors of other ranks are then never read, only their names.
-                mmap=zipfile.is_zipfile(path),
-            )
+            with plain_classes(path):
+                return torch.load(
+                    path,
+                    map_location="cpu",
+                    weights_only=not self._trust_pickle,
+                    # Tensors of other ranks are then never read, only their names.
+                    mmap=zipfile.is_zipfile(path),
+                )
         except pickle.UnpicklingError as error:
+            refused = ", ".join(refused_in(path))
             raise CheckpointError(
-                f"{path} holds more than tensors and plain values, which only a full unpickling "
-                "can load, and that can run code: if you trust the file, pass trust_pickle=True."
+                f"{path} holds more than tensors, plain values and configurations"
+                f"{refused and f' ({refused})'}, which only a full unpickling can load, and that "
+                "can run code. Import the classes before you resume, if they are configurations; "
+                "or, if you trust the file, pass trust_pickle=True or set "
+                f"{TRUST_VARIABLE}=1."
             ) from error
+
+
+def _check_model(stored: Layout, model: DistributedModel, *, strict: bool) -> None:
+    """Makes sure that a checkpoint is of a model like this one; every rank finds the same.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    here = model.holder.saved_shapes()
+    there = {name: each.shape for name, each in stored.tensors.items()}
+    if not there:
+        return
+    differences = {
+        "lacks": [name for name in here if name not in there] if strict else [],
+        "has besides": [name for name in there if name not in here] if strict else [],
+        "has in other shapes": [
+            f"{name} {there[name]} for {shape}"
+            for name, shape in here.items()
+            if there.get(name, shape) != shape
+        ],
+    }
+    told = "; ".join(f"it {what} {_listed(names)}" for what, names in differences.items() if names)
+    if told:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {told}. Resume into the model that was saved"
+            + (", or pass strict=False to load what has the same name." if strict else ".")
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _given_or_last(

@@ -10,6 +10,7 @@ Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     expect_wrapped,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
+from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
@@ -58,7 +60,9 @@ def save_checkpoint(
             if model is not None and translate_if_full and model.translation:
                 whole["model"] = model.translation.to_theirs(whole["model"])
             for name, value in whole.items():
-                if name == "model" or value is not None:
+                if name == "user_content" and value is not None:
+                    files[name] = _user_content_writer(value)
+                elif name == "model" or value is not None:
                     files[name] = _writer(lambda value=value: value)  # type: ignore[misc]
         directory.write_full(tag, files)
         return
@@ -76,12 +80,28 @@ def save_checkpoint(
         index = Layout.of(runtime, model).text().encode()
         files[layout.FILE] = lambda stream: _write_bytes(stream, index)
         if user_content is not None:
-            files[USER_CONTENT] = _writer(lambda: user_content)
+            files[USER_CONTENT] = _user_content_writer(user_content)
     directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
 
 
 def _writer(make: Callable[[], Any]) -> Writer:
     return lambda stream: torch.save(make(), stream)
+
+
+def _user_content_writer(value: Any) -> Writer:
+    def write(stream: BinaryIO) -> None:
+        torch.save(value, stream)
+        stream.seek(0)
+        if refused := refused_in(stream):
+            warnings.warn(
+                f"user_content holds objects of {', '.join(refused)}, which a resume does not make "
+                "by itself, since that can run code from the file: it will need "
+                "trust_pickle=True. Tensors, plain values, dataclasses, enumerations and "
+                "configurations with to_dict need nothing.",
+                stacklevel=2,
+            )
+
+    return write
 
 
 def _write_bytes(stream: BinaryIO, data: bytes) -> None:

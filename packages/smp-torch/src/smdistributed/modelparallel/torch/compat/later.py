@@ -51,17 +51,16 @@ def later_function(name: str) -> Callable[..., NoReturn]:
     return later
 
 
-def later_class(name: str, base: type, instead: str = "") -> type[Any]:
+def later_class(name: str, base: type) -> type[Any]:
     """Returns a class that can be imported, subclassed and asked for instances, but has none.
 
     Args:
         name: as a script spells it, ``smp.nn.DistributedLinear``.
         base: its base class.
-        instead: what to use until then.
     """
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"{name} is not supported yet{instead and f'; {instead}'}.")
+        raise UnsupportedError(f"{name} is not supported yet.")
 
     return type(
         name.rpartition(".")[2],

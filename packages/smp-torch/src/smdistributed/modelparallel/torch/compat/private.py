@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
@@ -88,6 +89,17 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 # Modes
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging the failures of operations on fakes, which it raises as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 @contextlib.contextmanager

@@ -29,14 +29,14 @@ from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
-from smdistributed.modelparallel.torch.model.shell import ModuleShell
+from smdistributed.modelparallel.torch.model.shell import JobsOwn, ModuleShell
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
-class DistributedModel(TensorParallelQueries, nn.Module):
+class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
     """The user's model, split over the ranks of the pipeline.
 
     Use it in place of the model in the rest of the script: call it and its ``backward`` inside a
@@ -66,10 +66,6 @@ class DistributedModel(TensorParallelQueries, nn.Module):
         super().__init__()
         module = with_distributed_modules(runtime, module)
         self.module = ModuleShell(module)
-        if not hasattr(module, "module"):
-            # Scripts go one ``.module`` further for each wrapper that they expect. Not an
-            # attribute assignment, which would make the model a submodule of itself.
-            vars(module)["module"] = module
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
         self._post_partition_hooks = OnceHooks()
@@ -114,8 +110,15 @@ class DistributedModel(TensorParallelQueries, nn.Module):
 
         Raises:
             SMPError: called outside a step function with more than one partition.
+            TypeError: ``tensors`` are no tensors.
         """
         step = self._runtime.current_step
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if not isinstance(given, list | tuple) or not all(map(torch.is_tensor, given)):
+            raise TypeError(
+                "model.backward takes the loss, a tensor that the model's outputs lead to, or a "
+                f"list of such tensors; received {type(tensors).__name__}."
+            )
         if step is not None:
             step.backward(self, tensors, grad_tensors)
         elif self._runtime.topology.pp_size > 1:
@@ -421,21 +424,11 @@ class DistributedModel(TensorParallelQueries, nn.Module):
             return None
         return self._state.load(state, strict=strict)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled or copied while other ranks hold a part of it."""
-        if self.holder.is_split:
-            raise UnsupportedError(
-                "a DistributedModel whose partitions are on several processes cannot be pickled or "
-                "copied: the tensors of the other partitions are not here. Save state_dict(), or "
-                "smp.save_checkpoint, and load that into a new model."
-            )
-        return super().__reduce_ex__(protocol)
-
     def cpu(self) -> DistributedModel:
         """Moves the model to the host, complete: with the tensors of all ranks.
 
         Collective: every rank of the PP_GROUP. For evaluation or export through ``get_module()``:
-        what it gathers does not follow further training.
+        what it gathers goes again with the next call of a step function.
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """

@@ -11,6 +11,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import NotPartitionedError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.pieces import Piece, Rectangle
+from smdistributed.modelparallel.torch.model.absence import Absence
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -35,6 +36,7 @@ class Holder:
 
     Attributes:
         fakes: the names of the model's modules and tensors, and their stand-ins.
+        absence: refuses what needs the tensors of other ranks.
         version: how often the structure of the user's model was taken.
     """
 
@@ -45,6 +47,8 @@ class Holder:
         self._placement: Placement | None = None
         self._waiting: list[Callable[[], Any]] = []
         self._fixed: dict[str, int] = {}
+        self._is_gathered = False
+        self.absence = Absence(runtime)
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
         self.version = 0
 
@@ -158,6 +162,8 @@ class Holder:
         Raises:
             PartitionError: a parameter is now shared between partitions.
         """
+        if self._is_gathered:
+            self._settle()  # what was gathered for use outside of steps goes again
         if self.fakes.is_current:
             return False
         runtime, former = self._runtime, self.fakes
@@ -183,6 +189,27 @@ class Holder:
             else:
                 # Meta data cannot be assigned to a parameter that lives on a device.
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+        self._is_gathered = False
+        lacking = {
+            module: name
+            for module, name in self.fakes.names.items()
+            if any(not self.holds(slot) for slot in self._slots_in(module))
+        }
+        self.absence.begin(self.fakes.model, lacking)
+
+    def gather(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the tensors of other ranks, by name, until the next step."""
+        for slot in self.fakes.slots:
+            name = self.fakes.slot_name(slot)
+            if not self.holds(slot):
+                _tensor(slot).data = tensors[name]
+        self._is_gathered = True
+        self.absence.end()
+
+    def _slots_in(self, module: nn.Module) -> Iterator[Slot]:
+        for each in module.modules():
+            for tensors in (each._parameters, each._buffers):
+                yield from ((each, name) for name in tensors if (each, name) in self.fakes.slots)
 
     def delayed(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Yields what has no values yet: a tied tensor once."""
@@ -244,6 +271,16 @@ class Holder:
     def has_slices(self) -> bool:
         """Whether tensors of the model are split over the tensor-parallel ranks."""
         return bool(self.sliced_names())
+
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the whole tensors that the model's state has, by name."""
+        with self.absence.past():
+            saved = self.fakes.model.state_dict()
+        return {
+            name: tuple(fake.shape) if (sliced := slice_at(slot)) is None else sliced.shape
+            for slot, fake in self.fakes.slots.items()
+            if (name := self.fakes.slot_name(slot)) in saved
+        }
 
     def holds(self, slot: Slot) -> bool:
         """Tells whether some of a parameter or buffer is on this rank."""

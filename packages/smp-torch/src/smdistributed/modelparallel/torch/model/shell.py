@@ -1,10 +1,13 @@
-"""What ``model.module`` gives."""
+"""What ``model.module`` gives, and what the wrapper around it is not."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.model.absence import WHOLE_MODEL
 
 
 class ModuleShell(nn.Module):
@@ -23,3 +26,28 @@ class ModuleShell(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the user's model."""
         return self.module(*args, **kwargs)
+
+
+class JobsOwn(nn.Module):
+    """A wrapper that belongs to the processes of its job, and is not the model that it wraps."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == "module" or name.startswith("_") or not hasattr(self.module, name):
+                raise
+            raise AttributeError(
+                f"{error}; the model that it wraps has one, model.get_module().{name}. With "
+                f"several partitions: {WHOLE_MODEL}"
+            ) from None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled or copied."""
+        raise UnsupportedError(
+            "a DistributedModel cannot be pickled or copied (deepcopy and AveragedModel do): it "
+            "belongs to the processes of its job. Copy the model before you wrap it; save "
+            "state_dict() or smp.save_checkpoint; average local_parameters()."
+        )

@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -44,9 +46,7 @@ class ModelState:
 
     def local(self) -> dict[str, Any]:
         """Returns what this rank holds, and whether that is only a part."""
-        state = {
-            name: value for name, value in self._module.state_dict().items() if self._is_here(name)
-        }
+        state = {name: value for name, value in self._state().items() if self._is_here(name)}
         return {**state, PARTIAL_KEY: self._holder.is_split}
 
     def whole(self, *, to_rank0: bool) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class ModelState:
         Collective: every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP.
         """
         runtime, sliced = self._runtime, self._sliced
-        # Torch's own dict with its metadata; what is elsewhere is empty in it.
-        state = self._module.state_dict()
+        # With its metadata.
+        state = self._state()
         if self._holder.is_split:
             local = self.local()
             del local[PARTIAL_KEY]
@@ -103,7 +103,7 @@ class ModelState:
             CheckpointError: it was another partition; names the first parameter that differs.
         """
         elsewhere = self._elsewhere()
-        for name in self._module.state_dict():
+        for name in self._state():
             if name in elsewhere and name in state:
                 problem = "is in the state and belongs on another rank"
             elif name not in elsewhere and name not in state and strict:
@@ -126,6 +126,7 @@ class ModelState:
         )
         # Versions of modules, by which they read older states.
         here._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
+        self._check_shapes(state)
         # Not strict, as torch would miss what is elsewhere.
         keys = self._module.load_state_dict(here, strict=False)
         missing = [name for name in keys.missing_keys if name not in elsewhere or name in absent]
@@ -141,6 +142,32 @@ class ModelState:
             )
         return type(keys)(missing, keys.unexpected_keys)
 
+    def _check_shapes(self, state: Mapping[str, Any]) -> None:
+        """Finds tensors that do not fit, also those of other ranks.
+
+        Raises:
+            RuntimeError: as torch's, on every rank.
+        """
+        problems = []
+        for name, ((module, _), fake) in self._loadable().items():
+            value = state.get(name)
+            if not isinstance(value, torch.Tensor) or _loads_by_itself(module):
+                continue
+            # Torch takes vectors of one number for scalars.
+            if value.shape != fake.shape and (fake.dim(), value.numel()) != (0, 1):
+                problems.append(
+                    f"size mismatch for {name}: copying a param with shape {value.shape} from "
+                    f"checkpoint, the shape in current model is {fake.shape}."
+                )
+        if problems:
+            lines = "\n\t".join(problems)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self._module).__name__}:\n\t{lines}"
+            )
+
+    def _loadable(self) -> dict[str, tuple[Slot, torch.Tensor]]:
+        return {name: (slot, self._holder.fakes.slots[slot]) for name, slot in self._slots.items()}
+
     def gather_tensors(self) -> None:
         """Gives this rank the tensors of all, on the host. Collective: every rank of PP_GROUP."""
         here = {
@@ -149,13 +176,15 @@ class ModelState:
             if self._holder.holds(slot)
         }
         parts = self._runtime.communicator.allgather(here, CommGroup.PP_GROUP)
-        everything = {name: tensor for part in parts for name, tensor in part.items()}
-        for name, (module, attribute) in self._slots.items():
-            if name not in here:
-                getattr(module, attribute).data = everything[name]
+        self._holder.gather({name: tensor for part in parts for name, tensor in part.items()})
+
+    def _state(self) -> dict[str, Any]:
+        """Returns torch's own dict; what is elsewhere is empty in it."""
+        with self._holder.absence.past():
+            return self._module.state_dict()
 
     def _elsewhere(self) -> set[str]:
-        return {name for name in self._module.state_dict() if not self._is_here(name)}
+        return {name for name in self._state() if not self._is_here(name)}
 
     def _is_here(self, name: str) -> bool:
         if not self._holder.is_partial:
@@ -167,6 +196,13 @@ class ModelState:
         while owner not in self._modules:
             owner = owner.rpartition(".")[0]
         return self._holder.holds_module(self._modules[owner])
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module reads states in a way of its own, so that other shapes may fit."""
+    loads = type(module)._load_from_state_dict
+    is_torchs = (loads.__module__ or "").startswith("torch.")
+    return bool(module._load_state_dict_pre_hooks) or not is_torchs
 
 
 def collect(

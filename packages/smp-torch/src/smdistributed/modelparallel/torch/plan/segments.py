@@ -89,7 +89,7 @@ class Plan:
         """Returns the shape of the plan, as the simulator takes it."""
         total = sum(segment.flops for segment in self.segments) or 1
         # Every pass costs something, also one without counted operations.
-        floor = total * 1e-3 / len(self.segments)
+        floor = total * 1e-3 / max(1, len(self.segments))  # a step may compute nothing
         segments = []
         for segment in self.segments:
             cost = segment.flops + floor

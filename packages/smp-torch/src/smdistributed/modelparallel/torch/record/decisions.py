@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.record.failure import Failure
 
 
 class Decisions(Protocol):
@@ -33,7 +34,11 @@ class OwnDecisions:
 
     def answer(self, compute: Callable[[], Any], where: str) -> Any:
         """See ``Decisions``."""
-        self.answers.append(compute())
+        try:
+            self.answers.append(compute())
+        except Exception as error:
+            self.answers.append(Failure.of(error))
+            raise
         return self.answers[-1]
 
 
@@ -61,6 +66,7 @@ class GivenDecisions:
 
         Raises:
             SMPError: the other recording asked less often.
+            Exception: the question had no answer there, for this reason.
         """
         self._asked += 1
         if self._asked > len(self.answers):
@@ -68,4 +74,7 @@ class GivenDecisions:
                 f"{where} makes a decision here that the first rank of the pipeline did not make: "
                 "every rank must run the same code with the same settings."
             )
-        return self.answers[self._asked - 1]
+        answer = self.answers[self._asked - 1]
+        if isinstance(answer, Failure):
+            raise answer.error()
+        return answer

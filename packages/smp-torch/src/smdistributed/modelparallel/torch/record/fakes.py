@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, FakeTensorMode
 
 #: (module, name of a parameter or buffer in it)
 Slot = tuple[nn.Module, str]
@@ -35,6 +35,7 @@ class FakeModel:
         names: module -> dotted name, the root's being "".
         slots: every parameter and buffer slot -> its fake; tied slots share one.
         real: id of a real tensor -> its fake, while the fakes are in place.
+        behind: slot -> its real tensor, while the fakes are in place.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FakeModel:
         self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
+        self.behind: dict[Slot, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
         if former is not None:
             made = {id(tensor): former.slots[slot] for slot, tensor in former._tensors.items()}
@@ -65,6 +67,13 @@ class FakeModel:
                 for slot, tensor in slots.items():
                     if tensor is None:
                         continue
+                    if isinstance(tensor, FakeTensor):
+                        raise UnsupportedError(
+                            f"{f'{name}.{slot}'.lstrip('.')} was made in a forward, while a step "
+                            "was recorded, and has no values. Make modules and parameters before "
+                            "the model becomes a DistributedModel: run it once on a batch, or call "
+                            "what makes them."
+                        )
                     if id(tensor) not in made:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
@@ -84,6 +93,28 @@ class FakeModel:
             for (module, slot), tensor in self._tensors.items()
         )
 
+    def check_current(self) -> None:
+        """Makes sure that the first forward has not changed the model where one rank alone is.
+
+        Raises:
+            UnsupportedError: it has.
+        """
+        if not self.is_current:
+            changed = next(
+                (
+                    name
+                    for module, name in self.names.items()
+                    if list(module._modules.values()) != self._children[module]
+                ),
+                "",
+            )
+            raise UnsupportedError(
+                f"the first forward replaces modules or parameters of {changed or 'the model'} "
+                "inside a module that stays whole on one partition; other ranks would not know. "
+                "Make that change before the model becomes a DistributedModel: run it once on a "
+                "batch like those to come, or call what makes the change."
+            )
+
     def flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Returns whether each module trains and each parameter and buffer requires a gradient."""
         return (
@@ -95,13 +126,14 @@ class FakeModel:
     def in_place(self) -> Iterator[None]:
         """Puts the fakes into the modules, and the real tensors back afterwards."""
         real = []
-        self.real = {}
+        self.real, self.behind = {}, {}
         for (module, slot), fake in self.slots.items():
             tensors = _tensors_of(module, slot)
             tensor = tensors[slot]
             assert tensor is not None
             real.append((tensors, slot, tensor))
             self.real[id(tensor)] = fake
+            self.behind[module, slot] = tensor
             if fake.requires_grad is not tensor.requires_grad:
                 fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
@@ -110,7 +142,7 @@ class FakeModel:
         finally:
             for tensors, slot, tensor in real:
                 tensors[slot] = tensor
-            self.real = {}
+            self.real, self.behind = {}, {}
 
     def rebound(self) -> Iterator[Slot]:
         """Yields the parameters and buffers that code has assigned new tensors to; in place."""

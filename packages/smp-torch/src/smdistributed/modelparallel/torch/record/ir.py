@@ -88,13 +88,15 @@ class Value:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.replicated = node.replicated
         self.is_changed = False
-        strides = tensor.stride()
+        strides = tensor.stride() if tensor.layout is torch.strided else range(tensor.dim(), 0, -1)
         self.order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         self._is_in_order = self.order == tuple(range(len(self.order)))
         self._wire_shape = [self.shape[dim] for dim in self.order]
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of this value as it travels: dims in the order of memory."""
+        # Memory is what travels; these two kinds of views say that it means something else.
+        tensor = tensor.resolve_conj().resolve_neg()
         return tensor if self._is_in_order else tensor.permute(self.order)
 
     def wire_buffer(self, device: torch.device) -> torch.Tensor:

@@ -201,7 +201,7 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         try:
             return call(module, *args, **kwargs)
-        except (UnsupportedError, RuntimeError, NotImplementedError) as error:
+        except (UnsupportedError, RuntimeError, NotImplementedError, TypeError) as error:
             # Only fakes fail so; what also fails for real is the user's own error.
             state.runs_for_real = True
             try:

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import equal, fill, placeholders, template
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.trace import Constant
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch.record.trace import Entry
+    from smdistributed.modelparallel.torch.record.values import Values
 
 #: Functions whose result is a part of their first argument; which part, the others say.
 _SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
@@ -54,6 +59,18 @@ class Question:
     all_constants: tuple[Constant, ...]
     num_inputs: int
 
+    @staticmethod
+    def of(entry: Entry, values: Values, where: str, num_inputs: int) -> Question:
+        """Returns the question that a call asks."""
+        return Question(
+            entry.target,
+            values.arguments(entry.args),
+            values.arguments(entry.kwargs),
+            where,
+            tuple(values.graph.constants),
+            num_inputs,
+        )
+
     @cached_property
     def _asked_of(self) -> Any:
         if self.function in _SELECTIONS and not self.args[0].replicated:
@@ -82,15 +99,23 @@ class Question:
             for node in self._sources
         )
 
-    def answer(self, inputs: Mapping[int, torch.Tensor], drawing: Callable[..., Any]) -> Any:
+    def answer(
+        self,
+        inputs: Mapping[int, torch.Tensor],
+        drawing: Callable[..., Any],
+        attribute: Callable[[nn.Module, str], Any],
+    ) -> Any:
         """Finds the answer.
 
         Args:
             inputs: the real tensor arguments of this microbatch and the constants, by position.
             drawing: seeds the generators for a draw.
+            attribute: returns the real buffer of a module.
         """
         with past_recording():
-            return evaluate_replicated(self._ask, self._asked_of, self.kwargs, inputs, drawing)
+            return evaluate_replicated(
+                self._ask, self._asked_of, self.kwargs, inputs, drawing, attribute
+            )
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
         return template(self.function(*args, **kwargs), _Shape.of, lambda obj: obj)

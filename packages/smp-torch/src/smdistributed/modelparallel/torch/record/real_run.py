@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, past_recording
+from smdistributed.modelparallel.torch.compat.private import (
+    FakeTensorMode,
+    past_dispatch_modes,
+    past_recording,
+)
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 
 
@@ -51,7 +55,12 @@ def run_on_random_numbers(
 
     kept: list[torch.Tensor] = []
     devices = [each.device for each in module.parameters() if each.is_cuda][:1]
-    with past_recording(), torch.random.fork_rng(devices=devices), _real_tensors(module):
+    with (
+        past_recording(),
+        past_dispatch_modes(),
+        torch.random.fork_rng(devices=devices),
+        _real_tensors(module),
+    ):
         args, kwargs = map_tensors((args, kwargs), real)
         result = call(module, *args, **kwargs)
     return map_tensors(result, fake)

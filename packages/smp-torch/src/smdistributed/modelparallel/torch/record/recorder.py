@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     OpOverload,
     inside_transform,
     past_recording,
+    quiet_fakes,
     set_grad_enabled,
     version_of,
 )
@@ -175,6 +176,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(intercepted(self, list(self._scene.names)))
             stack.enter_context(self._attributes.watched())
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(quiet_fakes())
             stack.enter_context(self._mode)
             stack.enter_context(self._meter)
             yield
@@ -208,6 +210,14 @@ class Recorder(TorchFunctionMode):
                 refused = [entry for entry in self._new or () if entry.refusal]
                 if refused:
                     raise UnsupportedError(refused[-1].refusal) from error
+                if "HigherOrderOperator" in str(error):
+                    raise UnsupportedError(
+                        "torch's own control flow (torch.cond, while_loop and the like) does not "
+                        "run between modules of a pipelined step. Put it into a module that stays "
+                        "whole."
+                    ) from error
+                if PendingNumber.__name__ in str(error):
+                    raise _depends_on_values(f"code in {self._calls.where()}") from error
                 if FakeTensor.__name__ in str(error):
                     raise UnsupportedError(
                         f"code in {self._calls.where()} fails on the stand-ins of a recording: "
@@ -389,6 +399,8 @@ class Recorder(TorchFunctionMode):
         for entry in everything:
             if entry.held and id(entry) in spans:
                 self._check_held(values, spans[id(entry)])
+            if entry.question is not None:
+                self._check_question(values, entry, entry.question.where)
             values.take(entry)
         for entry in log:
             at.following.append(entry)
@@ -400,6 +412,11 @@ class Recorder(TorchFunctionMode):
         opened.end.way = way = self._way(values, everything, opened.end)
         at.following.append(opened.end)
         return way
+
+    def _check_question(self, values: Values, entry: Entry, where: str) -> None:
+        """Makes sure that a question can be asked again, now that tensors have their partitions."""
+        if not Question.of(entry, values, where, len(self._real_inputs)).can_be_answered:
+            raise _depends_on_values(where)
 
     def _check_held(self, values: Values, span: Span) -> None:
         """Makes sure that a leaf does not depend on what another rank left in an object."""
@@ -820,7 +837,8 @@ class Recorder(TorchFunctionMode):
         for position, constant in question.constants.items():
             given[position] = self._constants.known(constant, question.where)
         return self._decisions.answer(
-            lambda: question.answer(given, self._random.drawing), question.where
+            lambda: question.answer(given, self._random.drawing, self._scene.real_of),
+            question.where,
         )
 
     def _decide(self, entry: Entry, error: Exception) -> Any:
@@ -829,24 +847,11 @@ class Recorder(TorchFunctionMode):
         assert values is not None
         where = f"{entry.name} in {entry.where}"
         given, self._given = self._given, None
-        question = Question(
-            entry.target,
-            values.arguments(entry.args),
-            values.arguments(entry.kwargs),
-            where,
-            tuple(values.graph.constants),
-            len(self._real_inputs),
-        )
+        question = Question.of(entry, values, where, len(self._real_inputs))
         if not question.can_be_answered:
             if question.function is torch.Tensor.item and not self._state.leaf_depth:
                 return self._add_number(entry)
-            raise UnsupportedError(
-                f"{where} makes Python depend on the value of an activation (a branch, "
-                "float() or a data-dependent shape). A pipelined step is recorded before values "
-                "exist: keep the decision inside one module, return the tensor (or its .item()) "
-                "from the step function and look at it outside, or put that module on one "
-                "partition."
-            ) from error
+            raise _depends_on_values(where) from error
         if given is None:
             answer = self._ask(question)
         else:
@@ -1060,6 +1065,16 @@ class Recorder(TorchFunctionMode):
             if not contents.is_current()
         ]
         entry.changes = list(changes)
+
+
+def _depends_on_values(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where} makes Python depend on the value of an activation, or of a tensor that one "
+        "partition holds (a branch, float() or a data-dependent shape). A pipelined step is "
+        "recorded before values exist: keep the decision inside one module, return the tensor (or "
+        "its .item()) from the step function and look at it outside, or put that module on one "
+        "partition."
+    )
 
 
 def _is_fixed(obj: Any) -> bool:

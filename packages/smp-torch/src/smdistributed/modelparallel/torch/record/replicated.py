@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import fill, follow
@@ -32,6 +33,7 @@ def evaluate_replicated(
     kwargs: Any,
     inputs: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
     drawing: Callable[[str, int, int], contextlib.AbstractContextManager[None]] | None = None,
+    attribute: Callable[[nn.Module, str], Any] = getattr,
 ) -> Any:
     """Computes a call on replicated values from the step's real inputs.
 
@@ -40,6 +42,7 @@ def evaluate_replicated(
         args, kwargs: templates of its arguments.
         inputs: the tensor arguments of this microbatch, and the constants that it reads.
         drawing: seeds the generators for a draw; only where values may be random.
+        attribute: returns a buffer; another than ``getattr`` while fakes are in its place.
     """
     known: dict[Value, torch.Tensor] = {}
 
@@ -54,7 +57,7 @@ def evaluate_replicated(
             known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
         elif node.kind is NodeKind.ATTRIBUTE:
             module, name = node.target
-            known[node.outputs[0]] = getattr(module, name)
+            known[node.outputs[0]] = attribute(module, name)
         else:
             arguments = fill(node.args, Value, evaluate)
             named = fill(node.kwargs, Value, evaluate)

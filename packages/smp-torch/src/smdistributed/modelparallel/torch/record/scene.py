@@ -101,6 +101,13 @@ class Scene:
         """Returns the fake of a model's own tensor, which code may hold by another way."""
         return self._real.get(id(tensor))
 
+    def real_of(self, module: nn.Module, name: str) -> Any:
+        """Returns a parameter or buffer for which a fake stands at present."""
+        for model in self.models:
+            if (module, name) in model.behind:
+                return model.behind[module, name]
+        return getattr(module, name)
+
     def inner_of(self, leaf: nn.Module) -> tuple[nn.Module, ...]:
         """Returns a leaf and the modules in it, also one that is not known to be a leaf yet."""
         return self.inner.get(leaf) or tuple(leaf.modules())

@@ -140,7 +140,14 @@ class Values:
         value = self.graph.bind(tensor, node, source)
         self._known[id(tensor)] = value
         self._alive.append(tensor)
-        self._sharing[storage_of(tensor)].append(value)
+        if tensor.layout is torch.strided:
+            self._sharing[storage_of(tensor)].append(value)
+        elif self._state.is_glue:
+            raise UnsupportedError(
+                f"{node.name} gives a tensor of layout {tensor.layout}, in code between modules: "
+                "only dense tensors go from one partition to another. Make and use sparse ones "
+                "inside one module that stays whole."
+            )
         return value
 
     def _change(self, node: Node, changed: Sequence[torch.Tensor]) -> dict[int, Value]:
@@ -253,7 +260,9 @@ class Values:
         ):
             return None
         with past_recording():
-            real: torch.Tensor = evaluate_replicated(lambda tensor: tensor, (value,), {}, ())
+            real: torch.Tensor = evaluate_replicated(
+                lambda tensor: tensor, (value,), {}, (), attribute=self._scene.real_of
+            )
         return real
 
 

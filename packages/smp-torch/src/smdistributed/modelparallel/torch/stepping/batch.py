@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.stepping.first_rank import Failure
+from smdistributed.modelparallel.torch.record.failure import Failure
 
 #: Arguments by position and by keyword: of a step function, or of one microbatch.
 Call = tuple[tuple[Any, ...], dict[str, Any]]

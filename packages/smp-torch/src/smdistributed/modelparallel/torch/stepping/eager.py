@@ -87,7 +87,7 @@ class EagerStep:
                 model.data_parallel.end_step()
                 model.run_post_step_hooks()
         self._usual_calls = self._calls
-        return combine(results, self._detach_outputs)
+        return combine(results, weights, detach=self._detach_outputs)
 
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""

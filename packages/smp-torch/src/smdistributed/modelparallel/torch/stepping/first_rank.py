@@ -6,39 +6,12 @@ next message for an answer.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from smdistributed.modelparallel.common.comm.communicator import Communicator
-from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception of rank 0: pickled, or its text where it cannot be."""
-
-    pickled: bytes | None
-    text: str
-
-    @staticmethod
-    def of(error: Exception) -> Failure:
-        """Returns what tells of an error."""
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:  # whatever a class of the user's does when it is pickled
-            return Failure(None, f"{type(error).__name__}: {error}")
-        return Failure(pickled, str(error))
-
-    def error(self) -> Exception:
-        """Returns the error."""
-        if self.pickled is None:
-            return SMPError(f"the first rank of the pipeline failed: {self.text}")
-        found: Exception = pickle.loads(self.pickled)
-        return found
+from smdistributed.modelparallel.torch.record.failure import Failure
 
 
 def say(communicator: Communicator, compute: Callable[[], Any]) -> Any:

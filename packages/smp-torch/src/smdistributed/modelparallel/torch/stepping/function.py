@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.microbatch import SplitRules, signature_of
+from smdistributed.modelparallel.common.microbatch import (
+    SplitRules,
+    check_function,
+    signature_of,
+)
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.torch.compat.private import as_written
@@ -45,7 +49,8 @@ class StepFunction:
         static: the Python of the function is promised to do the same in every call.
 
     Raises:
-        ConfigError: an option names no argument of the function.
+        ConfigError: an option names no argument of the function, or that is none whose calls
+            return results.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class StepFunction:
         detach_outputs: bool,
         static: bool,
     ) -> None:
+        check_function(function)
         if as_written(function) is not function:
             function = as_written(function)
             warnings.warn(NOT_COMPILED.format(function.__name__), stacklevel=5)

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.common.microbatch import (
+    SplitRules,
+    in_order,
+    split_arguments,
+)
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.record.nested import (
     map_tensors,
@@ -89,24 +93,28 @@ class StepInputs:
             SMPError: this rank was called in another way.
             Exception: what splitting raised on rank 0 of the pipeline, on every rank.
         """
-        mine = self._kind(args, kwargs)
+        signature = self._rules.signature
         communicator = self._runtime.communicator
         if self._pp_rank == 0:
             made: list[MiniBatch] = []
 
             def make() -> Header:
-                calls, weights = self._split((args, kwargs))
-                batch = MiniBatch(Header(mine, seed, _NOTHING), (args, kwargs), calls, weights)
+                # Tensors go by their positions, and those are the signature's.
+                call = in_order(signature, args, kwargs)
+                mine = self._kind(*call)
+                calls, weights = self._split(call)
+                batch = MiniBatch(Header(mine, seed, _NOTHING), call, calls, weights)
                 header = Header(mine, seed, run(batch))
-                made.append(MiniBatch(header, (args, kwargs), calls, weights))
+                made.append(MiniBatch(header, call, calls, weights))
                 return header
 
             say(communicator, make)
             return made[0]
         header: Header = hear(communicator)
-        self._check(mine, header.kind)
-        calls, weights = self._split(self._stand_ins(header.kind, args, kwargs))
-        return MiniBatch(header, (args, kwargs), calls, weights)
+        call = in_order(signature, args, kwargs)
+        self._check(self._kind(*call), header.kind)
+        calls, weights = self._split(self._stand_ins(header.kind, *call))
+        return MiniBatch(header, call, calls, weights)
 
     def exchange(
         self, batch: MiniBatch, needed: Sequence[set[int]]

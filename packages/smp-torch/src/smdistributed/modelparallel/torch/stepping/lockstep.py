@@ -23,6 +23,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
+from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.passes import Passed
@@ -31,7 +32,7 @@ from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import Call, MiniBatch, Round, TensorKind
-from smdistributed.modelparallel.torch.stepping.first_rank import Failure, hear, say
+from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 from smdistributed.modelparallel.torch.stepping.placing import place_models
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,8 @@ class Lockstep:
         place_models(self._runtime, passed.profile)
         with self._on_fakes(batch) as recorder:
             passed.way = recorder.close(passed)
+        for model in models_of(self._runtime):
+            model.holder.fakes.check_current()
         self._note(self._trace(batch, batch.calls[len(self._passed) - 1]), passed.way)
 
     def _on_fakes(self, batch: MiniBatch) -> AbstractContextManager[Recorder]:

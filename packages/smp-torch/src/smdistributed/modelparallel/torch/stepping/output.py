@@ -18,10 +18,14 @@ class StepOutput:
 
     Args:
         outputs: one tensor a microbatch, in order.
+        weights: share of the batch in each microbatch; their sum is 1. None: equal shares.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], weights: Sequence[float] | None = None
+    ) -> None:
         self._outputs = list(outputs)
+        self._weights = list(weights or [1 / len(self._outputs)] * len(self._outputs))
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -29,7 +33,10 @@ class StepOutput:
         return self._outputs
 
     def reduce_mean(self) -> torch.Tensor:
-        """Returns the element-wise mean over microbatches.
+        """Returns the element-wise mean over microbatches, weighted by their sizes.
+
+        So the mean of losses that are means over a microbatch is that over the batch, also where
+        the batch does not divide evenly.
 
         Shape: that of one microbatch's tensor.
 
@@ -43,7 +50,14 @@ class StepOutput:
                 f"the mean of {first.dtype} tensors is not defined: use reduce_sum(), or cast the "
                 "tensor to a floating type in the step function."
             )
-        return self._stacked("reduce_mean").mean(0)
+        stacked = self._stacked("reduce_mean")
+        if len(set(self._weights)) == 1:
+            return stacked.mean(0)
+        # Half precision adds up in float32, as torch's mean does.
+        wide = torch.promote_types(first.dtype, torch.float32)
+        weights = torch.tensor(self._weights, dtype=wide, device=first.device)
+        mean: torch.Tensor = torch.tensordot(weights, stacked.to(wide), dims=1)
+        return mean.to(first.dtype)
 
     def reduce_sum(self) -> torch.Tensor:
         """Returns the element-wise sum over microbatches.
@@ -83,7 +97,7 @@ class StepOutput:
 
     def detach(self) -> StepOutput:
         """Returns the StepOutput of the detached tensors."""
-        return StepOutput([output.detach() for output in self._outputs])
+        return StepOutput([output.detach() for output in self._outputs], self._weights)
 
     def _stacked(self, method: str) -> torch.Tensor:
         shapes = [tuple(output.shape) for output in self._outputs]

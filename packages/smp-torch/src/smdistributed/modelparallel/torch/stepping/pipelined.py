@@ -111,7 +111,7 @@ class PipelinedStep:
         for model in self._models_of(prepared.differentiated):
             model.data_parallel.end_step()
             model.run_post_step_hooks()
-        return combine(results, detach=True)
+        return combine(results, batch.weights, detach=True)
 
     @contextlib.contextmanager
     def _running(self, recorder: Recorder) -> Iterator[None]:

@@ -31,6 +31,7 @@ def place_models(runtime: TorchRuntime, costs: Profile) -> None:
         if model.get_module() in costs.modules:
             model.drawing.take(costs)
             if not model.partitioned:
+                model.refresh()  # the forward may have replaced modules
                 _place(runtime, model, costs)
 
 

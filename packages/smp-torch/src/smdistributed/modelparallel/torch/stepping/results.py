@@ -13,7 +13,9 @@ from smdistributed.modelparallel.torch.record.nested import take_apart
 from smdistributed.modelparallel.torch.stepping.output import StepOutput
 
 
-def combine(results: Sequence[Any], detach: bool, place: str = "the result") -> Any:
+def combine(
+    results: Sequence[Any], weights: Sequence[float], *, detach: bool, place: str = "the result"
+) -> Any:
     """Joins what the body returned for each microbatch.
 
     Tensors become a StepOutput, in their places in lists, tuples, mappings and dataclasses. Numbers
@@ -22,16 +24,17 @@ def combine(results: Sequence[Any], detach: bool, place: str = "the result") -> 
 
     Args:
         results: one a microbatch.
+        weights: share of the batch in each microbatch.
         detach: detach tensors.
         place: where this stands, for the warning.
     """
     first = results[0]
     if isinstance(first, torch.Tensor):
-        return StepOutput([each.detach() if detach else each for each in results])
+        return StepOutput([each.detach() if detach else each for each in results], weights)
     if isinstance(first, int | float | complex | np.number) and not isinstance(first, bool):
         return list(results)
     below: Callable[[Any, list[Any]], Any] = lambda key, items: combine(  # noqa: E731
-        items, detach, f"{place}[{key!r}]"
+        items, weights, detach=detach, place=f"{place}[{key!r}]"
     )
     if type(first) in (list, tuple) and all(len(each) == len(first) for each in results):
         items = [below(i, [each[i] for each in results]) for i in range(len(first))]

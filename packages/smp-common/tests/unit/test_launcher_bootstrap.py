@@ -1,0 +1,41 @@
+"""What each rank puts right before the program runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from smdistributed.modelparallel.common.launcher import bootstrap
+
+TWO = json.dumps(["algo-1", "algo-2"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "size", "wanted"),
+    [
+        (0, TWO, "4", "algo-1"),
+        (1, TWO, "4", "algo-1"),
+        (2, TWO, "4", "algo-2"),
+        (3, TWO, "4", "algo-2"),
+        # Not shared evenly, fewer ranks than hosts, no list, no hosts: as it was.
+        (2, TWO, "3", "first"),
+        (0, TWO, "1", "first"),
+        (0, "algo-1", "4", "first"),
+        (0, "[]", "4", "first"),
+        (0, "7", "4", "first"),
+    ],
+)
+def test_each_rank_knows_its_host(
+    monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, size: str, wanted: str
+) -> None:
+    monkeypatch.setattr(bootstrap, "rank", lambda: rank)
+    environ = {"SM_HOSTS": hosts, "OMPI_COMM_WORLD_SIZE": size, "SM_CURRENT_HOST": "first"}
+    bootstrap.name_host(environ)
+    assert environ["SM_CURRENT_HOST"] == wanted
+
+
+def test_without_hosts_nothing_is_named() -> None:
+    environ = {"OMPI_COMM_WORLD_SIZE": "4"}
+    bootstrap.name_host(environ)
+    assert environ == {"OMPI_COMM_WORLD_SIZE": "4"}

@@ -1,0 +1,6 @@
+"""The service's interface on the loopback, for programs that stay as they are: the SDK and boto3.
+
+signatures   whether a request comes from who may start programs here
+operations   what is asked for, and what is answered
+server       one address for all of it
+"""

@@ -1,0 +1,214 @@
+"""``smp-launch``: jobs from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
+from smdistributed.modelparallel.launch import names
+from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
+from smdistributed.modelparallel.launch.job import folder
+from smdistributed.modelparallel.launch.job.status import Status
+from smdistributed.modelparallel.launch.session import Session
+from smdistributed.modelparallel.launch.storage.places import JOBS_VARIABLE
+
+_USAGE_EXIT_CODE = 2
+_INTERRUPTED_EXIT_CODE = 130
+_WIDE = 400
+_STYLES = {"Completed": "green", "Failed": "red", "Stopped": "yellow"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``smp-launch``; returns its exit code: 1 if a job that was waited for failed."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
+    try:
+        return int(arguments.run(Session(root=arguments.jobs), arguments) or 0)
+    except UnexpectedStatusException as error:
+        _say(str(error))
+        return 1
+    except SMPError as error:
+        _say(f"error: {error}")
+        return _USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        return _INTERRUPTED_EXIT_CODE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="smp-launch", description="Shows, starts and ends training jobs.", allow_abbrev=False
+    )
+    parser.add_argument("--jobs", metavar="FOLDER", help="folder of all jobs (default: SMP_JOBS)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="all jobs, the newest first")
+    listing.set_defaults(run=_list)
+    for name, run, text in (
+        ("show", _show, "a job: its phases, where its results are, why it failed"),
+        ("stop", _stop, "ask a job to end; its processes have time to save"),
+        ("wait", _wait, "wait for the end of a job"),
+        ("logs", _logs, "the log of a job; with --follow until its end"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("job", metavar="JOB")
+        command.set_defaults(run=run)
+        if name == "logs":
+            command.add_argument("-f", "--follow", action="store_true")
+    submitting = commands.add_parser("submit", help="start a job that a JSON document describes")
+    submitting.add_argument("document", metavar="FILE")
+    submitting.set_defaults(run=_submit)
+    running = commands.add_parser(
+        "run", help="run a script in which 'import sagemaker' means this package"
+    )
+    running.add_argument("script", metavar="SCRIPT")
+    running.add_argument("arguments", nargs=argparse.REMAINDER)
+    running.set_defaults(run=_run)
+    serving = commands.add_parser(
+        "api", help="serve the service's interface on the loopback, for the SDK and boto3"
+    )
+    serving.add_argument("--port", type=int, default=0)
+    serving.add_argument("command", nargs=argparse.REMAINDER, help="a program to run so")
+    serving.set_defaults(run=_serve)
+    return parser
+
+
+def _list(session: Session, _: argparse.Namespace) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "state", "phase", "started", "took"):
+        table.add_column(column, overflow="fold" if column == "job" else "ellipsis")
+    for job in folder.all_jobs(session.root):
+        try:
+            status = session.observe(job)
+        except LaunchError:
+            table.add_row(job.name, "[red]unreadable[/]")
+            continue
+        table.add_row(
+            job.name,
+            _styled(status),
+            status.secondary_status,
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(status.creation_time)),
+            _duration(status),
+        )
+    if table.row_count:
+        _console().print(table)
+    else:
+        print(f"no jobs in {session.root}")
+
+
+def _show(session: Session, arguments: argparse.Namespace) -> None:
+    job = session.job(arguments.job)
+    status, request = session.observe(job), job.request()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("job", job.name)
+    table.add_row("state", _styled(status))
+    hosts = request.resource_config
+    table.add_row("hosts", f"{hosts.instance_count} x {hosts.instance_type}")
+    for phase in status.secondary_status_transitions:
+        at = time.strftime("%H:%M:%S", time.localtime(phase.start_time))
+        took = f" ({(phase.end_time or time.time()) - phase.start_time:.1f} s)"
+        table.add_row(at, f"{phase.status}{took} {phase.status_message}")
+    for metric in status.final_metric_data_list:
+        table.add_row(str(metric["MetricName"]), f"{metric['Value']:g}")
+    if status.model_artifacts:
+        table.add_row("model", status.model_artifacts.s3_model_artifacts)
+    table.add_row("folder", str(job.path))
+    if status.failure_reason:
+        table.add_row("reason", status.failure_reason)
+    _console().print(table)
+
+
+def _stop(session: Session, arguments: argparse.Namespace) -> None:
+    session.stop_training_job(arguments.job)
+    state = session.observe(session.job(arguments.job)).training_job_status
+    if state in _STYLES:
+        print(f"{arguments.job} has ended: {state}")
+    else:
+        print(f"{arguments.job} was asked to end: 'smp-launch logs -f {arguments.job}' follows it")
+
+
+def _wait(session: Session, arguments: argparse.Namespace) -> None:
+    session.wait_for_job(arguments.job)
+
+
+def _logs(session: Session, arguments: argparse.Namespace) -> None:
+    session.logs_for_job(arguments.job, wait=arguments.follow)
+
+
+def _submit(session: Session, arguments: argparse.Namespace) -> None:
+    try:
+        request = json.loads(Path(arguments.document).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a job is described by a JSON file; {error}: correct it.") from None
+    if not isinstance(request, dict):
+        raise ConfigError(f"{arguments.document} must have a JSON object: the request of a job.")
+    print(session.start(request).name)
+
+
+def _console() -> Console:
+    """Returns where tables go; what reads them without a terminal gets each row in one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDE)
+
+
+def _run(session: Session, arguments: argparse.Namespace) -> None:
+    script = Path(arguments.script)
+    if script.suffix != ".py" or not script.is_file():
+        raise ConfigError(
+            f"what is run is a Python file; got {script}: give one, or put '%load_ext "
+            "smdistributed.modelparallel.launch' into the first cell of a notebook."
+        )
+    os.environ[JOBS_VARIABLE] = str(session.root)
+    names.install()
+    sys.argv = [str(script), *arguments.arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _serve(session: Session, arguments: argparse.Namespace) -> int:
+    try:
+        from smdistributed.modelparallel.launch.api import server
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the interface needs {error.name}, which is not installed: pip install "
+            "'smp-launch[api]'."
+        ) from None
+    command = [word for word in arguments.command if word != "--"]
+    with server.serving(session, arguments.port) as variables:
+        if command:
+            return subprocess.run(command, env=os.environ, check=False).returncode
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}", flush=True)
+        _say("serving until ctrl-c; data of the object store is gone then")
+        threading.Event().wait()
+    return 0
+
+
+def _styled(status: Status) -> str:
+    state = status.training_job_status
+    return f"[{_STYLES.get(state, 'cyan')}]{state}[/]"
+
+
+def _duration(status: Status) -> str:
+    seconds = (status.training_end_time or time.time()) - status.creation_time
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes}:{seconds:02}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"smp-launch: {text}\n")

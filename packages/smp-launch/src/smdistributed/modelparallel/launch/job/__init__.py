@@ -1,0 +1,16 @@
+"""A job: a folder with the document, its data, its results, and one status that is always whole.
+
+code        the archive of a script and what it imports
+folder      the folder and who may write in it
+status      how a job stands
+contract    files, variables and arguments that a script sees: pure functions
+clusters    how processes find each other that MPI does not start
+commands    what is run for a job, and where
+running     runs it, keeps its output, and ends it
+checkpoints a folder that is kept in step with an address
+metrics     numbers in the log
+results     archives of what the script left
+supervisor  all of that in order; ``python -m`` it with a job's folder
+literal_paths  /opt/ml for scripts that have it in their text
+logs        shows the log while it grows
+"""

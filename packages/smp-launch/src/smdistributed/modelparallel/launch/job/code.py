@@ -1,0 +1,111 @@
+"""The archive of a script and what it imports: packed by an estimator, unpacked in a job.
+
+Source: estimator interface, section 1 (script, code folder, extra code).
+"""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.launch.exceptions import LaunchError
+
+#: Where the archive of a job is, below the place for code and the name of the job.
+ARCHIVE = "source/sourcedir.tar.gz"
+#: What nobody imports.
+_LEFT_OUT = ("__pycache__", ".git")
+#: Container paths of a script that an image has; the script is looked for in the code folder.
+_CONTAINER = "/opt/ml/code/"
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a job is to run, on this machine.
+
+    Attributes:
+        program: the script, below the root of the archive.
+        files: name in the archive -> the file or folder.
+    """
+
+    program: str
+    files: dict[str, Path]
+
+    def pack(self, target: Path) -> None:
+        """Writes the archive; the same files give the same bytes."""
+        with (
+            target.open("xb") as stream,
+            gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for name, path in sorted(self.files.items()):
+                archive.add(path.resolve(), name, filter=_plain)
+
+
+def collect(entry_point: str, source_dir: str | None, dependencies: Iterable[str]) -> Code:
+    """Returns what is to be shipped.
+
+    Raises:
+        ConfigError: something is missing, or two things have one name.
+    """
+    given = entry_point.removeprefix("file://").removeprefix(_CONTAINER)
+    if source_dir is None:
+        script = Path(given).expanduser()
+        program, files = script.name, {script.name: script}
+    else:
+        folder = Path(source_dir.removeprefix("file://")).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"source_dir must be a folder; there is none at {folder.absolute()}: correct it."
+            )
+        script, program = folder / given, given
+        if not script.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"entry_point must be inside source_dir ({folder.absolute()}); got {entry_point}: "
+                "name it relative to source_dir."
+            )
+        files = {path.name: path for path in sorted(folder.iterdir()) if path.name not in _LEFT_OUT}
+    if not script.is_file():
+        raise ConfigError(
+            f"entry_point must be a file; there is none at {script.absolute()}: correct it, or "
+            "give its folder as source_dir."
+        )
+    for each in dependencies:
+        path = Path(each).expanduser()
+        if not path.exists():
+            raise ConfigError(f"a dependency must exist; {path.absolute()} does not: correct it.")
+        name = path.resolve().name
+        if name in files:
+            raise ConfigError(
+                f"dependencies are placed beside the script under their own names; {name} is there "
+                f"twice ({files[name].absolute()} and {path.absolute()}): rename one."
+            )
+        files[name] = path
+    return Code(program, files)
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Unpacks an archive of code.
+
+    Raises:
+        LaunchError: it is no archive, or something in it would lie outside the folder.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive) as opened:
+            opened.extractall(target, filter="data")
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise LaunchError(f"{archive.name} cannot be unpacked: {error}.") from error
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leaves out who owns a file and when it changed."""
+    if Path(member.name).name in _LEFT_OUT:
+        return None
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mtime = 0
+    return member

@@ -1,0 +1,121 @@
+"""What is run for a job on this machine, and what it sees."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.launcher import slurm
+from smdistributed.modelparallel.launch.job import clusters, contract
+from smdistributed.modelparallel.launch.job.folder import JobFolder
+from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.request.document import TrainingJob
+from smdistributed.modelparallel.launch.request.naming import parse_image
+
+#: smprun ends ranks in steps of seconds.
+_SMPRUN_SECONDS = 10.0
+_SMPRUN = ("-m", "smdistributed.modelparallel.common.launcher")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start.
+
+    Attributes:
+        host: the name of the host that it stands for.
+        words: the command line.
+        environ: all of its variables.
+        folder: where it starts.
+        needs_seconds: beyond the time of the script, to end it and itself.
+        serves: whether it goes on for ever, and ends when the others are done.
+    """
+
+    host: str
+    words: tuple[str, ...]
+    environ: Mapping[str, str]
+    folder: Path
+    needs_seconds: float = 0.0
+    serves: bool = False
+
+
+def commands_of(
+    folder: JobFolder, request: TrainingJob, grace_seconds: float, environ: Mapping[str, str]
+) -> list[Command]:
+    """Returns the processes of a job: one ``smprun`` for all hosts, or a script for each host.
+
+    Args:
+        folder: of the job.
+        request: its document.
+        grace_seconds: what processes have between SIGTERM and their end.
+        environ: the variables of the supervisor.
+
+    Raises:
+        ConfigError: the script cannot be run.
+    """
+    values = contract.values(folder, request)
+    program = str(values.get(names.PROGRAM, ""))
+    script = folder.code / program
+    if not program or not script.resolve().is_relative_to(folder.code.resolve()):
+        raise ConfigError(
+            f"{names.PROGRAM} must be a file of the code; got {program!r}: name the script."
+        )
+    if not script.is_file():
+        raise ConfigError(f"{names.PROGRAM} must be a file of the code; there is no {program}.")
+    words = contract.arguments(names.of_script(values))
+    count = request.resource_config.instance_count
+    if values.get(names.MPI_ENABLED):
+        launcher = _smprun(values, count, request, grace_seconds)
+        host = contract.here("algo-1", count)
+        started = (sys.executable, *launcher, program, *words)
+        own = _environ(folder, request, host, environ)
+        return [Command(host.name, started, own, folder.code, _SMPRUN_SECONDS)]
+    hosts = [contract.here(name, count) for name in contract.host_names(count)]
+    nodes = _nodes(count, environ)
+    commands = []
+    for role in clusters.roles(values, nodes, hosts[0].num_gpus):
+        host, node = hosts[role.host], nodes[role.host]
+        starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
+        own = {**_environ(folder, request, host, environ), **role.variables}
+        whole = (*_reach(node), *starter, program, *words)
+        commands.append(Command(host.name + role.name, whole, own, folder.code, serves=role.serves))
+    return commands
+
+
+def _nodes(count: int, environ: Mapping[str, str]) -> list[str]:
+    """Returns the node of each host; empty names where hosts are parts of this machine."""
+    nodes = slurm.allocated_hosts(environ, None) if count > 1 else ()
+    return [node.name for node in nodes] if len(nodes) == count else [""] * count
+
+
+def _reach(node: str) -> tuple[str, ...]:
+    """Returns what starts a process on a node: nothing here, a step of Slurm elsewhere."""
+    if not node:
+        return ()
+    step = ("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--quiet")
+    return (*step, f"--nodelist={node}")
+
+
+def _smprun(
+    values: Mapping[str, Any], num_hosts: int, request: TrainingJob, grace_seconds: float
+) -> tuple[str, ...]:
+    num_ranks = num_hosts * int(values.get(names.MPI_PROCESSES, 1))
+    image = parse_image(request.algorithm_specification.training_image or "")
+    options = [f"--framework={image.framework or 'pytorch'}", f"--grace={grace_seconds:g}"]
+    if given := values.get(names.MPI_OPTIONS):
+        options.append(f"--mpi-args={given}")
+    return (*_SMPRUN, "-n", str(num_ranks), *options)
+
+
+def _environ(
+    folder: JobFolder, request: TrainingJob, host: contract.Host, environ: Mapping[str, str]
+) -> dict[str, str]:
+    # Of a job that starts this one.
+    inherited = {name: text for name, text in environ.items() if not name.startswith("SM_")}
+    path = [str(folder.code), *filter(None, [environ.get("PYTHONPATH")])]
+    own = contract.environment(folder, request, host)
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path), **own}

@@ -1,0 +1,140 @@
+"""The names of the service's SDK, answered by this package: for notebooks that stay as they are.
+
+``install`` puts a finder before all others, in this process alone; no file is called ``sagemaker``,
+and an SDK that is installed is not touched. ``smp-launch run`` and ``%load_ext
+smdistributed.modelparallel.launch`` call it.
+
+Source: estimator interface; the public names of the service's SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.launch import (
+    analytics,
+    estimator,
+    exceptions,
+    huggingface,
+    inputs,
+    pytorch,
+    s3,
+    session,
+    tensorflow,
+)
+from smdistributed.modelparallel.launch.exceptions import LaunchError
+from smdistributed.modelparallel.launch.request import naming
+
+__all__ = ["install"]
+
+_ROOT = "sagemaker"
+
+
+class _Settings:
+    """Settings of a service that is not here: they can be made, and have no effect."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self.arguments = arguments
+        vars(self).update(settings)
+
+
+def _refused(name: str, way_out: str) -> type:
+    """Returns a class that can be imported, and says what to do where it is used."""
+
+    def refuse(self: object, *_: object, **__: object) -> None:
+        raise UnsupportedError(f"{name} is not offered: {way_out}.")
+
+    return type(name.rpartition(".")[2], (), {"__init__": refuse, "__module__": __name__})
+
+
+def _own(module: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+_INPUTS = _own(inputs)
+_SETTINGS = ("DebuggerHookConfig", "CollectionConfig", "ProfilerConfig", "Rule", "ProfilerRule")
+_TUNING = ("HyperparameterTuner", "IntegerParameter", "ContinuousParameter", "CategoricalParameter")
+#: Module -> its names.
+TABLE: dict[str, dict[str, Any]] = {
+    _ROOT: {
+        "Session": session.Session,
+        "LocalSession": session.LocalSession,
+        "get_execution_role": session.get_execution_role,
+        "TrainingInput": inputs.TrainingInput,
+        "s3_input": inputs.s3_input,
+        "TrainingJobAnalytics": analytics.TrainingJobAnalytics,
+        "__version__": "2.257.0",
+    },
+    f"{_ROOT}.session": {**_own(session), **_INPUTS},
+    f"{_ROOT}.local": {"LocalSession": session.LocalSession},
+    f"{_ROOT}.inputs": _INPUTS,
+    f"{_ROOT}.estimator": _own(estimator),
+    f"{_ROOT}.pytorch": _own(pytorch),
+    f"{_ROOT}.tensorflow": _own(tensorflow),
+    f"{_ROOT}.huggingface": _own(huggingface),
+    f"{_ROOT}.s3": _own(s3),
+    f"{_ROOT}.analytics": _own(analytics),
+    f"{_ROOT}.exceptions": {
+        "UnexpectedStatusException": exceptions.UnexpectedStatusException,
+    },
+    f"{_ROOT}.utils": {"name_from_base": naming.job_name},
+    f"{_ROOT}.debugger": {
+        **{name: type(name, (_Settings,), {}) for name in _SETTINGS},
+        "TensorBoardOutputConfig": type("TensorBoardOutputConfig", (_Settings,), {}),
+    },
+    f"{_ROOT}.tuner": {
+        name: _refused(f"{_ROOT}.tuner.{name}", "call fit in a loop") for name in _TUNING
+    },
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers for the modules of the table."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name in TABLE:
+            is_package = any(other.startswith(f"{name}.") for other in TABLE)
+            return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
+        if name.startswith(f"{_ROOT}."):
+            raise ModuleNotFoundError(
+                f"smp-launch has no {name}; it has {', '.join(sorted(TABLE))}: leave out what "
+                "needs it, or run this on the service.",
+                name=name,
+            )
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(TABLE[module.__name__])
+        # As with the SDK, "import sagemaker" is enough for sagemaker.pytorch.PyTorch.
+        if module.__name__ == _ROOT:
+            for name in TABLE:
+                if name != _ROOT:
+                    importlib.import_module(name)
+
+
+def install() -> None:
+    """Lets ``import sagemaker`` mean this package, in this process; says so in one line.
+
+    Raises:
+        LaunchError: another ``sagemaker`` is imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _ROOT in sys.modules:
+        raise LaunchError(
+            f"{_ROOT} is imported already, from {getattr(sys.modules[_ROOT], '__file__', None)}: "
+            "start a new process, and do this first."
+        )
+    sys.meta_path.insert(0, _Finder())
+    print(f"smp-launch: {_ROOT} names this machine in this process", file=sys.stderr)

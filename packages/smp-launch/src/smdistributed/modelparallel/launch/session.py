@@ -1,0 +1,227 @@
+"""Where jobs live, and what can be done with them by name.
+
+Source: estimator interface, sections 0, 1 (session) and 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from smdistributed.modelparallel.common.config import ConfigWarning
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.launch.backends import base
+from smdistributed.modelparallel.launch.backends.local import LocalBackend
+from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
+from smdistributed.modelparallel.launch.channels import file as file_channels
+from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
+from smdistributed.modelparallel.launch.job import contract, folder, logs, metrics, status
+from smdistributed.modelparallel.launch.job.code import Code
+from smdistributed.modelparallel.launch.job.folder import JobFolder
+from smdistributed.modelparallel.launch.job.status import Status
+from smdistributed.modelparallel.launch.request import document
+from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.storage import places
+from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
+
+__all__ = ["LocalSession", "Session", "get_execution_role"]
+
+_BUCKET = "smp-launch"
+_REGION = "local"
+_BACKEND_VARIABLE = "SMP_BACKEND"
+_BACKENDS: dict[str, base.Backend] = {
+    backend.name: backend for backend in (LocalBackend(), SlurmBackend())
+}
+
+
+class Session:
+    """Where jobs are: a folder of this machine, and who runs them.
+
+    Args:
+        boto_session: kept; nothing is done with it.
+        default_bucket: what ``default_bucket`` returns.
+        root: the folder of all jobs; default ``SMP_JOBS``, else one in the user's home.
+        backend: who runs jobs, ``local`` or ``slurm``; default ``SMP_BACKEND``, else ``local``.
+        others: arguments of the service's session; without effect.
+    """
+
+    def __init__(
+        self,
+        boto_session: object = None,
+        *,
+        default_bucket: str = _BUCKET,
+        root: str | Path | None = None,
+        backend: str | None = None,
+        **others: object,
+    ) -> None:
+        self.boto_session = boto_session
+        self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
+        self._bucket = default_bucket
+        self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
+        if self.backend not in _BACKENDS:
+            raise ConfigError(
+                f"the back-end must be one of {', '.join(_BACKENDS)}; got {self.backend!r}."
+            )
+        if given := sorted(name for name, value in others.items() if value is not None):
+            warnings.warn(f"no effect here: {', '.join(given)}.", ConfigWarning, stacklevel=2)
+
+    @property
+    def boto_region_name(self) -> str:
+        """The region; there is one."""
+        return str(getattr(self.boto_session, "region_name", None) or _REGION)
+
+    def default_bucket(self) -> str:
+        """Returns the bucket for what has no place of its own; ``s3://`` of it can be written."""
+        return self._bucket
+
+    def upload_data(
+        self, path: str, bucket: str | None = None, key_prefix: str = "data", **_: object
+    ) -> str:
+        """Copies a file, or the files of a folder, to a bucket; returns their address.
+
+        Raises:
+            ConfigError: there is nothing at the path.
+        """
+        source = Path(path).expanduser()
+        if not source.exists():
+            raise ConfigError(f"there is nothing to upload at {source.absolute()}: correct it.")
+        address = "/".join(filter(None, (f"s3://{bucket or self._bucket}", key_prefix.strip("/"))))
+        if source.is_file():
+            address = f"{address}/{source.name}"
+            upload(source, places.locate(address, self.root))
+            return address
+        for file in sorted(source.rglob("*")):
+            if file.is_file():
+                key = f"{address}/{file.relative_to(source).as_posix()}"
+                upload(file, places.locate(key, self.root))
+        return address
+
+    def download_data(self, path: str, bucket: str, key_prefix: str = "", **_: object) -> list[str]:
+        """Copies what begins with a key to a folder; returns the files."""
+        location = places.locate(f"s3://{bucket}/{key_prefix}", self.root)
+        return download_all(location, Path(path))
+
+    def start(self, request: Mapping[str, Any], code: Code | None = None) -> JobFolder:
+        """Starts a job; returns its folder.
+
+        Args:
+            request: the document.
+            code: packed to the address that the document names; None if it is there already.
+
+        Raises:
+            ConfigError: the document breaks rules, or there is a job of this name.
+            StorageError: data is missing, or results cannot be written.
+        """
+        job = document.read(request)
+        metrics.compiled(job.algorithm_specification.metric_definitions)
+        for channel in job.input_data_config:
+            mode = contract.mode_of(channel, job)
+            file_channels.check(channel, self.root, mode, job.resource_config.instance_count)
+        places.make_private(self.root)
+        places.check_writable(places.locate(job.output_data_config.s3_output_path, self.root))
+        backend = _BACKENDS[self.backend]
+        with folder.created(self.root, job, status.new(base.about(backend))) as created:
+            if code is not None:
+                self._ship(code, contract.values(created, job)[names.SUBMIT_DIRECTORY])
+            backend.submit(created)
+        return created
+
+    def job(self, name: str) -> JobFolder:
+        """Returns the folder of a job.
+
+        Raises:
+            UnknownJobError: there is none.
+        """
+        return folder.find(self.root, name)
+
+    def observe(self, job: JobFolder) -> Status:
+        """Returns how a job stands now."""
+        return _backend_of(job).observe(job)
+
+    def describe_training_job(self, job_name: str) -> dict[str, Any]:
+        """Returns the document of a job, and how it stands.
+
+        Raises:
+            UnknownJobError: there is no such job.
+        """
+        job = self.job(job_name)
+        now = self.observe(job).model_dump(mode="json", by_alias=True, exclude_none=True)
+        return {**job.request().as_json(), **now}
+
+    def stop_training_job(self, job_name: str) -> None:
+        """Asks a job to end; its processes have time to save.
+
+        Raises:
+            UnknownJobError: there is no such job.
+        """
+        job = self.job(job_name)
+        if not self.observe(job).is_final:
+            _backend_of(job).stop(job)
+
+    def wait_for_job(self, job: str, poll: float = 0) -> dict[str, Any]:
+        """Waits for the end of a job, and shows its phases.
+
+        Raises:
+            UnexpectedStatusException: it failed.
+        """
+        return self.logs_for_job(job, wait=True, with_logs=False)
+
+    def logs_for_job(
+        self,
+        job_name: str,
+        wait: bool = False,
+        poll: float = 0,
+        log_type: str = "All",
+        *,
+        with_logs: bool = True,
+        out: TextIO | None = None,
+    ) -> dict[str, Any]:
+        """Shows the log of a job: what there is, or until its end.
+
+        Raises:
+            UnexpectedStatusException: it was waited for, and failed.
+        """
+        job = self.job(job_name)
+        with logs.Follower(
+            job, lambda: self.observe(job), out, with_logs=with_logs, with_phases=wait
+        ) as follower:
+            try:
+                ended = follower.show(until_end=wait)
+            except KeyboardInterrupt:
+                print(
+                    f"\nThe job goes on: 'smp-launch logs {job.name}' follows it, "
+                    f"'smp-launch stop {job.name}' ends it.",
+                    file=sys.stderr,
+                )
+                raise
+        if wait and ended.training_job_status == "Failed":
+            raise UnexpectedStatusException(
+                f"job {job.name} failed: {ended.failure_reason}",
+                ("Completed", "Stopped"),
+                ended.training_job_status,
+            )
+        return self.describe_training_job(job_name)
+
+    def _ship(self, code: Code, address: str) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            archive = Path(place, "sourcedir.tar.gz")
+            code.pack(archive)
+            upload(archive, places.locate(address, self.root))
+
+
+def _backend_of(job: JobFolder) -> base.Backend:
+    return _BACKENDS[job.status().backend.get("kind", "local")]
+
+
+class LocalSession(Session):
+    """The same: every session is of this machine."""
+
+
+def get_execution_role(sagemaker_session: object = None, **_: object) -> str:
+    """Returns a role for arguments that want one; nothing is done with it."""
+    return "arn:aws:iam::000000000000:role/local"

@@ -1,0 +1,1 @@
+"""Files behind addresses: folders of this machine and object stores, by fsspec."""

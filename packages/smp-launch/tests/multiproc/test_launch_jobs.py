@@ -1,0 +1,500 @@
+"""Jobs from ``fit`` to their end, in real processes: supervisors, scripts, ranks of MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.launcher.processes import descendants
+from smdistributed.modelparallel.launch import cli
+from smdistributed.modelparallel.launch.backends.local import LocalBackend
+from smdistributed.modelparallel.launch.estimator import EstimatorBase
+from smdistributed.modelparallel.launch.exceptions import (
+    LaunchError,
+    StorageError,
+    UnexpectedStatusException,
+)
+from smdistributed.modelparallel.launch.job import literal_paths
+from smdistributed.modelparallel.launch.job.folder import JobFolder
+from smdistributed.modelparallel.launch.pytorch import PyTorch
+from smdistributed.modelparallel.launch.session import Session
+from smdistributed.modelparallel.launch.tensorflow import TensorFlow
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+
+LIMIT_SECONDS = 60
+SHOWS = """
+import json, os, pathlib, sys
+host = os.environ["SM_CURRENT_HOST"]
+print("host", host, "loss: 0.5", flush=True)
+print("to stderr", file=sys.stderr)
+channels = os.listdir(os.environ["SM_CHANNEL_TRAIN"])
+seen = {"argv": sys.argv, "cwd": os.getcwd(), "channels": channels}
+pathlib.Path(os.environ["SM_MODEL_DIR"], host).write_text(json.dumps(seen))
+pathlib.Path(os.environ["SM_OUTPUT_DATA_DIR"], f"{host}.txt").touch()
+import lib
+"""
+#: Says that it is there, and saves when it is asked to end.
+SAVES = """
+import os, pathlib, signal, sys, time
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+place = pathlib.Path(os.environ["SM_MODEL_DIR"])
+def save(*_):
+    (place / f"saved{RANK}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+(place / f"ready{RANK}").touch()
+print("ready", flush=True)
+time.sleep(100)
+"""
+DEAF = SAVES.replace("signal.SIGTERM, save", "signal.SIGTERM, signal.SIG_IGN")
+FAILS = """
+import os, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    raise ValueError("planted failure")
+MPI.COMM_WORLD.barrier()
+"""
+HOSTS = """
+import os
+from mpi4py import MPI
+hosts = MPI.COMM_WORLD.gather(os.environ["SM_CURRENT_HOST"])
+if MPI.COMM_WORLD.rank == 0:
+    print("hosts", *hosts, os.environ["SM_HP_MP_PARAMETERS"])
+"""
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """A session with a folder of its own, of whose jobs nothing is left at the end."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    made = Session(root=tmp_path / "jobs")
+    yield made
+    wait_until(lambda: not processes_of(made.root), "processes are left")
+
+
+def processes_of(root: Path) -> list[int]:
+    """Returns what runs with the folder of jobs in its command line, or started in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                place = f"{(entry / 'cmdline').read_text()}\0{os.readlink(entry / 'cwd')}"
+            except OSError:
+                continue
+            if str(root) in place and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def make(session: Session, script: str, *, ranks: int = 0, **given: Any) -> PyTorch:
+    """Returns an estimator; with ranks it is a job of MPI."""
+    folder = session.root.parent / "code"
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    if ranks:
+        given["distribution"] = {"mpi": {"enabled": True, "processes_per_host": ranks}}
+    return PyTorch("train.py", source_dir=str(folder), sagemaker_session=session, **given)
+
+
+def folder_of(estimator: EstimatorBase) -> JobFolder:
+    assert estimator.latest_training_job is not None
+    return estimator.sagemaker_session.job(estimator.latest_training_job.name)
+
+
+def started(session: Session, script: str, *, ranks: int = 0, **given: Any) -> PyTorch:
+    """Starts a job that says ``ready`` by files, on each rank."""
+    estimator = make(session, script, ranks=ranks, **given)
+    estimator.fit(wait=False)
+    model = folder_of(estimator).model
+    wait_until(
+        lambda: len(list(model.glob("ready*"))) == max(1, ranks), "the script does not start"
+    )
+    return estimator
+
+
+def ended(estimator: PyTorch) -> dict[str, Any]:
+    """Waits for the end of the job; returns how it ended."""
+    assert estimator.latest_training_job is not None
+    estimator.latest_training_job.wait(logs=False)
+    return estimator.latest_training_job.describe()
+
+
+def names_in(archive: str) -> list[str]:
+    with tarfile.open(archive) as opened:
+        return opened.getnames()
+
+
+def test_a_job_from_fit_to_its_results(
+    session: Session, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").touch()
+    (tmp_path / "lib.py").touch()
+    estimator = make(
+        session,
+        SHOWS,
+        instance_count=2,
+        dependencies=[str(tmp_path / "lib.py")],
+        hyperparameters={"lr": 0.1},
+        metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
+        output_path=str(tmp_path / "out"),
+    )
+    estimator.fit({"train": str(tmp_path / "data")}, job_name="job-1")
+    shown = capfd.readouterr().out
+    phases = [line[9:].partition(":")[0] for line in shown.splitlines() if line[2:3] == ":"]
+    assert phases == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
+    assert "algo-1 host algo-1 loss: 0.5" in shown
+    assert "algo-2 to stderr" in shown
+
+    assert estimator.model_data == f"{tmp_path}/out/job-1/output/model.tar.gz"
+    assert names_in(estimator.model_data) == ["algo-1", "algo-2"]
+    assert names_in(f"{tmp_path}/out/job-1/output/output.tar.gz") == ["algo-1.txt", "algo-2.txt"]
+    job = session.job("job-1")
+    seen = json.loads((job.model / "algo-1").read_text())
+    assert seen == {
+        "argv": ["train.py", "--lr", "0.1"],
+        "cwd": str(job.code),
+        "channels": ["a.txt"],
+    }
+    assert (job.output / "success").exists()
+    description = session.describe_training_job("job-1")
+    assert description["TrainingJobStatus"] == "Completed"
+    (metric,) = description["FinalMetricDataList"]
+    assert (metric["MetricName"], metric["Value"]) == ("loss", 0.5)
+    with pytest.raises(ConfigError, match="there is a job job-1"):
+        estimator.fit({"train": str(tmp_path / "data")}, job_name="job-1")
+
+
+def test_ranks_of_simulated_hosts_know_theirs(
+    session: Session, capfd: pytest.CaptureFixture[str]
+) -> None:
+    estimator = make(
+        session,
+        HOSTS,
+        instance_count=2,
+        distribution={
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2}}},
+            "mpi": {"enabled": True, "processes_per_host": 2, "custom_mpi_options": "-x A=1"},
+        },
+    )
+    estimator.fit()
+    assert '[0] hosts algo-1 algo-1 algo-2 algo-2 {"partitions": 2}' in capfd.readouterr().out
+    with pytest.raises(LaunchError, match=r"a model is what the script writes into SM_MODEL_DIR"):
+        print(estimator.model_data)
+    again = PyTorch.attach(folder_of(estimator).name, session)
+    assert again.hyperparameters() == estimator.hyperparameters()
+    assert again.instance_count == 2
+    with pytest.raises(ConfigError, match=r"TensorFlow\.attach takes jobs of TensorFlow"):
+        TensorFlow.attach(folder_of(estimator).name, session)
+
+
+def test_the_first_failing_rank_is_named(session: Session) -> None:
+    estimator = make(session, FAILS, ranks=2)
+    with pytest.raises(UnexpectedStatusException) as error:
+        estimator.fit(logs=False)
+    assert error.value.actual_status == "Failed"
+    verdict = r"rank 1 \(\S+\) failed first: ValueError: planted failure \(exit code 1\)"
+    assert re.search(verdict, str(error.value))
+    job = folder_of(estimator)
+    assert "planted failure" in (job.output / "failure").read_text()
+    assert job.status().exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "code"),
+    [
+        ("raise KeyError('x')", "algo-1: KeyError: 'x' (exit code 1)", 1),
+        ("import sys; sys.exit(3)", "algo-1: exit code 3", 3),
+        ("import os; os.kill(os.getpid(), 9)", "algo-1: killed by SIGKILL", 137),
+        ("import os; open('../output/failure', 'w').write('own word'); exit(4)", "own word", 4),
+    ],
+)
+def test_a_failing_script_is_a_failed_job(
+    session: Session, script: str, reason: str, code: int
+) -> None:
+    estimator = make(session, script)
+    with pytest.raises(UnexpectedStatusException) as error:
+        estimator.fit(logs=False)
+    assert f"AlgorithmError: {reason}" in str(error.value)
+    assert folder_of(estimator).status().exit_code == code
+
+
+def test_every_rank_saves_when_a_job_is_stopped(session: Session) -> None:
+    estimator = started(session, SAVES, ranks=2)
+    session.stop_training_job(folder_of(estimator).name)
+    found = ended(estimator)
+    assert (found["TrainingJobStatus"], found["SecondaryStatus"]) == ("Stopped", "Stopped")
+    assert names_in(estimator.model_data) == ["ready0", "ready1", "saved0", "saved1"]
+
+
+def test_a_deaf_script_is_killed_after_its_time(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMP_STOP_GRACE_SECONDS", "0.5")
+    estimator = started(session, DEAF, max_run=1)
+    found = ended(estimator)
+    assert (found["TrainingJobStatus"], found["SecondaryStatus"]) == (
+        "Stopped",
+        "MaxRuntimeExceeded",
+    )
+    assert names_in(estimator.model_data) == ["ready0"]
+
+
+def test_a_supervisor_that_is_killed_leaves_a_failed_job_and_nothing_else(session: Session) -> None:
+    estimator = started(session, "import os; os.environ['X'] = '1'" + SAVES, ranks=2)
+    job = folder_of(estimator)
+    (supervisor,) = [pid for pid in processes_of(session.root) if b"supervisor" in cmdline(pid)]
+    children = descendants(supervisor)
+    assert len(children) > 2
+    os.kill(supervisor, signal.SIGKILL)
+    with pytest.raises(UnexpectedStatusException, match="the supervisor of the job is gone"):
+        ended(estimator)
+    assert job.status().training_job_status == "Failed"
+    wait_until(lambda: not [pid for pid in children if cmdline(pid)], "ranks are left")
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_job_is_found_again_and_followed(
+    session: Session, capfd: pytest.CaptureFixture[str]
+) -> None:
+    go_on = session.root.parent / "go-on"
+    script = f"""
+import pathlib, time
+print("begun", flush=True)
+while not pathlib.Path({str(go_on)!r}).exists():
+    time.sleep(0.05)
+print("done")
+"""
+    estimator = make(session, script)
+    estimator.fit(wait=False)
+    name = folder_of(estimator).name
+    words = ["--jobs", str(session.root)]
+    wait_until(lambda: "begun" in log_of(estimator), "the script does not start")
+    assert cli.main([*words, "list"]) == 0
+    assert "InProgress" in capfd.readouterr().out
+    go_on.touch()
+    again = PyTorch.attach(name, session)
+    assert "begun\ndone\n" in capfd.readouterr().out
+    assert again.entry_point == "train.py"
+    assert cli.main([*words, "show", name]) == 0
+    assert "Completed" in capfd.readouterr().out
+    assert cli.main([*words, "logs", name]) == 0
+    assert capfd.readouterr().out == "begun\ndone\n"
+    assert cli.main([*words, "stop", name]) == 0
+    assert "has ended: Completed" in capfd.readouterr().out
+    assert cli.main([*words, "show", "other"]) == 2
+    assert f"there is no job 'other' in {session.root}" in capfd.readouterr().err
+
+
+def log_of(estimator: PyTorch) -> str:
+    log = folder_of(estimator).logs / "algo-1.log"
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_document_runs_again(session: Session, tmp_path: Path) -> None:
+    estimator = make(session, "print(1)", code_location=str(tmp_path / "kept"))
+    estimator.fit(logs=False, job_name="first")
+    assert (tmp_path / "kept/first/source/sourcedir.tar.gz").is_file()
+    document = session.job("first").request().as_json() | {"TrainingJobName": "second"}
+    (tmp_path / "again.json").write_text(json.dumps(document))
+    words = ["--jobs", str(session.root)]
+    assert cli.main([*words, "submit", str(tmp_path / "again.json")]) == 0
+    assert cli.main([*words, "wait", "second"]) == 0
+    # From the archive of the first job, by its address.
+    assert cli.main([*words, "submit", str(tmp_path / "again.json")]) == 2
+
+
+def test_ctrl_c_leaves_the_job_running(session: Session) -> None:
+    make(session, SAVES)
+    program = f"""
+from smdistributed.modelparallel.launch.pytorch import PyTorch
+PyTorch("train.py", source_dir={str(session.root.parent / "code")!r}).fit(job_name="job-1")
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "SMP_JOBS": str(session.root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line == "ready\n":
+            break
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=LIMIT_SECONDS)
+    assert "'smp-launch stop job-1' ends it" in err
+    job = session.job("job-1")
+    assert session.observe(job).training_job_status == "InProgress"
+    session.stop_training_job("job-1")
+    assert session.wait_for_job("job-1")["TrainingJobStatus"] == "Stopped"
+
+
+def test_a_full_disk_is_a_failed_job(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = LocalBackend.submit
+
+    def submit_on_full_disk(self: LocalBackend, folder: JobFolder) -> None:
+        (folder.logs / "algo-1.log").symlink_to("/dev/full")
+        submit(self, folder)
+
+    monkeypatch.setattr(LocalBackend, "submit", submit_on_full_disk)
+    with pytest.raises(UnexpectedStatusException, match="No space left on device"):
+        make(session, SAVES).fit(logs=False)
+
+
+def test_results_that_cannot_be_kept_are_a_failure(session: Session, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = f"""
+import os, pathlib, shutil
+pathlib.Path(os.environ["SM_MODEL_DIR"], "a").touch()
+shutil.rmtree({str(out)!r})
+pathlib.Path({str(out)!r}).touch()
+"""
+    with pytest.raises(UnexpectedStatusException, match="results were not kept: "):
+        make(session, script, output_path=str(out)).fit(logs=False)
+    with pytest.raises(StorageError, match="results must be writable"):
+        make(session, script, output_path=str(out)).fit(logs=False)
+
+
+def test_a_job_can_be_stopped_before_its_script_runs(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = LocalBackend.submit
+
+    def stop_first(self: LocalBackend, folder: JobFolder) -> None:
+        self.stop(folder)
+        submit(self, folder)
+
+    monkeypatch.setattr(LocalBackend, "submit", stop_first)
+    estimator = make(session, "raise SystemExit(1)")
+    estimator.fit(logs=False)
+    assert folder_of(estimator).status().training_job_status == "Stopped"
+    assert folder_of(estimator).status().training_start_time is None
+
+
+def test_tensorboard_is_offered(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    estimator = make(session, "print(1)")
+    estimator.fit(run_tensorboard_locally=True)
+    assert f"tensorboard --logdir {folder_of(estimator).path}" in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="must come with wait"):
+        estimator.fit(run_tensorboard_locally=True, wait=False)
+
+
+def test_checkpoints_outlive_their_job(session: Session) -> None:
+    script = """
+import pathlib, sys
+place = pathlib.Path(sys.argv[2])
+old = place / "step"
+step = int(old.read_text()) + 1 if old.exists() else 1
+old.write_text(str(step))
+print("step", step)
+sys.exit(step == 1)
+"""
+    given = {"checkpoint_s3_uri": "s3://b/run", "hyperparameters": {"to": "/opt/ml/checkpoints"}}
+    estimator = make(session, script, **given)
+    with pytest.raises(UnexpectedStatusException):
+        estimator.fit(logs=False)
+    estimator.fit(logs=False)
+    assert "restored from s3://b/run" in log_of(estimator)
+    assert "step 2" in log_of(estimator)
+    assert (session.root / "s3/b/run/step").read_text() == "2"
+
+
+def test_servers_end_when_the_chief_is_done(session: Session) -> None:
+    script = """
+import json, os, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+print("task", task["type"], task["index"], flush=True)
+if task["type"] != "chief":
+    time.sleep(100)
+"""
+    code = session.root.parent / "train.py"
+    code.write_text(script)
+    servers = {"parameter_server": {"enabled": True}}
+    estimator = TensorFlow(
+        entry_point=str(code), instance_count=2, distribution=servers, sagemaker_session=session
+    )
+    estimator.fit(logs=False)
+    logs = folder_of(estimator).logs
+    said = {path.stem: path.read_text() for path in logs.glob("algo-*.log")}
+    assert said["algo-1"] == "task chief 0\n"
+    assert set(said) == {"algo-1", "algo-2", "algo-1-ps", "algo-2-ps"}
+
+
+def test_a_server_that_fails_ends_the_job(session: Session) -> None:
+    script = """
+import json, os, time
+if json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "ps", "index": 1}:
+    raise ValueError("planted")
+time.sleep(100)
+"""
+    code = session.root.parent / "train.py"
+    code.write_text(script)
+    servers = {"parameter_server": {"enabled": True}}
+    estimator = TensorFlow(
+        entry_point=str(code), instance_count=2, distribution=servers, sagemaker_session=session
+    )
+    with pytest.raises(UnexpectedStatusException, match="algo-2-ps: ValueError: planted"):
+        estimator.fit(logs=False)
+
+
+LITERAL = """
+import pathlib, time
+place = pathlib.Path("/opt/ml/model")
+name = pathlib.Path("/opt/ml/request.json").read_text().partition('"TrainingJobName": "')[2][:5]
+(place / name).touch()
+while not pathlib.Path("/opt/ml/input/go-on").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.skipif(not literal_paths.can_be_shown(), reason="needs root, and mount namespaces")
+def test_literal_paths_are_the_folder_of_each_job(session: Session) -> None:
+    estimator = make(session, LITERAL)
+    for name in ("job-1", "job-2"):
+        estimator.fit(wait=False, job_name=name)
+    folders = [session.job(name) for name in ("job-1", "job-2")]
+    for folder in folders:
+        wait_until(lambda: list(folder.model.iterdir()), "no script")  # noqa: B023 - used here
+        (folder.path / "input/go-on").touch()
+    for folder in folders:
+        session.wait_for_job(folder.name)
+        assert [path.name for path in folder.model.iterdir()] == [folder.name]
+
+
+def test_without_root_the_log_says_what_does_not_work(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Nothing is found on this path, unshare among it; the supervisor is started by its full path.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    estimator = make(session, "print('done', __file__ or '/opt/ml')")
+    estimator.fit(logs=False)
+    assert "smp-launch: the script names /opt/ml, which is not there" in log_of(estimator)

@@ -1,0 +1,120 @@
+"""What is written for the service's SDK runs as it is, where its names mean this package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+
+TRAINS = """
+import os
+print("loss: 0.5", os.listdir(os.environ["SM_CHANNEL_TRAIN"]))
+open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
+"""
+#: As a notebook has it.
+NOTEBOOK = """
+import sagemaker
+from sagemaker.pytorch import PyTorch
+from sagemaker.debugger import DebuggerHookConfig
+from sagemaker.s3 import S3Downloader
+
+session = sagemaker.Session()
+role = sagemaker.get_execution_role()
+bucket = session.default_bucket()
+data = session.upload_data("data", bucket=bucket, key_prefix="demo")
+estimator = PyTorch(
+    entry_point="train.py",
+    role=role,
+    instance_count=1,
+    instance_type="ml.p3.16xlarge",
+    sagemaker_session=session,
+    framework_version="1.8.1",
+    py_version="py36",
+    debugger_hook_config=False,
+    output_path=f"s3://{bucket}/out",
+    metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
+    distribution={"mpi": {"enabled": False}},
+)
+estimator.fit({"train": sagemaker.inputs.TrainingInput(data)})
+name = estimator.latest_training_job.name
+again = PyTorch.attach(name)
+assert again.model_data == estimator.model_data == f"s3://{bucket}/out/{name}/output/model.tar.gz"
+print("GOT", S3Downloader.download(again.model_data, "got"), S3Downloader.list(f"s3://{bucket}/out"))
+print("METRICS", sagemaker.TrainingJobAnalytics(name, ["loss"]).rows())
+DebuggerHookConfig(s3_output_path="s3://x")
+try:
+    sagemaker.tuner.HyperparameterTuner(estimator)
+except NotImplementedError as error:
+    print("TUNER", error)
+try:
+    import sagemaker.pipeline
+except ModuleNotFoundError as error:
+    print("PIPELINE", error)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").touch()
+    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    left_out = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
+    environ = {name: text for name, text in os.environ.items() if name not in left_out}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**environ, "SMP_JOBS": str(folder / "jobs"), "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_notebook_for_the_sdk_runs_as_it_is(folder: Path) -> None:
+    launch = "import sys; from smdistributed.modelparallel.launch.cli import main; sys.exit(main())"
+    done = run(folder, "-c", launch, "run", "notebook.py")
+    assert done.returncode == 0, done.stderr
+    assert "smp-launch: sagemaker names this machine in this process" in done.stderr
+    assert "loss: 0.5 ['a.txt']" in done.stdout
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:3].isupper())
+    assert said["GOT"].startswith("['got/model.tar.gz']")
+    assert "'metric_name': 'loss', 'value': 0.5" in said["METRICS"]
+    assert (
+        said["TUNER"] == "sagemaker.tuner.HyperparameterTuner is not offered: call fit in a loop."
+    )
+    assert said["PIPELINE"].startswith("smp-launch has no sagemaker.pipeline; it has sagemaker,")
+    done = run(folder, "-c", launch, "run", "notebook.ipynb")
+    assert done.returncode == 2
+    assert "'%load_ext smdistributed.modelparallel.launch'" in done.stderr
+
+
+def test_the_names_are_of_one_process_and_the_first_to_come(folder: Path) -> None:
+    (folder / "sagemaker.py").write_text("word = 'another'\n")
+    program = """
+import sys
+from smdistributed.modelparallel import launch
+if "first" in sys.argv:
+    import sagemaker
+launch.load_ipython_extension(None)
+launch.load_ipython_extension(None)
+import sagemaker
+print(sagemaker.Session.__module__, hasattr(sagemaker, "word"))
+"""
+    (folder / "program.py").write_text(program)
+    done = run(folder, "program.py")
+    assert done.stdout == "smdistributed.modelparallel.launch.session False\n", done.stderr
+    assert done.stderr.count("smp-launch:") == 1
+    done = run(folder, "program.py", "first")
+    assert "sagemaker is imported already, from " in done.stderr
+    assert "sagemaker.py: start a new process" in done.stderr

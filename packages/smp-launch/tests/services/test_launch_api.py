@@ -1,0 +1,235 @@
+"""The unmodified SDK and boto3 as clients of the interface on the loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from botocore.exceptions import ClientError
+
+from smdistributed.modelparallel.launch.api import server
+from smdistributed.modelparallel.launch.session import Session
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
+
+TRAINS = """
+import argparse, os
+from mpi4py import MPI
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+arguments, _ = parser.parse_known_args()
+world = MPI.COMM_WORLD
+for step in range(arguments.steps):
+    total = world.allreduce(step + world.rank)
+    if world.rank == 0:
+        print(f"step {step} loss: {total}", flush=True)
+if world.rank == 0:
+    print("files", os.listdir(os.environ["SM_CHANNEL_TRAIN"]), os.environ["SM_HP_MP_PARAMETERS"])
+    open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
+"""
+#: What a published notebook does, with the unmodified SDK.
+NOTEBOOK = """
+import tarfile
+import boto3, sagemaker
+from sagemaker.pytorch import PyTorch
+
+boto3.client("iam").create_role(RoleName="r", AssumeRolePolicyDocument="{}")
+boto_session = boto3.session.Session()
+account = boto3.client("sts").get_caller_identity()["Account"]
+client = boto_session.client("sagemaker")
+session = sagemaker.session.Session(boto_session=boto_session, sagemaker_client=client)
+bucket = session.default_bucket()
+data = session.upload_data("data", bucket, "data")
+estimator = PyTorch(
+    entry_point="train.py",
+    source_dir="code",
+    role=f"arn:aws:iam::{account}:role/r",
+    instance_type="ml.p3.16xlarge",
+    instance_count=1,
+    sagemaker_session=session,
+    framework_version="1.12.0",
+    py_version="py38",
+    distribution={
+        "smdistributed": {
+            "modelparallel": {"enabled": True, "parameters": {"partitions": 2, "microbatches": 4}}
+        },
+        "mpi": {
+            "enabled": True,
+            "processes_per_host": 2,
+            "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none -x NCCL_DEBUG=WARN",
+        },
+    },
+    hyperparameters={"steps": 3},
+    metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
+    debugger_hook_config=False,
+    disable_profiler=True,
+    base_job_name="smp-demo",
+    max_run=1200,
+)
+estimator.fit({"train": data}, logs="All")
+name = estimator.latest_training_job.name
+again = PyTorch.attach(name, sagemaker_session=session)
+assert again.model_data == estimator.model_data
+print("STEPS", again.hyperparameters()["steps"])
+described = client.describe_training_job(TrainingJobName=name)
+print("METRIC", described["FinalMetricDataList"][0]["Value"])
+print("LISTED", client.list_training_jobs()["TrainingJobSummaries"][0]["TrainingJobName"] == name)
+sagemaker.s3.S3Downloader.download(estimator.model_data, "got", sagemaker_session=session)
+print("ARCHIVE", tarfile.open("got/model.tar.gz").getnames())
+estimator.fit({"train": data}, wait=False)
+estimator.latest_training_job.stop()
+session.wait_for_job(estimator.latest_training_job.name, poll=1)
+"""
+
+
+def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
+    for name in ("code", "data", "home"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code/train.py").write_text(TRAINS)
+    (tmp_path / "data/a.txt").write_text("a")
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    launch = "import sys; from smdistributed.modelparallel.launch.cli import main; sys.exit(main())"
+    words = ("--jobs", str(tmp_path / "jobs"), "api", "--", sys.executable, "notebook.py")
+    done = subprocess.run(
+        [sys.executable, "-c", launch, *words],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The SDK colours what it shows of the log.
+    assert "[0] step 2 loss: 5" in done.stdout
+    assert 'files [\'a.txt\'] {"microbatches": 4, "partitions": 2}' in done.stdout
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:5].isupper())
+    assert said["STEPS"] == "3"
+    assert said["METRIC"] == "5.0"
+    assert said["LISTED"] == "True"
+    assert said["ARCHIVE"] == "['weights']"
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with server.serving(Session(root=tmp_path / "jobs")) as variables:
+        yield variables
+
+
+def test_what_is_wrong_is_an_error_of_the_service(service: dict[str, str]) -> None:
+    client = boto3.session.Session().client("sagemaker")
+    with pytest.raises(ClientError, match="Requested resource not found"):
+        client.describe_training_job(TrainingJobName="other")
+    with pytest.raises(ClientError, match="smp-launch does not offer CreateModel; it has Create"):
+        client.create_model(ModelName="m", ExecutionRoleArn="arn:aws:iam::123456789012:role/r")
+    with pytest.raises(ClientError, match="TrainingJobName must have letters and digits"):
+        client.create_training_job(
+            TrainingJobName="../up",
+            RoleArn="arn:aws:iam::123456789012:role/r",
+            AlgorithmSpecification={"TrainingInputMode": "File"},
+            OutputDataConfig={"S3OutputPath": "s3://b/a"},
+            ResourceConfig={"InstanceCount": 1, "InstanceType": "ml.c5.xlarge"},
+            StoppingCondition={"MaxRuntimeInSeconds": 1},
+        )
+    assert client.list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_the_environment_is_as_before_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    before = dict(os.environ)
+    with server.serving(Session(root=tmp_path)):
+        assert "AWS_PROFILE" not in os.environ
+    assert dict(os.environ) == before
+    assert not list(tmp_path.rglob("*.yaml"))
+
+
+def ask(service: dict[str, str], **changes: Any) -> int:
+    """Sends a request, signed and then changed; returns the status."""
+    url = service["AWS_ENDPOINT_URL"]
+    body = changes.pop("body", "{}")
+    headers = {"X-Amz-Target": "SageMaker.ListTrainingJobs", "Content-Type": "application/json"}
+    key = changes.pop("key", service["AWS_ACCESS_KEY_ID"])
+    secret = changes.pop("secret", service["AWS_SECRET_ACCESS_KEY"])
+    request = AWSRequest("POST", url, data=body, headers=headers)
+    SigV4Auth(Credentials(key, secret), "sagemaker", "us-east-1").add_auth(request)
+    sent = {**dict(request.headers.items()), **changes.pop("headers", {})}
+    sent = {name: text for name, text in sent.items() if text}
+    data = changes.pop("sent_body", body).encode()
+    assert not changes
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data=data, headers=sent, method="POST")
+        ) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 200),
+        ({"headers": {"Authorization": ""}}, 403),
+        ({"headers": {"Authorization": "AWS4-HMAC-SHA256 nonsense"}}, 403),
+        ({"key": "SMP0"}, 403),
+        ({"secret": "other"}, 403),
+        ({"sent_body": '{"MaxResults": 1}'}, 403),
+        ({"headers": {"X-Amz-Target": "SageMaker.StopTrainingJob"}}, 403),
+        ({"headers": {"X-Amz-Date": "20200101T000000Z"}}, 403),
+        ({"headers": {"X-Amz-Date": "now"}}, 403),
+        ({"body": "[]", "sent_body": "[]"}, 400),
+    ],
+)
+def test_nothing_is_answered_that_is_not_signed(
+    service: dict[str, str], changes: dict[str, Any], status: int
+) -> None:
+    assert ask(service, **dict(changes)) == status
+
+
+def test_the_object_store_wants_signatures_too(service: dict[str, str]) -> None:
+    client = boto3.session.Session().client("s3")
+    client.create_bucket(Bucket="bucket")
+    client.put_object(Bucket="bucket", Key="a b/ü+?", Body=b"x" * 100)
+    assert client.get_object(Bucket="bucket", Key="a b/ü+?")["Body"].read() == b"x" * 100
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{service['AWS_ENDPOINT_URL']}/bucket")
+    assert error.value.code == 403
+    error.value.close()
+    stranger = boto3.client("s3", aws_access_key_id="a", aws_secret_access_key="b")
+    with pytest.raises(ClientError, match="403"):
+        stranger.list_buckets()
+
+
+def test_nothing_listens_beyond_the_loopback(service: dict[str, str]) -> None:
+    port = int(service["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                listening.append(local.partition(":")[0])
+    assert listening == [f"{int.from_bytes(socket.inet_aton('127.0.0.1'), 'little'):08X}"]
+
+
+def test_secrets_are_nowhere_in_the_folder(tmp_path: Path, service: dict[str, str]) -> None:
+    assert json.dumps(service)
+    for path in (tmp_path / "jobs").rglob("*"):
+        if path.is_file():
+            assert service["AWS_SECRET_ACCESS_KEY"].encode() not in path.read_bytes()

@@ -1,0 +1,122 @@
+"""What the user's own module says when it is used as if all of it were here.
+
+A rank keeps the tensors of its partition; those of other ranks stay in the modules, empty. Code
+that runs the module by itself, or writes or copies it, would fail far away or work with a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+#: What to do instead.
+WHOLE_MODEL = (
+    "To use the whole model, call model.cpu() of the DistributedModel on every rank, which gathers "
+    "it, and then model.get_module()."
+)
+NOT_COPIED = (
+    "a model whose partitions are on several processes cannot be pickled or copied: the tensors of "
+    "the other partitions are not here. Copy it before it becomes a DistributedModel, or save "
+    f"state_dict() of the DistributedModel and load that into a new model. {WHOLE_MODEL}"
+)
+
+
+class Absence:
+    """Refuses what needs the whole of a model of which other ranks hold parts.
+
+    Args:
+        runtime: the state of the library in this process.
+    """
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._runtime = runtime
+        self._handles: list[RemovableHandle] = []
+        self._is_read = False
+
+    def begin(self, model: nn.Module, lacking: Mapping[nn.Module, str]) -> None:
+        """Watches a model.
+
+        Args:
+            model: the user's.
+            lacking: its modules that are not whole on this rank, with their names.
+        """
+        self.end()
+        self._handles.append(model.register_forward_pre_hook(_Watch(self)))
+        self._handles += [
+            module.register_state_dict_pre_hook(_StateWatch(self, name))  # type: ignore[no-untyped-call]
+            for module, name in lacking.items()
+        ]
+
+    def end(self) -> None:
+        """Lets the model alone: all of it is here."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def past(self) -> Iterator[None]:
+        """Lets the library read what is here."""
+        before, self._is_read = self._is_read, True
+        try:
+            yield
+        finally:
+            self._is_read = before
+
+    def check_call(self) -> None:
+        """Raises if a model is called outside of step functions.
+
+        Raises:
+            SMPError: it is.
+        """
+        if self._runtime.current_step is None and not self._runtime.random.is_active:
+            raise SMPError(
+                f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
+                "partitions of this model, so it cannot run here by itself: call the "
+                "DistributedModel inside a function decorated with @smp.step, also to evaluate. "
+                f"{WHOLE_MODEL}"
+            )
+
+    def check_state(self, name: str) -> None:
+        """Raises if the state of a module is read that is not here.
+
+        Raises:
+            SMPError: it is.
+        """
+        if not self._is_read:
+            raise SMPError(
+                f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
+                f"partitions, so state_dict() of {name or 'the wrapped model'} would hold empty "
+                "tensors. Call state_dict() of the DistributedModel, on every rank: it gathers "
+                "the whole state; local_state_dict() is what this rank holds."
+            )
+
+
+class _Watch:
+    """A hook that is no part of the model's state."""
+
+    def __init__(self, absence: Absence) -> None:
+        self._absence = absence
+
+    def __call__(self, *_: Any) -> None:
+        self._absence.check_call()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(NOT_COPIED)
+
+
+class _StateWatch(_Watch):
+    """The same, before the state of a module is read."""
+
+    def __init__(self, absence: Absence, name: str) -> None:
+        super().__init__(absence)
+        self._name = name
+
+    def __call__(self, *_: Any) -> None:
+        self._absence.check_state(self._name)
