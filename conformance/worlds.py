@@ -55,6 +55,7 @@ _REPLICAS: dict[str, dict[str, object]] = {
     "torch": {"ddp": True},
     "tensorflow": {"horovod": HAS_HOROVOD},
 }
+_SLICES: dict[str, object] = {"tensor_parallel_degree": 2, "ddp": True, "microbatches": 4}
 _TWO = {"pipeline_parallel_degree": 2, "microbatches": 4}
 
 WORLDS = {
@@ -82,6 +83,9 @@ WORLDS = {
         ),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
+        World("slices", 2, _SLICES, frameworks=("torch",)),
+        World("same_batch", 2, {**_SLICES, "prescaled_batch": True}, frameworks=("torch",)),
+        World("slices_in_pipelines", 4, {**_SLICES, **_TWO}, frameworks=("torch",)),
         World(
             "spread",
             4,

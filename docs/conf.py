@@ -36,6 +36,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os|pathlib)\..*"),
     ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.launch\.job\..*"),
 ]
 

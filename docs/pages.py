@@ -36,8 +36,6 @@ _INTERNAL = {
     "DistributedOptimizer": ("serves", "step_was_skipped"),
     "StepOutput": (),
 }
-#: Names that exist for tensor parallelism, and do nothing else.
-_ONE_TENSOR_RANK = ("tensor_parallelism", "set_tensor_parallelism")
 
 
 def write(folder: Path) -> None:
@@ -154,8 +152,6 @@ def state_of(name: str, thing: Any) -> str:
     """Tells what became of a name."""
     if getattr(thing, "__module__", "") == later.__name__:
         return "later"
-    if name in _ONE_TENSOR_RANK:
-        return "one tensor rank"
     return "name only" if (inspect.getdoc(thing) or "").startswith(_COMPATIBILITY) else "there"
 
 
@@ -183,8 +179,7 @@ def parameters() -> Iterator[tuple[str, str, str]]:
             value = later._WITHOUT[name]
             yield name, "later", f"anything but `{value}` raises `UnsupportedError`"
         elif re.search(rf'\b(config|settings|self)\.{name}\b|given\.get\("{name}"', code):
-            state = "one tensor rank" if name == "tensor_parallel_degree" else "there"
-            yield name, state, parameter(field).meaning
+            yield name, "there", parameter(field).meaning
         else:
             yield name, "no effect", "checked and accepted"
 

@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         "the norm of one partition",
         "torch/gradients/norm.py",
-        "together = torch.stack(parts)",
-        "together = torch.stack([part])",
+        "together = torch.cat(parts)",
+        "together = torch.cat([part])",
         ("the_norm_of_gradients_is_the_whole_model_s",),
     ),
     Mutation(
@@ -193,6 +193,49 @@ MUTATIONS = (
         "if any(optimizer in (each, each.optimizer) for each in runtime.live_optimizers()):",
         "if False:",
         ("all_ranks_skip_the_same_updates",),
+    ),
+    # Slices.
+    Mutation(
+        "a gather left out",
+        "torch/tensor_parallel/gathered_linear.py",
+        "tensor = collectives.gather(tensor, sizes)",
+        "tensor = tensor.repeat(collectives.size, *[1] * (tensor.dim() - 1))",
+        ("attention_is_split_by_heads",),
+    ),
+    Mutation(
+        "a sum for the mean over the ranks that share a slice's examples",
+        "torch/tensor_parallel/group.py",
+        "return 1.0 if self.is_prescaled else 1.0 / self.size",
+        "return 1.0",
+        ("a_distributed_linear_is_a_linear",),
+    ),
+    Mutation(
+        "the slice of the next rank",
+        "torch/tensor_parallel/module.py",
+        "return Rectangle.whole(self.shape).cut(self.dim, size, rank)",
+        "return Rectangle.whole(self.shape).cut(self.dim, size, (rank + 1) % size)",
+        ("a_distributed_linear_is_a_linear",),
+    ),
+    Mutation(
+        "a bias is added by every rank",
+        "torch/nn/linear.py",
+        "return output if self.bias is None else output + self.bias",
+        "return output if self.bias is None else output + self.bias * group.size",
+        ("a_distributed_linear_is_a_linear",),
+    ),
+    Mutation(
+        "the first rank's values are not those of the others",
+        "torch/tensor_parallel/values.py",
+        "state = self._group.collectives.from_first(kept.drawn_from)",
+        "state = kept.drawn_from",
+        ("a_distributed_linear_is_a_linear",),
+    ),
+    Mutation(
+        "slices are reduced like what is whole",
+        "torch/gradients/data_parallel.py",
+        "            for replicas in (self._replicas, self._replicas_of_slices)",
+        "            for replicas in (self._replicas, self._replicas)",
+        ("a_distributed_linear_is_a_linear",),
     ),
     # Partitions and state.
     Mutation(

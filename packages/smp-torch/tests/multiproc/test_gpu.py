@@ -6,8 +6,9 @@ from typing import Any
 
 import gpu_cases
 import pytest
+import tensor_cases
 import torch
-from world import pipeline, run, skip_without_devices
+from world import pipeline, run, skip_without_devices, world_of
 
 from smdistributed.modelparallel.common.testing import Worlds
 
@@ -38,3 +39,27 @@ def test_dropout_masks_do_not_depend_on_the_partition(worlds: Worlds, partitions
     for losses in run(worlds, pipeline(partitions), run_case, "dropout", timeout=180):
         for got, want in zip(losses, expected, strict=True):
             assert got == pytest.approx(want, abs=1e-6)
+
+
+def run_split(model: str) -> None:
+    tensor_cases.EQUALITY[model]()
+
+
+@pytest.mark.parametrize("model", ["gpt2", "cross", "gptj", "embedding"])
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (2, {}),
+        (2, {"optimize": "memory"}),
+        (2, {"prescaled_batch": True}),
+        (4, {"pipeline_parallel_degree": 2}),
+    ],
+    ids=["tp2", "tp2-memory", "tp2-prescaled", "pp2-tp2"],
+)
+def test_tensor_parallelism_gives_the_numbers_of_one_process(
+    worlds: Worlds, size: int, config: dict[str, Any], model: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs GPUs")
+    given = {"tensor_parallel_degree": 2, "microbatches": tensor_cases.MICROBATCHES, "ddp": True}
+    run(worlds, world_of(size, {"optimize": "speed", **given, **config}), run_split, model)

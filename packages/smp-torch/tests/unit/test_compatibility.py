@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +16,11 @@ from torch import nn
 import smdistributed.modelparallel as package
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.config import load
-from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    CheckpointError,
+    ConfigError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 
@@ -261,18 +264,6 @@ def test_tensor_parallelism_takes_any_keyword() -> None:
     smp.set_tensor_parallelism(nn.Linear(2, 2), False)
 
 
-def test_tensor_parallelism_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        slot.get(),
-        "topology",
-        load("pytorch", {"tensor_parallel_degree": 2, "ddp": True}).topology(2),
-    )
-    with pytest.raises(UnsupportedError, match="not supported yet; tensor_parallel_degree is 2"):
-        smp.tensor_parallelism().__enter__()
-    with smp.tensor_parallelism(enabled=False), smp.model_creation(tensor_parallelism=False):
-        pass
-
-
 def test_model_creation_sets_the_dtype() -> None:
     with smp.model_creation(tensor_parallelism=False, dtype=torch.float64, flash_attention=True):
         assert nn.Linear(2, 2).weight.dtype is torch.float64
@@ -305,40 +296,43 @@ def test_backend_exceptions_need_no_framework() -> None:
     ("model", "name"),
     [
         ("gpt2", "translate_hf_state_dict_to_smdistributed"),
-        ("gpt2", "get_hf_gpt2_transformer_layer_hooks"),
         ("gptj", "translate_hf_gptj_state_dict_to_smdistributed_gptj"),
-        *((model, f"translate_state_dict_to_hf_{model}") for model in TRANSLATED),
         *((model, f"translate_hf_state_dict_to_smdistributed_{model}") for model in TRANSLATED),
     ],
 )
-def test_translations_are_imported_and_refused(model: str, name: str) -> None:
+def test_translations_have_many_names(model: str, name: str) -> None:
     module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.{model}")
-    with pytest.raises(UnsupportedError, match=f"{model}.{name} is not supported yet"):
-        getattr(module, name)({}, max_seq_len=8)
+    weight = torch.randn(4, 4)
+    theirs = {
+        "gpt2": "transformer.h.0.mlp.c_fc.weight",
+        "gptj": "transformer.h.0.mlp.fc_in.weight",
+        "gptneo": "transformer.h.0.mlp.c_fc.weight",
+        "gptneox": "gpt_neox.layers.0.mlp.dense_h_to_4h.weight",
+        "bert": "bert.encoder.layer.0.intermediate.dense.weight",
+        "roberta": "roberta.encoder.layer.0.intermediate.dense.weight",
+    }[model]
+    ours = getattr(module, name)({theirs: weight}, max_seq_len=8)
+    ((key, value),) = ours.items()
+    assert key.endswith("seq_layers.0.output.dense1.weight")
+    assert torch.equal(value, weight.t() if model == "gpt2" else weight)
+
+
+def test_hooks_of_blocks_are_refused() -> None:
+    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gpt2")
+    with pytest.raises(UnsupportedError, match="get_hf_gpt2_transformer_layer_hooks"):
+        module.get_hf_gpt2_transformer_layer_hooks()
+
+
+def test_a_state_of_another_model_is_named() -> None:
+    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gpt2")
+    with pytest.raises(CheckpointError, match=r"encoder\.x is no part of a GPT-2 model"):
+        module.translate_hf_state_dict_to_smdistributed_gpt2({"encoder.x": torch.zeros(1)})
 
 
 def test_no_other_name_is_a_translation() -> None:
     module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gpt2")
     with pytest.raises(AttributeError, match="no attribute 'tranlate'"):
         module.tranlate  # noqa: B018
-
-
-def later_classes() -> list[tuple[ModuleType, str]]:
-    return [(smp.nn, name) for name in smp.nn.__all__ if name != "FusedLayerNorm"]
-
-
-@pytest.mark.parametrize(("module", "name"), later_classes())
-def test_classes_are_imported_and_refused(module: ModuleType, name: str) -> None:
-    kind = getattr(module, name)
-    assert not isinstance(nn.Linear(2, 2), kind)
-    with pytest.raises(UnsupportedError, match="is not supported yet"):
-        kind(8, 8)
-
-    class Own(kind):  # type: ignore[misc,valid-type]
-        """A script may define its own before it knows whether it needs it."""
-
-    with pytest.raises(UnsupportedError, match="is not supported yet"):
-        Own()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.model.distributed import models_of
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class ModuleManager:
     """What ``smp.state.module_manager`` gives.
 
     Attributes:
-        translate_functions: pairs of functions between the state of a model and that of the
-            unpartitioned one. There are none: without tensor parallelism they are the same.
+        translate_functions: pairs of functions, one a model with modules that stand for those of
+            Transformers: from its state to theirs, and back.
     """
 
     translate_functions: tuple[tuple[Any, Any], ...] = ()
@@ -36,7 +37,9 @@ class State:
     @property
     def module_manager(self) -> ModuleManager:
         """Compatibility: what programs ask about the modules of a model."""
-        return ModuleManager()
+        models = models_of(slot.get()) if slot.is_filled else []
+        translations = [model.translation for model in models]
+        return ModuleManager(tuple((each.to_theirs, each.to_ours) for each in translations if each))
 
     @property
     def param_index_to_name_tp_group(self) -> NoReturn:

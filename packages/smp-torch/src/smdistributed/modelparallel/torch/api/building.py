@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.torch.activations import checkpointing
 from smdistributed.modelparallel.torch.api.slot import slot
-from smdistributed.modelparallel.torch.model.distributed import models_of, refuse_unsupported
+from smdistributed.modelparallel.torch.model.distributed import models_of
 
 
 def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -37,7 +38,7 @@ def delay_param_initialization(enabled: bool = True) -> contextlib.AbstractConte
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
-    **tensor_parallel_config: object,
+    **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """The one context to make a model in.
 
@@ -45,9 +46,9 @@ def model_creation(
     ``delayed_parameter_initialization``.
 
     Args:
-        tensor_parallelism: without effect with one tensor-parallel rank; there are not more yet.
+        tensor_parallelism: mark modules as ``smp.tensor_parallelism`` does.
         dtype: of the parameters; None takes torch's default.
-        tensor_parallel_config: ignored without tensor parallelism.
+        tensor_parallel_config: for the distributed modules; ignored without tensor parallelism.
 
     Raises:
         TypeError: ``dtype`` is no floating-point type.
@@ -55,15 +56,16 @@ def model_creation(
     Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
     """
     runtime = slot.get()
-    if tensor_parallelism and runtime.topology.tp_size > 1:
-        refuse_unsupported("model_creation", tensor_parallelism=tensor_parallelism)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype; received {dtype!r}.")
     delayed = runtime.config.delayed_parameter_initialization
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype or former)
     try:
-        with delay_param_initialization(delayed):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(delay_param_initialization(delayed))
+            if tensor_parallelism:
+                stack.enter_context(runtime.tensor_marks.creating(True, tensor_parallel_config))
             yield
     finally:
         torch.set_default_dtype(former)

@@ -7,9 +7,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smdistributed.modelparallel.common.errors import (
-    UnsupportedError,
-)
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.checkpoint import rank_files
 from smdistributed.modelparallel.torch.checkpoint import resume as resuming
@@ -44,7 +41,8 @@ def save_checkpoint(
         optimizer: the DistributedOptimizer.
         user_content: anything that ``torch.save`` takes; returned on resume. What will not come
             back without ``trust_pickle`` is warned of.
-        translate_if_full: accepted; no translation exists yet.
+        translate_if_full: give the weights of a full checkpoint the names and shapes of the modules
+            that were replaced: those of Transformers.
         num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
 
     Raises:
@@ -62,6 +60,7 @@ def save_checkpoint(
         optimizer=optimizer,
         user_content=user_content,
         num_kept_partial_checkpoints=num_kept_partial_checkpoints,
+        translate_if_full=translate_if_full,
     )
 
 
@@ -86,7 +85,8 @@ def resume_from_checkpoint(
     stopped. With the degrees that it was saved with, its partition is taken over, and a model that
     is not partitioned yet gets the weights in the first call of a step function. With another
     ``pipeline_parallel_degree``, or another partition already in place, every rank takes its share
-    of all parts, and the random state of the first rank of its pipeline. A replica that the saving
+    of all parts, and the random state of the first rank of its pipeline. So it is with another
+    ``tensor_parallel_degree``. A replica that the saving
     job did not have keeps the random state that the script gave it. Collective: every process.
 
     Args:
@@ -97,7 +97,8 @@ def resume_from_checkpoint(
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.
         load_sharded_optimizer_state: without effect: optimizer state is not sharded yet.
-        translate_function: must be None: no translation exists yet.
+        translate_function: with ``partial=False``, gives the weights the names and shapes of the
+            model; None does so for models of Transformers that the library knows.
         load_optimizer_states: the former name of ``load_optimizer``.
         model: which DistributedModel to restore; by default the one made last.
         optimizer: which DistributedOptimizer to restore; by default the one made last.
@@ -109,14 +110,15 @@ def resume_from_checkpoint(
         The user content of the checkpoint, or None.
 
     Raises:
-        CheckpointError: missing, damaged, saved with another ``tensor_parallel_degree``, or with
-            optimizer state for which there is no optimizer; on all ranks.
+        CheckpointError: missing, damaged, or with optimizer state for which there is no optimizer;
+            on all ranks.
+        ValueError: ``translate_function`` for a partial checkpoint.
 
     Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
     """
-    if translate_function is not None:
-        raise UnsupportedError(
-            "translate_function is not supported yet; translate the state first."
+    if translate_function is not None and partial:
+        raise ValueError(
+            "translate_function is for full checkpoints: pass partial=False, or leave it out."
         )
     return resuming.resume_from_checkpoint(
         slot.get(),
@@ -128,6 +130,7 @@ def resume_from_checkpoint(
         strict=strict,
         load_optimizer=load_optimizer if load_optimizer_states is None else load_optimizer_states,
         trust_pickle=trust_pickle,
+        translate=translate_function,
     )
 
 

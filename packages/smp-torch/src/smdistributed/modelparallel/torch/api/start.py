@@ -13,6 +13,7 @@ from smdistributed.modelparallel.torch.model.adoption import modules_adopted
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
+from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_in
 
 
 def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> None:
@@ -39,3 +40,4 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(modules_adopted(runtime))
         runtime.replacements.enter_context(compiled_inside())
         runtime.replacements.enter_context(original_forward())
+        runtime.replacements.enter_context(distributed_modules_in(runtime.tensor_group))

@@ -107,9 +107,13 @@ class DelayedParameters:
         self._is_open = False
 
     @contextlib.contextmanager
-    def delaying(self) -> Iterator[None]:
-        """Delays the tensors that are made inside."""
-        if self._is_open:
+    def delaying(self, *, only: bool = True) -> Iterator[None]:
+        """Delays the tensors that are made inside.
+
+        Args:
+            only: False does nothing.
+        """
+        if self._is_open or not only:
             yield
             return
         self._is_open = True
@@ -136,13 +140,13 @@ class DelayedParameters:
                 "smp.delay_param_initialization was left and before it had values: initialise it "
                 "inside, or load states with DistributedModel.load_state_dict."
             )
-        self._become(tensor, self.compute(tensor).to(device))
+        self.become(tensor, self.compute(tensor).to(device))
 
     def drop(self, tensor: torch.Tensor, device: torch.device) -> None:
         """Makes a delayed tensor an empty one: its values belong on another rank."""
-        self._become(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
+        self.become(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
 
-    def _become(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+    def become(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
         """Turns a tensor into another one, which keeps its identity and attributes."""
         self._changed.pop(id(tensor), None)
         self._versions.pop(id(tensor), None)
@@ -153,6 +157,12 @@ class DelayedParameters:
         other.requires_grad_(tensor.requires_grad)
         other.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+    def origin(self, tensor: torch.Tensor) -> bytes:
+        """Returns from which states of generators the values of a delayed tensor come."""
+        writes = _leading_to(self.view(tensor).storage, self._num_writes)
+        states = [write.state for write in writes if write.state is not None]
+        return b"".join(state.numpy().tobytes() for state in states)
 
     def compute(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the values of a delayed tensor at this point."""

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.common.pieces import Rectangle, covers
+from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
+from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 #: What the index is called in a checkpoint.
@@ -134,6 +135,36 @@ class Layout:
             state[name] = self._assembled(name, stored, files)
         return {**state, PARTIAL_KEY: False}
 
+    def assemble_optimizer(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the whole named state of the optimizer.
+
+        A tensor of the size of a parameter's piece lies as the parameter does.
+
+        Args:
+            files: the states that the ranks saved, by file name.
+
+        Raises:
+            CheckpointError: some of a tensor is in no file.
+        """
+        merged = optimizer_state.merge(list(files.values()))
+        states = merged["state"]
+        for name, stored in self.tensors.items():
+            if len(stored.pieces) == 1 or name not in states:
+                continue
+            for key, value in states[name].items():
+                if not isinstance(value, torch.Tensor) or not any(
+                    tuple(value.shape) == piece.sizes for piece in stored.pieces
+                ):
+                    continue
+                held = {
+                    piece.file: {name: files[file]["state"][name][key]}
+                    for piece in stored.pieces
+                    if (file := piece.file.replace("model_", "optimizer_", 1)) in files
+                    and key in files[file]["state"].get(name, {})
+                }
+                states[name] = {**states[name], key: self._assembled(name, stored, held)}
+        return merged
+
     def _assembled(
         self, name: str, stored: StoredTensor, files: Mapping[str, Mapping[str, Any]]
     ) -> torch.Tensor:
@@ -171,13 +202,17 @@ def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredT
     with model.holder.absence.past():
         state = model.get_module().state_dict()
     for name, tensor in state.items():
-        piece = pieces.get(name)
-        if piece is not None:
-            place = runtime.topology.coordinates(piece.speaker)
-            file = f"model_{part_name(place.pp_rank, place.tp_rank)}.pt"
+        held = pieces.get(name)
+        if held is not None:
             stored[name] = StoredTensor(
-                piece.shape,
+                held[0].shape,
                 str(tensor.dtype).removeprefix("torch."),
-                (StoredPiece(file, piece.part.offsets, piece.part.sizes),),
+                tuple(_stored_piece(runtime, piece) for piece in held),
             )
     return stored
+
+
+def _stored_piece(runtime: TorchRuntime, piece: Piece) -> StoredPiece:
+    place = runtime.topology.coordinates(piece.speaker)
+    file = f"model_{part_name(place.pp_rank, place.tp_rank)}.pt"
+    return StoredPiece(file, piece.part.offsets, piece.part.sizes)

@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,7 +35,6 @@ from smdistributed.modelparallel.torch.checkpoint.plain_classes import (
     refused_in,
 )
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
     optimizers_of,
@@ -80,6 +79,7 @@ def resume_from_checkpoint(
     strict: bool,
     load_optimizer: bool,
     trust_pickle: bool,
+    translate: Callable[[Any], Any] | None,
 ) -> Any:
     """See ``smp.resume_from_checkpoint``."""
     model = _given_or_last(model, DistributedModel, models_of(runtime), "model")
@@ -108,6 +108,11 @@ def resume_from_checkpoint(
     (content,) = contents
     if content.partition is not None:
         model.holder.fix_partition(content.partition)
+    if content.model is not None and not partial:
+        if translate is not None:
+            content.model = translate(content.model)
+        elif model.translation and not model.translation.is_ours(content.model):
+            content.model = model.translation.to_ours(content.model)
     if content.model is not None:
         is_own = content.partition is not None
         model.load_state_dict(content.model, strict=strict, same_partition_load=is_own)
@@ -153,28 +158,26 @@ class _Reader:
             )
         _check_model(stored, model, strict=strict)
         own = Layout.of(self._runtime, model)
-        if stored.tensor_parallel_degree != own.tensor_parallel_degree:
-            raise CheckpointError(
-                f"it was saved with tensor_parallel_degree {stored.tensor_parallel_degree}, this "
-                f"job has {own.tensor_parallel_degree}: resume with the same degree, or from a "
-                "full checkpoint."
-            )
         same_degree = stored.pipeline_parallel_degree == own.pipeline_parallel_degree
-        adopts = same_degree and (not own.partition or own.partition == stored.partition)
+        same_split = stored.tensor_parallel_degree == own.tensor_parallel_degree
+        adopts = (
+            same_degree and same_split and (not own.partition or own.partition == stored.partition)
+        )
         if adopts:
             states = self._own_part(load_optimizer)
         else:
             logger.info(
-                "%s was saved with pipeline_parallel_degree %d under another partition; "
-                "every rank takes its share of all parts.",
+                "%s was saved with pipeline_parallel_degree %d and tensor_parallel_degree %d under "
+                "another partition; every rank takes its share of all parts.",
                 self._checkpoint.tag,
                 stored.pipeline_parallel_degree,
+                stored.tensor_parallel_degree,
             )
             states = self._all_parts(stored, load_optimizer)
         return _Content(
             *states,
             partition=stored.partition if adopts else None,
-            random=self._random_state(same_degree),
+            random=self._random_state(stored),
             user=self._user_content(USER_CONTENT),
         )
 
@@ -188,8 +191,9 @@ class _Reader:
     def _all_parts(self, stored: Layout, load_optimizer: bool) -> tuple[Any, Any]:
         """Returns the whole states of model and optimizer; None for what lacks."""
         parts = [
-            part_name(pp_rank, self._runtime.coordinates.tp_rank)
+            part_name(pp_rank, tp_rank)
             for pp_rank in range(stored.pipeline_parallel_degree)
+            for tp_rank in range(stored.tensor_parallel_degree)
         ]
         models = self._read_all(f"model_{part}.pt" for part in parts)
         optimizers = (
@@ -197,7 +201,7 @@ class _Reader:
         )
         return (
             stored.assemble(models) if models else None,
-            optimizer_state.merge(list(optimizers.values())) if optimizers else None,
+            stored.assemble_optimizer(optimizers) if optimizers else None,
         )
 
     def _user_content(self, name: str) -> Any:
@@ -208,10 +212,13 @@ class _Reader:
         is_there = path is not None and (is_own or path.stat().st_size > 0)
         return self._read(name) if is_there else None
 
-    def _random_state(self, same_degree: bool) -> Any:
-        place = self._runtime.coordinates
-        # With other partitions, that of the first one: the numbers of a step follow from it.
-        part = part_name(place.pp_rank if same_degree else 0, place.tp_rank)
+    def _random_state(self, stored: Layout) -> Any:
+        place, topology = self._runtime.coordinates, self._runtime.topology
+        # With other degrees, that of the first rank: the numbers of a step follow from it.
+        part = part_name(
+            place.pp_rank if stored.pipeline_parallel_degree == topology.pp_size else 0,
+            place.tp_rank if stored.tensor_parallel_degree == topology.tp_size else 0,
+        )
         name = f"random_{part}_{place.rdp_rank}.pt"
         if name not in self._checkpoint.paths:
             logger.warning(

@@ -42,6 +42,7 @@ def save_checkpoint(
     optimizer: DistributedOptimizer | None,
     user_content: Any,
     num_kept_partial_checkpoints: int | None,
+    translate_if_full: bool,
 ) -> None:
     """See ``smp.save_checkpoint``."""
     expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
@@ -56,6 +57,8 @@ def save_checkpoint(
             "user_content": user_content,
         }
         if runtime.rank == 0:
+            if model is not None and translate_if_full and model.translation:
+                whole["model"] = model.translation.to_theirs(whole["model"])
             for name, value in whole.items():
                 if name == "user_content" and value is not None:
                     files[name] = _user_content_writer(value)

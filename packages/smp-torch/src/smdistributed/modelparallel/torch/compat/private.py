@@ -16,6 +16,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import _C, nn
 from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
@@ -341,6 +342,18 @@ def work_of(function: Callable[..., Any]) -> CellType:
         f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
         "does not know, so it cannot take norms over partitions: use a torch that it was made for."
     )
+
+
+def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
+    """Gathers equal tensors, one after the other along dim 0; by the name it has in this torch."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, given, group=group)
+
+
+def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
+    """Sums tensors and scatters the sum; by the name it has in this torch."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, given, group=group)
 
 
 def is_future(obj: object) -> bool:

@@ -15,9 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.gradients.reduction import GradientReduction
-from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
+from smdistributed.modelparallel.torch.gradients.replicas import (
+    Exchange,
+    Replicas,
+    ReplicasOfSlices,
+)
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 _BYTES_PER_MB = 1024 * 1024
@@ -77,18 +81,29 @@ class DataParallel:
         self._replicas = Replicas(runtime)
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._find_buffers: Callable[[], Callable[[], Iterable[torch.Tensor]] | None] | None = None
-        self._reduction = GradientReduction(
-            self._replicas,
-            overlapping=options.overlapping_allreduce,
-            passes=options.backward_passes_per_step,
-            bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
-            as_bucket_view=options.gradient_as_bucket_view,
-            is_outside_step=functools.partial(_is_outside_step, runtime),
-        )
+        self._replicas_of_slices = ReplicasOfSlices(runtime, self._replicas)
+        self._slices: list[tuple[str, nn.Parameter]] = []
+        self._reduction, self._slice_reduction = self._reductions = [
+            GradientReduction(
+                replicas,
+                overlapping=options.overlapping_allreduce,
+                passes=options.backward_passes_per_step,
+                bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
+                as_bucket_view=options.gradient_as_bucket_view,
+                waits_for_end=self._is_joining_with_slices,
+                is_outside_step=functools.partial(_is_outside_step, runtime),
+            )
+            for replicas in (self._replicas, self._replicas_of_slices)
+        ]
+
+    def _is_joining_with_slices(self) -> bool:
+        # Replicas without batches follow one kind of reduction to its end, then the next.
+        return self._replicas.is_joining and bool(self._slices)
 
     def attach(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
+        slices: Iterable[tuple[str, nn.Parameter]],
         buffers: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         """Takes the tensors of this rank, once they are here, and those of the first replica.
@@ -96,19 +111,27 @@ class DataParallel:
         Collective: DP_GROUP.
 
         Args:
-            parameters: with their names.
+            parameters: that all data-parallel ranks hold, with their names.
+            slices: those that only the ranks of the RDP_GROUP have in common.
             buffers: method that gives the buffers, of which code may replace one. Kept as a weak
                 reference: which models live must not depend on when a rank collects cycles.
         """
-        self._parameters = list(parameters)
+        self._parameters, self._slices = list(parameters), list(slices)
         self._find_buffers = weakref.WeakMethod(buffers)
         self._broadcast_all(source=0)
-        self.watch(self._parameters)
+        self.watch(self._parameters, self._slices)
 
-    def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def watch(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        slices: Iterable[tuple[str, nn.Parameter]],
+    ) -> None:
         """Takes the parameters of this rank, which the user has changed for others."""
-        self._parameters = list(parameters)
+        self._parameters, self._slices = list(parameters), list(slices)
+        if self._slices and self._reduction.has_hook:
+            self._refuse_hook()
         self._reduction.watch(self._parameters)
+        self._slice_reduction.watch(self._slices)
 
     def _buffers(self) -> Iterable[torch.Tensor]:
         buffers = None if self._find_buffers is None else self._find_buffers()
@@ -117,6 +140,8 @@ class DataParallel:
     def _broadcast_all(self, source: int) -> None:
         tensors = [parameter for _, parameter in self._parameters or ()]
         self._replicas.broadcast([*tensors, *self._buffers()], source)
+        slices = [parameter for _, parameter in self._slices]
+        self._replicas_of_slices.broadcast(slices, self._replicas_of_slices.beside(source))
 
     # ------------------------------------------------------------------ steps
 
@@ -129,12 +154,12 @@ class DataParallel:
     @property
     def reduces(self) -> bool:
         """Whether backward passes matter to it: there are replicas, or a communication hook."""
-        return self._reduction.is_needed
+        return any(each.is_needed for each in self._reductions)
 
     @property
     def has_gradients(self) -> bool:
         """Whether the step in progress has given this rank a gradient."""
-        return self._reduction.has_gradients
+        return any(each.has_gradients for each in self._reductions)
 
     @property
     def is_joining(self) -> bool:
@@ -148,19 +173,23 @@ class DataParallel:
         active = self._replicas.announce(exchange)
         if has_buffers:
             self._replicas.broadcast(self._buffers(), active[0])
-        self._reduction.begin()
+        for each in self._reductions:
+            each.begin()
 
     def enter_pass(self, completes: Set[nn.Parameter]) -> None:
         """Starts a backward pass; no later one of this step adds to gradients in ``completes``."""
-        self._reduction.enter_pass(completes)
+        for each in self._reductions:
+            each.enter_pass(completes)
 
     def enter_last_pass(self) -> None:
         """Starts the last backward pass of this step."""
-        self._reduction.enter_pass(self._reduction.everything)
+        for each in self._reductions:
+            each.enter_pass(each.everything)
 
     def end_step(self) -> None:
         """Ends a step with a backward pass: gradients are reduced. Collective: DP_GROUP."""
-        self._reduction.end()
+        for each in self._reductions:
+            each.end()
 
     # ------------------------------------------------------------------ the user's calls
 
@@ -176,6 +205,8 @@ class DataParallel:
                 "register_comm_hook needs overlapping_allreduce=True; it is False: leave it at "
                 "its default."
             )
+        if self._slices:
+            self._refuse_hook()
         self._reduction.set_hook(lambda bucket: hook(state, bucket))
 
     @contextlib.contextmanager
@@ -194,6 +225,13 @@ class DataParallel:
             throw_on_early_termination=throw_on_early_termination,
         ):
             yield
+
+    def _refuse_hook(self) -> None:
+        raise UnsupportedError(
+            "register_comm_hook reduces over the DP_GROUP, and this model has parameters that are "
+            "split over tensor-parallel ranks, of which the RDP_GROUP has copies: leave the hook "
+            "out, or the model whole."
+        )
 
     def _need_ddp(self, what: str) -> None:
         if not self._runtime.config.ddp:
@@ -215,10 +253,13 @@ class DataParallel:
             self._replicas.broadcast(self._buffers(), active[0])
         elif exchange is Exchange.GRADIENTS:
             self._reduction.shadow(active)
+        elif exchange is Exchange.GRADIENTS_OF_SLICES:
+            self._slice_reduction.shadow(self._replicas_of_slices.among(active))
 
     def _adopt(self, source: int) -> None:
         self._broadcast_all(source)
-        self._reduction.restart_accumulation()
+        for each in self._reductions:
+            each.restart_accumulation()
 
 
 def _is_outside_step(runtime: TorchRuntime) -> bool:

@@ -27,11 +27,11 @@ def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
     """Makes torch's functions see all partitions of distributed models, as long as it is entered.
 
     It concerns ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``, also where a script has
-    imported them by name before; with one partition nothing changes. A call with tensors of a
-    distributed model, or with none, is collective then: every rank of the PP_GROUP. All other
-    calls go to torch.
+    imported them by name before; with one partition of whole tensors nothing changes. A call with
+    tensors of a distributed model, or with none, is collective then: every rank of the MP_GROUP.
+    All other calls go to torch.
     """
-    if runtime.topology.pp_size == 1:
+    if runtime.topology.mp_size == 1:
         yield
         return
     functions = _WholeModelFunctions(runtime)
@@ -91,6 +91,25 @@ class _WholeModelFunctions:
             return norm
         return self._norm_over_partitions(given, norm_type, error_if_nonfinite, foreach)
 
+    def _gradients_of_slices(self) -> set[int]:
+        return {
+            id(each.grad)
+            for model in self._runtime.live_models()
+            for each in model.split_parameters()
+            if each.grad is not None
+        }
+
+    def _number_not_zero(self, slices: Sequence[torch.Tensor]) -> int:
+        """Returns how many tensors have an element that is not zero. Collective: TP_GROUP."""
+        runtime = self._runtime
+        group = runtime.process_groups[CommGroup.TP_GROUP]
+        flags = torch.tensor([bool(each.any()) for each in slices], device=runtime.device)
+        members = runtime.topology.members(CommGroup.TP_GROUP, runtime.rank)
+        with runtime.peers.blaming(members, "combining the norms of gradients with"):
+            found = flags.to(torch.uint8)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return int(found.sum())
+
     def _has_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
         models = self._runtime.live_models()
         gradients = {id(each.grad) for model in models for each in model.parameters()}
@@ -103,17 +122,30 @@ class _WholeModelFunctions:
         error_if_nonfinite: bool,
         foreach: bool | None,
     ) -> torch.Tensor:
-        """Combines the norms of the partitions. Collective: PP_GROUP."""
+        """Combines the norms of the partitions and slices. Collective: MP_GROUP."""
         runtime, order = self._runtime, float(norm_type)
-        own: torch.Tensor = self._torch_get_total_norm(tensors, order, False, foreach)
-        if not tensors and order < 0:
+        split = self._gradients_of_slices()
+        slices = [each for each in tensors if id(each) in split]
+        rest = [each for each in tensors if id(each) not in split]
+        own: torch.Tensor = self._torch_get_total_norm(rest, order, False, foreach)
+        if not rest and order < 0:
             own = torch.tensor(float("inf"))  # what is not here must not be the smallest
-        part = own.to(runtime.device, torch.float64)
-        parts = [torch.empty_like(part) for _ in range(runtime.topology.pp_size)]
-        members = runtime.topology.members(CommGroup.PP_GROUP, runtime.rank)
+        # Tensor-parallel ranks hold the same of what is not split: it counts once.
+        counts = runtime.coordinates.tp_rank == 0
+        nothing = float("inf") if order < 0 else 0.0
+        part = torch.full((2,), nothing, dtype=torch.float64, device=runtime.device)
+        if counts:
+            part[0] = own
+        if order == 0 and runtime.topology.tp_size > 1:
+            number = self._number_not_zero(slices)
+            part[1] = number if counts else 0
+        elif slices:
+            part[1] = self._torch_get_total_norm(slices, order, False, foreach)
+        parts = [torch.empty_like(part) for _ in range(runtime.topology.mp_size)]
+        members = runtime.topology.members(CommGroup.MP_GROUP, runtime.rank)
         with runtime.peers.blaming(members, "combining the norms of gradients with"):
-            dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.PP_GROUP])
-        together = torch.stack(parts)
+            dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.MP_GROUP])
+        together = torch.cat(parts)
         # Of order 0 is the number of tensors that are not all zero.
         whole = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
         if error_if_nonfinite and not whole.isfinite():

@@ -35,7 +35,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     when_backward_ends,
 )
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
-from smdistributed.modelparallel.torch.gradients.replicas import Exchange, Replicas
+from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
@@ -51,6 +51,8 @@ class GradientReduction:
         passes: steps with a backward pass whose gradients are summed before a reduction.
         bucket_bytes: size of a bucket.
         as_bucket_view: gradients are left in the buckets instead of copied out of them.
+        waits_for_end: tells whether gradients are reduced at the end of a step, one kind after the
+            other, whatever ``overlapping`` says.
         is_outside_step: tells whether a backward pass runs that belongs to no step function; it
             is reduced when it ends.
     """
@@ -63,6 +65,7 @@ class GradientReduction:
         passes: int,
         bucket_bytes: int,
         as_bucket_view: bool,
+        waits_for_end: Callable[[], bool],
         is_outside_step: Callable[[], bool],
     ) -> None:
         self._replicas = replicas
@@ -70,6 +73,7 @@ class GradientReduction:
         self._passes = passes
         self._bucket_bytes = bucket_bytes
         self._as_bucket_view = as_bucket_view
+        self._waits_for_end = waits_for_end
         self._is_outside_step = is_outside_step
         self._hook: Hook | None = None
         self._names: dict[nn.Parameter, str] = {}
@@ -186,7 +190,8 @@ class GradientReduction:
 
     @property
     def _overlaps(self) -> bool:
-        return self._overlapping and self.is_needed and self._is_last_pass_of_accumulation
+        may = self._overlapping and self.is_needed and self._is_last_pass_of_accumulation
+        return may and not self._waits_for_end()
 
     @property
     def _is_last_pass_of_accumulation(self) -> bool:
@@ -280,7 +285,7 @@ class GradientReduction:
 
     def _announce(self) -> None:
         if self._active is None:
-            self._active = self._replicas.announce(Exchange.GRADIENTS)
+            self._active = self._replicas.announce(self._replicas.reduces)
 
     def _take_results(self) -> None:
         own = self._hook is None  # what the user's hook raises is the user's

@@ -21,6 +21,7 @@ class Exchange(enum.IntEnum):
     NOTHING = 0
     BUFFERS = 1
     GRADIENTS = 2
+    GRADIENTS_OF_SLICES = 3
 
 
 #: Does a replica's part of an exchange after its last batch; gets the dp_ranks that have batches.
@@ -32,24 +33,33 @@ class Replicas:
 
     Args:
         runtime: the state of the library in this process.
+        kind: the group that they are.
 
     Attributes:
         size: how many there are.
         group: torch's group of them; None in a world of one.
         device: where they communicate.
-        divides_by_active: gradients are averaged over the replicas that still have batches, not
-            over all.
     """
 
-    def __init__(self, runtime: TorchRuntime) -> None:
-        self._members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+    def __init__(self, runtime: TorchRuntime, kind: CommGroup = CommGroup.DP_GROUP) -> None:
+        self._members = runtime.topology.members(kind, runtime.rank)
         self._own = self._members.index(runtime.rank)
         self._joinable: _JoinableReplicas | None = None
         self._peers = runtime.peers
         self.size = len(self._members)
-        self.group = runtime.process_groups.get(CommGroup.DP_GROUP)
+        self.group = runtime.process_groups.get(kind)
         self.device = runtime.device
-        self.divides_by_active = False
+        self._divides_by_active = False
+
+    @property
+    def divides_by_active(self) -> bool:
+        """Whether gradients are averaged over those that still have batches, not over all."""
+        return self._divides_by_active
+
+    @property
+    def reduces(self) -> Exchange:
+        """What they do together when they reduce gradients."""
+        return Exchange.GRADIENTS
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int) -> None:
         """Gives all replicas the tensors of one. Collective: DP_GROUP.
@@ -86,17 +96,17 @@ class Replicas:
         Args:
             shadow: called for each exchange of the others once the own batches are used up.
             adopt: called at the end with the dp_rank whose state everybody takes.
-            divide_by_initial_world_size: see ``divides_by_active``.
+            divide_by_initial_world_size: average over all replicas; see ``divides_by_active``.
             throw_on_early_termination: raise everywhere as soon as one has no more batches.
         """
         self._joinable = _JoinableReplicas(self, shadow, adopt)
-        self.divides_by_active = not divide_by_initial_world_size
+        self._divides_by_active = not divide_by_initial_world_size
         try:
             with Join([self._joinable], True, throw_on_early_termination):
                 yield
         finally:
             self._joinable = None
-            self.divides_by_active = False
+            self._divides_by_active = False
 
     def announce(self, exchange: Exchange) -> Sequence[int]:
         """Tells replicas without batches what comes; returns the dp_ranks that have some.
@@ -122,6 +132,49 @@ class Replicas:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
             words = votes.tolist()
         return Exchange(max(words)), [rank for rank, word in enumerate(words) if word >= 0]
+
+
+class ReplicasOfSlices(Replicas):
+    """The ranks that hold the same slices of a partition: some of the data-parallel ranks.
+
+    Args:
+        runtime: the state of the library in this process.
+        everyone: all data-parallel ranks, which decide together who has batches.
+    """
+
+    def __init__(self, runtime: TorchRuntime, everyone: Replicas) -> None:
+        super().__init__(runtime, CommGroup.RDP_GROUP)
+        self._everyone = everyone
+        members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+        self._places = [members.index(rank) for rank in self._members]
+        self._rdp_ranks = [runtime.topology.coordinates(rank).rdp_rank for rank in members]
+
+    @property
+    def reduces(self) -> Exchange:
+        """What they do together when they reduce gradients."""
+        return Exchange.GRADIENTS_OF_SLICES
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether replicas may have run out of batches."""
+        return self._everyone.is_joining
+
+    @property
+    def divides_by_active(self) -> bool:
+        """Whether gradients are averaged over those that still have batches, not over all."""
+        return self._everyone.divides_by_active
+
+    def announce(self, exchange: Exchange) -> Sequence[int]:
+        """See ``Replicas.announce``."""
+        return self.among(self._everyone.announce(exchange))
+
+    def among(self, dp_ranks: Sequence[int]) -> Sequence[int]:
+        """Returns which of these replicas are among some data-parallel ranks."""
+        return [place for place, dp_rank in enumerate(self._places) if dp_rank in dp_ranks]
+
+    def beside(self, dp_rank: int) -> int:
+        """Returns the replica that is in the tensor-parallel group of a data-parallel rank."""
+        return self._rdp_ranks[dp_rank]
 
 
 class _JoinableReplicas(Joinable):

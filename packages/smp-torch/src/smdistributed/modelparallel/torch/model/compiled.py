@@ -55,7 +55,7 @@ class CompiledModules:
             call = compiled_call(module)
             if call is not None and call is not self._parts.get(module):
                 calls[module] = call
-        asked = (holder.version, holder.is_split, *calls.items()) if calls else ()
+        asked = (holder.version, holder.is_partial, *calls.items()) if calls else ()
         if asked == self._asked:
             return False
         for module, call in self._parts.items():
@@ -63,9 +63,9 @@ class CompiledModules:
                 forget_compiled(module)
         self._asked, self._root_of, self._parts = asked, {}, {}
         if holder.partitioned:
-            self._take(holder.fakes.model, calls, None, is_whole=not holder.is_split)
+            self._take(holder.fakes.model, calls, None, is_whole=not holder.is_partial)
         for module in calls:
-            if module not in self._root_of and holder.is_split:
+            if module not in self._root_of and holder.is_partial:
                 name = holder.fakes.names[module] or "the model"
                 logger.info("%s is split over partitions: its parts are compiled, each alone", name)
         return True

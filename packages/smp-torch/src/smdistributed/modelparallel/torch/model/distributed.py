@@ -28,11 +28,11 @@ from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
+from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
 from smdistributed.modelparallel.torch.model.shell import JobsOwn, ModuleShell
-from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState, collect
+from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.plan.placement import Placement
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
@@ -64,6 +64,7 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
                 f"DistributedModel takes a torch.nn.Module; received {type(module).__name__}."
             )
         super().__init__()
+        module = with_distributed_modules(runtime, module)
         self.module = ModuleShell(module)
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
@@ -94,6 +95,8 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
                 "with more than one partition the model can only be called inside a function "
                 "decorated with @smp.step."
             )
+        if self._runtime.current_step is None and self._runtime.tensor_group.is_prescaled:
+            self.check_outside_steps()
         return self.get_module()(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -239,7 +242,10 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
         if self.compiled.refresh() or has_changed:
             self.drawing.refresh()
         if has_changed and self.partitioned:
-            self.data_parallel.watch(self.local_named_parameters())
+            self.data_parallel.watch(
+                self.default_reducer_named_parameters(),
+                self.scaled_batch_reducer_named_parameters(),
+            )
 
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'.
@@ -258,7 +264,11 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
         self._post_step_hooks.run(self, self._find_optimizer)
 
     def _attach_replicas(self) -> None:
-        self.data_parallel.attach(self.local_named_parameters(), self.holder.buffers)
+        self.data_parallel.attach(
+            self.default_reducer_named_parameters(),
+            self.scaled_batch_reducer_named_parameters(),
+            self.holder.buffers,
+        )
 
     def _find_optimizer(self) -> Any:
         return next((each for each in self._runtime.live_optimizers() if each.serves(self)), None)
@@ -408,8 +418,7 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.when_partitioned(lambda: self._state.load_own(state, strict=strict))
             return None
         if is_partial:
-            parts = collect(self._runtime, map_tensors(dict(state), torch.Tensor.cpu))
-            state = {name: value for part in parts for name, value in part.items()}
+            state = self._state.merged(state)
         if any(True for _ in self.holder.delayed()):
             self.holder.when_partitioned(lambda: self._state.load(state, strict=strict))
             return None
@@ -424,7 +433,7 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
         super().cpu()
-        if self.holder.is_split:
+        if self.holder.is_partial:
             self._state.gather_tensors()
         return self
 
@@ -432,12 +441,3 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
 def models_of(runtime: TorchRuntime) -> list[DistributedModel]:
     """Returns the models of this process that exist, in order of creation."""
     return cast(list[DistributedModel], runtime.live_models())
-
-
-def refuse_unsupported(function: str, **asked: object) -> None:
-    """Raises for documented arguments whose feature this version does not have yet."""
-    for name, value in asked.items():
-        if value:
-            raise UnsupportedError(
-                f"{function}({name}={value!r}) is not supported yet; leave it at its default."
-            )

@@ -15,6 +15,7 @@ from smdistributed.modelparallel.torch.model.absence import Absence
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Slice
 
 NOT_PARTITIONED = (
     "the model is not partitioned yet: that happens in the first call of a step function."
@@ -72,6 +73,11 @@ class Holder:
     @property
     def is_split(self) -> bool:
         """Whether other ranks hold parts of the model that are not here."""
+        return self._placement is not None or self.has_slices
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether modules of the model are on other ranks."""
         return self._placement is not None
 
     def partition_of(self, module: nn.Module) -> int | None:
@@ -212,29 +218,66 @@ class Holder:
             if self._runtime.delayed.holds(tensor):
                 yield slot, tensor
 
-    def piece(self, slot: Slot) -> Piece:
-        """Returns which part of a parameter or buffer which ranks hold.
+    def pieces_of(self, slot: Slot) -> list[Piece]:
+        """Returns which parts of a parameter or buffer which ranks hold.
 
         Of what this rank does not hold, too: every rank can say where everything is.
         """
         topology, shape = self._runtime.topology, tuple(self.fakes.slots[slot].shape)
-        if self._is_whole or self.placement.is_everywhere(slot):
+        name = self.fakes.slot_name(slot)
+        if self._is_whole:
+            owner = 0
+        elif self.placement.is_everywhere(slot):
             ranks = topology.members(CommGroup.WORLD, 0)
+            return [Piece(name, shape, Rectangle.whole(shape), ranks)]
         else:
             owner = self.placement.owner_of(slot)
+        sliced = slice_at(slot)
+        if sliced is None:
             ranks = topology.members(CommGroup.DP_GROUP, topology.rank_of(owner, 0, 0))
-        return Piece(self.fakes.slot_name(slot), shape, Rectangle.whole(shape), ranks)
+            return [Piece(name, shape, Rectangle.whole(shape), ranks)]
+        return [
+            Piece(
+                name,
+                sliced.shape,
+                sliced.part(topology.tp_size, tp_rank),
+                topology.members(CommGroup.RDP_GROUP, topology.rank_of(owner, tp_rank, 0)),
+            )
+            for tp_rank in range(topology.tp_size)
+        ]
 
-    def pieces(self) -> dict[str, Piece]:
-        """Returns the piece of every parameter and buffer, by name."""
-        return {self.fakes.slot_name(slot): self.piece(slot) for slot in self.fakes.slots}
+    def piece(self, slot: Slot) -> Piece:
+        """Returns the part that a rank with the own tensor-parallel rank holds."""
+        pieces = self.pieces_of(slot)
+        return pieces[self._runtime.coordinates.tp_rank if len(pieces) > 1 else 0]
+
+    def pieces(self) -> dict[str, list[Piece]]:
+        """Returns the pieces of every parameter and buffer, by name."""
+        return {self.fakes.slot_name(slot): self.pieces_of(slot) for slot in self.fakes.slots}
+
+    def sliced_names(self) -> set[str]:
+        """Returns the names of what is split over the tensor-parallel ranks."""
+        return {
+            self.fakes.slot_name(slot) for slot in self.fakes.slots if slice_at(slot) is not None
+        }
+
+    def is_sliced(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor of the model is split over the tensor-parallel ranks."""
+        return any(
+            slice_at(slot) is not None and _tensor(slot) is tensor for slot in self.fakes.slots
+        )
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether tensors of the model are split over the tensor-parallel ranks."""
+        return bool(self.sliced_names())
 
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the whole tensors that the model's state has, by name."""
         with self.absence.past():
             saved = self.fakes.model.state_dict()
         return {
-            name: tuple(fake.shape)
+            name: tuple(fake.shape) if (sliced := slice_at(slot)) is None else sliced.shape
             for slot, fake in self.fakes.slots.items()
             if (name := self.fakes.slot_name(slot)) in saved
         }
@@ -273,6 +316,12 @@ class Holder:
             if tensor is not None and id(tensor) not in seen and self.holds(slot):
                 seen.add(id(tensor))
                 yield self.fakes.slot_name(slot), tensor
+
+
+def slice_at(slot: Slot) -> Slice | None:
+    """Returns which slice of a whole tensor a parameter is; None if it is whole."""
+    module, name = slot
+    return module.slice_of(name) if isinstance(module, DistributedModule) else None
 
 
 def _tensor(slot: Slot) -> Any:

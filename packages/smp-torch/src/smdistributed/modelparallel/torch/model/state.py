@@ -9,6 +9,7 @@ Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -40,6 +42,7 @@ class ModelState:
         self._module = fakes.model
         self._slots = {fakes.slot_name(slot): slot for slot in fakes.slots}
         self._modules = {name: module for module, name in fakes.names.items()}
+        self._sliced = SlicedTensors.of(runtime, {"": holder})
 
     def local(self) -> dict[str, Any]:
         """Returns what this rank holds, and whether that is only a part."""
@@ -49,16 +52,18 @@ class ModelState:
     def whole(self, *, to_rank0: bool) -> dict[str, Any]:
         """Returns what all ranks hold together, or with ``to_rank0`` nothing but on rank 0.
 
-        Collective: every rank of the PP_GROUP.
+        Collective: every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP.
         """
-        runtime = self._runtime
+        runtime, sliced = self._runtime, self._sliced
         # With its metadata.
         state = self._state()
         if self._holder.is_split:
-            part = map_tensors(self.local(), torch.Tensor.cpu)
-            del part[PARTIAL_KEY]
-            for each in collect(runtime, part, to_rank0=to_rank0):
-                state.update(each)
+            local = self.local()
+            del local[PARTIAL_KEY]
+            part = map_tensors(sliced.to_send(local), torch.Tensor.cpu)
+            parts = collect(runtime, part, sliced.group, to_rank0=to_rank0)
+            if parts:
+                state.update(sliced.merge(parts))
         return {} if to_rank0 and runtime.rank != 0 else state
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
@@ -70,7 +75,26 @@ class ModelState:
         Raises:
             RuntimeError: torch's own, about missing or unexpected keys and sizes.
         """
-        return self._load(state, {name for name in self._elsewhere() if name not in state}, strict)
+        for name in self._sliced:
+            value = state.get(name)
+            if value is not None and tuple(value.shape) != self._sliced.whole_shape(name):
+                raise RuntimeError(
+                    f"size mismatch for {name}: its whole shape is "
+                    f"{self._sliced.whole_shape(name)}; received {tuple(value.shape)}."
+                )
+        cut = copy.copy(state)  # keeps torch's metadata
+        for name in self._sliced:
+            if name in state:
+                cut[name] = self._sliced.cut(name, state[name])  # type: ignore[index]
+        return self._load(cut, {name for name in self._elsewhere() if name not in state}, strict)
+
+    def merged(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the whole state of which every rank gives a part.
+
+        Collective: every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP.
+        """
+        part = map_tensors(dict(part), torch.Tensor.cpu)
+        return self._sliced.merge(collect(self._runtime, part, self._sliced.group))
 
     def load_own(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Loads what this rank itself saved under the same partition.
@@ -163,7 +187,7 @@ class ModelState:
         return {name for name in self._state() if not self._is_here(name)}
 
     def _is_here(self, name: str) -> bool:
-        if not self._holder.is_split:
+        if not self._holder.is_partial:
             return True
         if name in self._slots:
             return self._holder.holds(self._slots[name])
@@ -181,13 +205,15 @@ def _loads_by_itself(module: nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks) or not is_torchs
 
 
-def collect(runtime: TorchRuntime, part: Any, *, to_rank0: bool = False) -> list[Any]:
-    """Returns the parts that the ranks of the pipeline give, or none of them but on rank 0.
+def collect(
+    runtime: TorchRuntime, part: Any, group: CommGroup, *, to_rank0: bool = False
+) -> list[Any]:
+    """Returns the parts that the ranks of a group give, or none of them but on rank 0.
 
-    Collective: every rank of the PP_GROUP.
+    Collective: every rank of the group.
     """
     if not to_rank0:
-        return runtime.communicator.allgather(part, CommGroup.PP_GROUP)
-    if 0 not in runtime.topology.members(CommGroup.PP_GROUP, runtime.rank):
+        return runtime.communicator.allgather(part, group)
+    if 0 not in runtime.topology.members(group, runtime.rank):
         return []
-    return runtime.communicator.gather(part, CommGroup.PP_GROUP) or []
+    return runtime.communicator.gather(part, group) or []

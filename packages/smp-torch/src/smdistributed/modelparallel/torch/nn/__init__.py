@@ -1,24 +1,18 @@
-"""The fused layer normalisation; the modules of tensor parallelism are not there yet.
+"""The modules of tensor parallelism: ``smp.nn``.
 
 Source: smd_model_parallel_pytorch_tensor_parallel.rst; smd_model_parallel_pytorch.rst.
 """
 
-from torch import nn
-
-from smdistributed.modelparallel.torch.compat.later import later_class
+from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
+from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding
+from smdistributed.modelparallel.torch.nn.flash_attention import FlashAttentionLayer
 from smdistributed.modelparallel.torch.nn.fused_layer_norm import FusedLayerNorm
-
-DistributedModule = later_class("smp.nn.DistributedModule", nn.Module)
-DistributedLinear = later_class("smp.nn.DistributedLinear", DistributedModule)
-DistributedEmbedding = later_class("smp.nn.DistributedEmbedding", DistributedModule)
-DistributedAttentionLayer = later_class("smp.nn.DistributedAttentionLayer", DistributedModule)
-DistributedTransformerOutputLayer = later_class(
-    "smp.nn.DistributedTransformerOutputLayer", DistributedModule
-)
-DistributedTransformerLayer = later_class("smp.nn.DistributedTransformerLayer", DistributedModule)
-DistributedTransformer = later_class("smp.nn.DistributedTransformer", DistributedModule)
-DistributedTransformerLMHead = later_class("smp.nn.DistributedTransformerLMHead", DistributedModule)
-FlashAttentionLayer = later_class("smp.nn.FlashAttentionLayer", nn.Module)
+from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLayer
+from smdistributed.modelparallel.torch.nn.linear import DistributedLinear
+from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerLMHead
+from smdistributed.modelparallel.torch.nn.output import DistributedTransformerOutputLayer
+from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 __all__ = [
     "DistributedAttentionLayer",

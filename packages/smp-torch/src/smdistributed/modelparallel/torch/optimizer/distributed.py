@@ -16,8 +16,8 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
-from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.record.nested import map_tensors
@@ -157,13 +157,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         groups = self._group_names()
         state = optimizer_state.to_names(self.optimizer.state_dict(), groups, self._own_names())
-        return {**state, PARTIAL_KEY: self._runtime.topology.pp_size > 1}
+        is_part = self._runtime.topology.pp_size > 1 or bool(self._sliced())
+        return {**state, PARTIAL_KEY: is_part}
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """Returns the state over all partitions in torch's own form.
 
         A torch optimizer over the same parameters of the plain model can load it. Collective:
-        every rank of the PP_GROUP.
+        every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP.
 
         Args:
             gather_to_rank0: give every process but rank 0 an empty dict.
@@ -178,13 +179,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for model in models:
             model.holder.check_nothing_waits()
         runtime = self._runtime
-        is_split = runtime.topology.pp_size > 1 and all(model.partitioned for model in models)
+        sliced = self._sliced()
+        is_split = runtime.topology.pp_size > 1 or bool(sliced)
         state = self.optimizer.state_dict()
-        if is_split:
-            own = map_tensors(self.local_state_dict(), torch.Tensor.cpu)
-            parts = collect(runtime, own, to_rank0=gather_to_rank0)
+        if is_split and all(model.partitioned for model in models):
+            local = self.local_state_dict()
+            local["state"] = sliced.to_send(local["state"])
+            own = map_tensors(local, torch.Tensor.cpu)
+            parts = collect(runtime, own, sliced.group, to_rank0=gather_to_rank0)
             if parts:
-                merged = optimizer_state.merge(parts)
+                merged = self._merged(sliced, parts)
                 state = optimizer_state.to_numbers(merged, self._ordered(merged))
         return {} if gather_to_rank0 and runtime.rank != 0 else state
 
@@ -229,14 +233,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.get(PARTIAL_KEY, False):
             given = {name for names in optimizer_state.names_in(state) for name in names}
             # Under the same partition every rank has what it needs, and nothing travels.
-            if any(self._runtime.communicator.allgather(not own <= given, CommGroup.PP_GROUP)):
-                state = optimizer_state.merge(
-                    collect(self._runtime, map_tensors(dict(state), torch.Tensor.cpu))
-                )
+            group = self._sliced().group
+            if any(self._runtime.communicator.allgather(not own <= given, group)):
+                part = map_tensors(dict(state), torch.Tensor.cpu)
+                sliced = self._sliced()
+                state = self._merged(sliced, collect(self._runtime, part, sliced.group))
         optimizer_state.check_covers(state, groups, own)
         # A copy, as torch would go on with the given tensors themselves.
+        sliced = self._sliced()
         values = {
-            name: map_tensors(value, torch.Tensor.clone)
+            name: map_tensors(sliced.cut(name, value), torch.Tensor.clone)
             for name, value in state["state"].items()
             if name in own
         }
@@ -269,6 +275,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for number, model in enumerate(models)
             for name, parameter in model.get_module().named_parameters()
         }
+
+    def _sliced(self) -> SlicedTensors:
+        """Returns the parameters that are split over tensor-parallel ranks."""
+        models = self._models()
+        prefixes = [f"{number}." if len(models) > 1 else "" for number in range(len(models))]
+        holders = {prefix: model.holder for prefix, model in zip(prefixes, models, strict=True)}
+        return SlicedTensors.of(self._runtime, holders)
+
+    @staticmethod
+    def _merged(sliced: SlicedTensors, parts: list[Any]) -> dict[str, Any]:
+        """Returns the union of the states that ranks gave, with slices joined."""
+        merged = optimizer_state.merge(parts)
+        return {**merged, "state": sliced.merge([part["state"] for part in parts])}
 
     def _group_names(self) -> list[list[str]]:
         """Returns the names of the parameters of each group, of all ranks."""

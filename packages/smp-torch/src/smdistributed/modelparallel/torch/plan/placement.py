@@ -19,6 +19,7 @@ from smdistributed.modelparallel.common.planning.partitioner import Assignment, 
 from smdistributed.modelparallel.torch.record.costs import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 #: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
 _STATE_FACTOR = 4
@@ -196,8 +197,13 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         pinned=tree.pinned.get(module),
         children=tuple(sorted(children, key=lambda child: child.order)),
         output_bytes=costs.output_bytes if costs else 0,
-        splittable=bool(children) and not (costs and costs.opaque),
+        splittable=bool(children) and not (costs and costs.opaque) and _may_be_split(module),
     )
+
+
+def _may_be_split(module: nn.Module) -> bool:
+    """Whether the own forward of a module may run on another rank than its parts."""
+    return not isinstance(module, DistributedModule) or module.has_split_children
 
 
 def _called_below(tree: _Tree, module: nn.Module) -> list[ModuleProfile]:

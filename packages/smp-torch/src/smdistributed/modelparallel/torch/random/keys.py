@@ -36,6 +36,9 @@ from smdistributed.modelparallel.torch.compat.private import (
     past_transforms,
 )
 
+#: Of a draw: the module's name, the number of its call, the number of the draw in that.
+_Key = tuple[str, int, int]
+
 
 def draw_step_seed() -> int:
     """Draws the seed of a step from the user's generator."""
@@ -45,13 +48,18 @@ def draw_step_seed() -> int:
 class _Seeded:
     """A context in which generators are seeded; a plain class, since each draw enters one."""
 
-    __slots__ = ("_generators", "_seed", "_states")
+    __slots__ = ("_generators", "_key", "_seed", "_states", "_under_way")
 
-    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+    def __init__(
+        self, generators: list[torch.Generator], seed: int, key: _Key, under_way: list[_Key]
+    ) -> None:
         self._generators = generators
         self._seed = seed
+        self._key = key
+        self._under_way = under_way
 
     def __enter__(self) -> None:
+        self._under_way.append(self._key)
         with past_all_modes():
             self._states = [generator.get_state() for generator in self._generators]
             for generator in self._generators:
@@ -61,16 +69,25 @@ class _Seeded:
         with past_all_modes():
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
+        self._under_way.pop()
 
 
 class StepRandom:
     """The random numbers of the step in progress, for all models of a process.
 
+    Tensor-parallel ranks with examples of their own draw from one seed, as *lanes*: rank ``r`` of
+    ``n`` takes the numbers that a process alone would take for microbatch ``n m + r``.
+
     Args:
         device: where the models run.
+        num_lanes: how many ranks draw from one seed.
+        lane: which of them this is.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_lanes: int = 1, lane: int = 0) -> None:
+        self._num_lanes = num_lanes
+        self._lane = lane
+        self._under_way: list[_Key] = []
         self._own_states: list[list[bytes]] = []
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -119,6 +136,7 @@ class StepRandom:
         self._is_rehearsal = rehearsal
         self._calls.clear()
         self.entered.clear()
+        self._under_way.clear()
         self._state_at_begin = [] if rehearsal else self.state()
 
     def end(self) -> bool:
@@ -181,7 +199,20 @@ class StepRandom:
 
     def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
         """Seeds the generators for one draw, and puts them back."""
-        seeded = _Seeded(self._generators, self._seed_of(name, call, draw))
+        return self._seeded((name, call, draw), self._lane)
+
+    def as_lane(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds the generators as another lane has them in the draw in progress.
+
+        Args:
+            lane: which. Where no draw is in progress nothing is done: who draws is not known yet.
+        """
+        if not self._under_way:
+            return contextlib.nullcontext()
+        return self._seeded(self._under_way[-1], lane)
+
+    def _seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
+        seeded = _Seeded(self._generators, self._seed_of(*key, lane), key, self._under_way)
         return seeded if self.is_real else self._noted(seeded)
 
     @contextlib.contextmanager
@@ -204,7 +235,7 @@ class StepRandom:
     @contextlib.contextmanager
     def drawing_in_python(self, name: str, call: int) -> Iterator[None]:
         """The same for the generators of Python and NumPy."""
-        seed = self._seed_of(name, call, 0)
+        seed = self._seed_of(name, call, 0, self._lane)
         former = random.getstate()
         numpy = sys.modules.get("numpy")
         former_numpy = numpy.random.get_state() if numpy is not None else None
@@ -235,8 +266,9 @@ class StepRandom:
                     for generator, state in zip(self._generators, before, strict=True):
                         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def _seed_of(self, name: str, call: int, draw: int) -> int:
-        text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"
+    def _seed_of(self, name: str, call: int, draw: int, lane: int) -> int:
+        microbatch = self._microbatch * self._num_lanes + lane
+        text = f"{self._seed}:{microbatch}:{name}:{call}:{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 

@@ -46,6 +46,9 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields all parameters; those of other ranks are empty."""
 
+    def split_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters that are split over the tensor-parallel ranks."""
+
 
 class Optimizer(Protocol):
     """A DistributedOptimizer.

@@ -34,6 +34,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     started_by_mpi,
     started_by_torchrun,
 )
+from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -41,6 +42,8 @@ from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
+from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
@@ -50,6 +53,8 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
@@ -71,8 +76,10 @@ class TorchRuntime(Runtime):
         peers: who is blamed when communication fails.
         hooks: what this process does when it fails; None in a world of one.
         manual_partitions: what the user fixed.
+        tensor_marks: which modules the user wants split over tensor-parallel ranks.
         fake_mode: of all fake tensors.
         random: the random numbers of the step in progress.
+        tensor_group: the ranks that split modules between them.
         delayed: the parameters that have no values yet.
         current_step: the step in progress.
         replacements: functions of torch that stand replaced while the library runs.
@@ -85,8 +92,10 @@ class TorchRuntime(Runtime):
     peers: Peers
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
+    tensor_marks: TensorMarks
     fake_mode: FakeTensorMode
     random: StepRandom
+    tensor_group: TensorGroup
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     current_step: Step | None = None
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -140,6 +149,7 @@ class TorchRuntime(Runtime):
         """Closes torch's connections; peers that still wait for this process learn it so."""
         # Only the end of the last reference to a group closes its connections.
         self.process_groups.clear()
+        self.tensor_group = TensorGroup()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -182,6 +192,10 @@ def start(
             if not dist.is_initialized():
                 _join_data_plane(communicator, transport, timeout_seconds)
             process_groups = _process_groups(topology, transport, timeout_seconds)
+    tp_rank = topology.coordinates(transport.rank).tp_rank
+    # Ranks that bring the same examples draw the same numbers for them.
+    num_lanes = 1 if settings.prescaled_batch else topology.tp_size
+    random = StepRandom(device, num_lanes, tp_rank if num_lanes > 1 else 0)
     runtime = TorchRuntime(
         config=settings,
         topology=topology,
@@ -192,7 +206,9 @@ def start(
         peers=peers,
         hooks=hooks,
         fake_mode=fake_mode,
-        random=StepRandom(device),
+        random=random,
+        tensor_group=_tensor_group(settings, topology, transport.rank, peers, random),
+        tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
     runtime.replacements.enter_context(explaining(peers.explained))
@@ -315,6 +331,35 @@ def _process_groups(
             if transport.rank in members:
                 own[kind] = built[members]
     return own
+
+
+def _tensor_group(
+    settings: Config, topology: Topology, rank: int, peers: Peers, random: StepRandom
+) -> TensorGroup:
+    """Returns the own tensor-parallel group, with connections that nothing else uses.
+
+    Collective: WORLD.
+    """
+    own: dist.ProcessGroup | None = None
+    timeout = data_plane_timeout(settings.communication_timeout)
+    members = topology.members(CommGroup.TP_GROUP, rank)
+    if topology.tp_size > 1:
+        with peers.connecting():
+            for each in topology.groups(CommGroup.TP_GROUP):
+                group = dist.new_group(list(each), timeout=timeout)
+                own = group if each == members else own
+    if own is None:
+        return TensorGroup()
+
+    def blaming() -> contextlib.AbstractContextManager[object]:
+        return peers.blaming(members, "exchanging activations with")
+
+    return TensorGroup(
+        ShapesOfFakes(ProcessGroupCollectives(own, blaming)),
+        random,
+        is_prescaled=settings.prescaled_batch,
+        keeps_gathered=settings.optimize == "speed",
+    )
 
 
 def _alive(references: list[weakref.ref[_Kept]]) -> list[_Kept]:

@@ -61,7 +61,7 @@ class EagerStep:
             model.refresh()
         self._learn_draws(models)
         random = runtime.random
-        random.begin(draw_step_seed())
+        random.begin(runtime.tensor_group.agreed(draw_step_seed()))
         results = []
         self._reached = {}
         for model in models:

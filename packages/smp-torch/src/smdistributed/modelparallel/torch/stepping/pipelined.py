@@ -86,7 +86,12 @@ class PipelinedStep:
         for model in models_of(self.runtime):
             model.refresh()
         try:
-            batch = self._inputs.agree(args, kwargs, draw_step_seed(), self._passes.first_round)
+            batch = self._inputs.agree(
+                args,
+                kwargs,
+                self.runtime.tensor_group.agreed(draw_step_seed()),
+                self._passes.first_round,
+            )
             passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()

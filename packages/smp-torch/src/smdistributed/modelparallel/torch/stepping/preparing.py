@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from smdistributed.modelparallel.common.planning.schedule import Schedule
 from smdistributed.modelparallel.torch.execute.executor import Executor, prepare
 from smdistributed.modelparallel.torch.execute.program import Program
-from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
 from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
 
 #: Prepared mini-batches kept; each is a combination of plans, one a microbatch.
 _MOST_PREPARED = 32
@@ -49,19 +50,23 @@ class Preparation:
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
         self._pp_rank = runtime.coordinates.pp_rank
-        self._known: OrderedDict[tuple[Plan, ...], Prepared] = OrderedDict()
+        self._order = CommonOrder(runtime)
+        self._known: OrderedDict[tuple[tuple[Plan, ...], int], Prepared] = OrderedDict()
         self._programs: dict[Plan, dict[int, Program]] = {}
 
     def of(self, plans: tuple[Plan, ...]) -> Prepared:
-        """Returns what runs a combination of plans. Every rank finds the same by itself.
+        """Returns what runs a combination of plans. The ranks of a pipeline find the same.
 
-        Collective in the first call, on GPUs: WORLD, which makes the communicators.
+        Collective: TP_GROUP; in the first call, on GPUs, WORLD, which makes the communicators.
         """
-        known = self._known.get(plans)
+        number, schedule = self._order.of(plans)
+        key = plans, number
+        known = self._known.get(key)
         if known is not None:
-            self._known.move_to_end(plans)
+            self._known.move_to_end(key)
             return known
-        self._known[plans] = prepared = self._prepare(plans)
+        schedule = schedule or schedule_of(self._runtime, plans)
+        self._known[key] = prepared = self._prepare(plans, schedule)
         if len(self._known) > _MOST_PREPARED:
             self._known.popitem(last=False)
             alive = {plan for each in self._known.values() for plan in each.plans}
@@ -70,10 +75,9 @@ class Preparation:
             }
         return prepared
 
-    def _prepare(self, plans: tuple[Plan, ...]) -> Prepared:
+    def _prepare(self, plans: tuple[Plan, ...], schedule: Schedule) -> Prepared:
         runtime = self._runtime
-        pp_size, config = runtime.topology.pp_size, runtime.config
-        schedule = common_schedule(plans, pp_size, config.pipeline, config.active_microbatches)
+        pp_size = runtime.topology.pp_size
         itinerary = prepare(plans, schedule, self._pp_rank)
         runtime.links.connect(itinerary.directions | _usual_directions(pp_size))
         executor = Executor(

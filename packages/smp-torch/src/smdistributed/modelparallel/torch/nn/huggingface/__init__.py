@@ -1,7 +1,4 @@
-"""Compatibility: translations between the states of Transformers and of tensor parallelism.
-
-Without tensor parallelism a model's state is that of Transformers itself, so there is nothing to
-translate; the modules below have the names that scripts import, and calling one says so.
+"""Models of Transformers that become distributed modules, and translations of their states.
 
 Source: model-parallel-extended-features-pytorch-hugging-face.md.
 """

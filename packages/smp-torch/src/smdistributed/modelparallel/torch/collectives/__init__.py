@@ -1,0 +1,1 @@
+"""Exchanging parts of tensors within a group of ranks, behind one interface."""

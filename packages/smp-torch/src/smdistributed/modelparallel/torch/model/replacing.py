@@ -1,0 +1,24 @@
+"""What ``DistributedModel`` makes of the modules that the user marked for tensor parallelism."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smdistributed.modelparallel.torch.nn.built_in import built_in
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
+from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
+    replace_marked,
+    unify_drawn,
+)
+
+
+def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
+    """Returns a model with distributed modules in the places of marked ones."""
+    group, delayed = runtime.tensor_group, runtime.delayed
+    if group.size == 1:
+        return module
+    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
+    unify_drawn(replaced, group, delayed)
+    name_places(replaced)
+    return replaced

@@ -1,0 +1,84 @@
+"""``smp.nn.DistributedLinear``.
+
+Source: smd_model_parallel_pytorch_tensor_parallel.rst, Tensor Parallelism Module APIs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave, to_channels
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+
+
+class DistributedLinear(DistributedModule):
+    """An ``nn.Linear`` whose input channels are split over the tensor-parallel ranks.
+
+    Each rank multiplies its channels of the examples of all ranks, and gets the sums of its own
+    examples. Forward and backward are collective: TP_GROUP.
+
+    Shape: ``(N, ..., in_features)`` to ``(N, ..., out_features)``; ``N`` may differ between ranks.
+    The weight is ``(out_features, in_features / tp_size)``; the bias is whole on each rank.
+
+    Args:
+        in_features: channels of an input, of all ranks together.
+        out_features: channels of an output.
+        bias: add one.
+        device: as in ``nn.Linear``.
+        dtype: as in ``nn.Linear``.
+
+    Raises:
+        ValueError: ``tp_size`` does not divide ``in_features``.
+
+    Source: smd_model_parallel_pytorch_tensor_parallel.rst, Tensor Parallelism Module APIs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+
+        def initialise(weight: torch.Tensor) -> None:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = self.add_slice("weight", (out_features, in_features), 1, initialise, **made)
+        self.bias: nn.Parameter | None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, **made))
+            bound = 1 / math.sqrt(in_features) if in_features else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Applies the map to the own examples. Collective: TP_GROUP."""
+        group = self.tensor_group
+        if group.size == 1:
+            return F.linear(input, self.weight, self.bias)
+        if input.dim() == 1:
+            return self.forward(input[None])[0]
+        with group.examples(self.place, input) as (sizes, _):
+            channels = to_channels(group, input, sizes)
+            output = leave(group, sliced_linear(group, channels, self.weight), sizes)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        """Returns the sizes, as ``nn.Linear`` prints them."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,138 @@
+"""One order of actions for the ranks of a tensor-parallel group.
+
+They exchange within their modules, so each must run the same actions in the same order. Their
+microbatches may differ in size, and a schedule follows from what they cost, so the schedule of the
+first rank counts. What they compute must have one structure: Python that decides by data may go
+other ways on other ranks, which is an error here and not a deadlock later.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.schedule import Schedule
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+
+Plans = tuple[Plan, ...]
+#: Schedules kept.
+_MOST_KEPT = 64
+
+
+class CommonOrder:
+    """The schedules of mini-batches, the same on all ranks of a tensor-parallel group.
+
+    Args:
+        runtime: the state of the library in this process.
+    """
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._runtime = runtime
+        self._own: OrderedDict[Plans, tuple[int, Schedule]] = OrderedDict()
+        self._heard: OrderedDict[int, Schedule] = OrderedDict()
+
+    def of(self, plans: Plans) -> tuple[int, Schedule | None]:
+        """Returns the number of the schedule to run, and with several ranks that schedule.
+
+        Collective: TP_GROUP.
+
+        Raises:
+            SMPError: the ranks of the group have recorded different structures.
+        """
+        group = self._runtime.tensor_group
+        if group.size == 1:
+            return 0, None
+        structure = _structure(plans)
+        number = self._made(plans)[0] if group.rank == 0 else 0
+        everyones = group.collectives.compare([zlib.crc32(structure.encode()), number])
+        if any(each[0] != everyones[0][0] for each in everyones):
+            self._refuse(structure)
+        number = everyones[0][1]
+        known = number in self._heard
+        if not all(each[0] for each in group.collectives.compare([int(known)])):
+            made = self._made(plans)[1] if group.rank == 0 else None
+            communicator = self._runtime.communicator
+            self._heard[number] = communicator.from_first(made, CommGroup.TP_GROUP)
+        _keep(self._heard)
+        self._heard.move_to_end(number)
+        return number, self._heard[number]
+
+    def _made(self, plans: Plans) -> tuple[int, Schedule]:
+        if plans not in self._own:
+            schedule = schedule_of(self._runtime, plans)
+            self._own[plans] = zlib.crc32(schedule.digest().encode()), schedule
+            _keep(self._own)
+        return self._own[plans]
+
+    def _refuse(self, structure: str) -> None:
+        texts = [text.splitlines() for text in self._everyones(structure)]
+        for rank, lines in enumerate(texts):
+            longest = max(len(lines), len(texts[0]))
+            for place in range(longest):
+                pair = [
+                    each[place] if place < len(each) else "nothing" for each in (texts[0], lines)
+                ]
+                if pair[0] != pair[1]:
+                    raise SMPError(
+                        "the ranks of a tensor-parallel group must compute the same modules in "
+                        f"the same order; the first difference: tp_rank 0: {pair[0]}; tp_rank "
+                        f"{rank}: {pair[1]}. Python that decides by data must decide alike there."
+                    )
+        raise AssertionError("the structures differ, and their texts do not")
+
+    def _everyones(self, structure: str) -> Sequence[str]:
+        return self._runtime.tensor_group.collectives.compare_texts(structure)
+
+
+def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
+    """Returns the schedule that this rank makes of its plans."""
+    config = runtime.config
+    return common_schedule(
+        plans, runtime.topology.pp_size, config.pipeline, config.active_microbatches
+    )
+
+
+def _structure(plans: Plans) -> str:
+    """Returns what ranks must have in common, a line a segment."""
+    texts = {plan: _structure_of(plan) for plan in dict.fromkeys(plans)}
+    return "\n".join(
+        f"microbatch {microbatch}, {line}"
+        for microbatch, plan in enumerate(plans)
+        for line in texts[plan]
+    )
+
+
+def _structure_of(plan: Plan) -> list[str]:
+    lines = []
+    for segment in plan.segments:
+        names = [
+            inside[0]
+            for node in segment.nodes
+            if node.kind is NodeKind.LEAF and (inside := _places(node.target))
+        ]
+        direction = "differentiated" if segment.index in plan.backward else "forward only"
+        lines.append(
+            f"segment {segment.index} on partition {segment.rank}, {direction}: "
+            f"{', '.join(names) or 'no distributed module'}"
+        )
+    return lines
+
+
+def _places(module: nn.Module) -> list[str]:
+    """Returns the names of the distributed modules in a module, itself included."""
+    return [each.place for each in module.modules() if isinstance(each, DistributedModule)]
+
+
+def _keep(known: OrderedDict[Any, Any]) -> None:
+    while len(known) > _MOST_KEPT:
+        known.popitem(last=False)

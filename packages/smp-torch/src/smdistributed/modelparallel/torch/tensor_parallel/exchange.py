@@ -1,0 +1,201 @@
+"""The exchanges of a distributed module, as functions that can be differentiated.
+
+A rank has either its *own examples* with all channels, or *all examples* of its group with its own
+share of channels (heads, or neurons of an inner layer). Each function goes from one to the other.
+With a prescaled batch own examples are all examples, the same on every rank; the functions are then
+those that keep equal what is equal: a sum, or nothing.
+
+Shape: examples along dim 0, channels along the last; ``sizes`` are the examples of each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+
+
+def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Own examples, all channels -> all examples, all channels; gradients are summed."""
+    if group.size == 1:
+        return tensor
+    if group.is_prescaled:
+        return _apply(_Copy, tensor, group.handle)
+    return _apply(_Gather, tensor, group.handle, sizes)
+
+
+def leave(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """All examples, a share of a sum -> own examples, the sum."""
+    if group.size == 1:
+        return tensor
+    if group.is_prescaled:
+        return _apply(_Sum, tensor, group.handle)
+    return _apply(_Scatter, tensor, group.handle, sizes)
+
+
+def to_channels(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Own examples, all channels -> all examples, own channels."""
+    if group.size == 1:
+        return tensor
+    if group.is_prescaled:
+        return _apply(_TakeChannels, tensor, group.handle)
+    return _apply(_ToChannels, tensor, group.handle, sizes)
+
+
+def to_examples(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """All examples, own channels -> own examples, all channels."""
+    if group.size == 1:
+        return tensor
+    if group.is_prescaled:
+        return _apply(_JoinChannels, tensor, group.handle)
+    return _apply(_ToExamples, tensor, group.handle, sizes)
+
+
+def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
+    """The own slice of a weight along the last dim -> the weight."""
+    if group.size == 1:
+        return slice_
+    return _apply(_Whole, slice_, group.handle)
+
+
+def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Own examples -> all examples, of what needs no gradient, such as tokens."""
+    if group.size == 1 or group.is_prescaled:
+        return tensor
+    return group.collectives.gather(tensor, sizes)
+
+
+def _apply(function: Any, *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+def _joined(collectives: Collectives, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the shares of all ranks side by side along the last dim."""
+    parts = collectives.gather(tensor.contiguous().unsqueeze(0), [1] * collectives.size)
+    return torch.cat(parts.unbind(), dim=-1)
+
+
+def _share(collectives: Collectives, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the own share along the last dim."""
+    return tensor.chunk(collectives.size, dim=-1)[collectives.rank].contiguous()
+
+
+def _channels(collectives: Collectives, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    parts = tensor.chunk(collectives.size, dim=-1)
+    shape = parts[0].shape
+    shapes = [torch.Size((size, *shape[1:])) for size in sizes]
+    return torch.cat(collectives.swap(parts, shapes))
+
+
+def _examples(collectives: Collectives, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    parts = torch.split(tensor, list(sizes))
+    shape = parts[collectives.rank].shape
+    return torch.cat(collectives.swap(parts, [shape] * collectives.size), dim=-1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return ctx.collectives.gather(tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.collectives.scatter_sum(gradient, ctx.sizes), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return ctx.collectives.scatter_sum(tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.collectives.gather(gradient, ctx.sizes), None, None
+
+
+class _ToChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return _channels(ctx.collectives, tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _examples(ctx.collectives, gradient, ctx.sizes), None, None
+
+
+class _ToExamples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        return _examples(ctx.collectives, tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _channels(ctx.collectives, gradient, ctx.sizes), None, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.collectives.sum(gradient), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        return handle().collectives.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _TakeChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
+        return _share(ctx.collectives, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _joined(ctx.collectives, gradient), None
+
+
+class _JoinChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
+        ctx.collectives = handle().collectives
+        return _joined(ctx.collectives, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # Every rank has the same gradient of the same examples.
+        return _share(ctx.collectives, gradient), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slice_: torch.Tensor, handle: Handle) -> Any:
+        ctx.group = handle()
+        return _joined(ctx.group.collectives, slice_)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        collectives = ctx.group.collectives
+        if ctx.group.is_prescaled:
+            return _share(collectives, gradient), None
+        parts = torch.stack(gradient.chunk(collectives.size, dim=-1))
+        total = collectives.scatter_sum(parts, [1] * collectives.size)[0]
+        return total * ctx.group.share_of_gradient, None

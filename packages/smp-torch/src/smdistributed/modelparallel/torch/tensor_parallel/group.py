@@ -1,0 +1,165 @@
+"""What a distributed module knows of the job that it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+
+
+class Lanes(Protocol):
+    """The random numbers of the step in progress, for the examples of each rank of the group."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a step is in progress."""
+
+    def as_lane(self, lane: int) -> contextlib.AbstractContextManager[object]:
+        """Inside, the draw in progress is the one that another rank makes for its examples."""
+
+
+#: Masks of examples, where there are any.
+Masks = Sequence[torch.Tensor | None]
+#: Most dims of a mask, that of the examples left out.
+_MOST_DIMS = 3
+#: Gives a group. What a step is recorded from may hold functions, but no objects with state.
+Handle = Callable[[], "TensorGroup"]
+
+
+class TensorGroup:
+    """The ranks that split a module between them.
+
+    Each of them brings its own examples, and leaves with the results of these. With a prescaled
+    batch all bring the same ones.
+
+    Args:
+        collectives: between the ranks; None where there is one.
+        random: the random numbers of the step; None without a job.
+        is_prescaled: the ranks bring the same examples.
+        keeps_gathered: keep what was gathered for the backward pass, else gather it again.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives | None = None,
+        random: Lanes | None = None,
+        *,
+        is_prescaled: bool = False,
+        keeps_gathered: bool = True,
+    ) -> None:
+        self._collectives = collectives
+        self.random = random
+        self.size = 1 if collectives is None else collectives.size
+        self.rank = 0 if collectives is None else collectives.rank
+        self.is_prescaled = is_prescaled
+        self.keeps_gathered = keeps_gathered
+        self._known: list[tuple[int, ...]] = []
+
+        def handle() -> TensorGroup:
+            return self
+
+        self.handle: Handle = handle
+
+    @property
+    def share_of_gradient(self) -> float:
+        """What a rank's examples count for in the gradient of a slice that sees all of them."""
+        return 1.0 if self.is_prescaled else 1.0 / self.size
+
+    def agreed(self, number: int) -> int:
+        """Returns the number that the first rank of the group gives. Collective: TP_GROUP."""
+        return number if self.size == 1 else self.collectives.compare([number])[0][0]
+
+    @property
+    def collectives(self) -> Collectives:
+        """Between the ranks; there are several."""
+        assert self._collectives is not None
+        return self._collectives
+
+    @contextlib.contextmanager
+    def examples(
+        self, who: str, tensor: torch.Tensor, masks: Masks = (), about: str = ""
+    ) -> Iterator[tuple[Sizes, list[torch.Tensor | None]]]:
+        """Gives the number of examples of each rank, which a call of a module begins with.
+
+        Ranks may differ in whether they have a mask: those without one get one of zeros where
+        another has one. The modules inside a distributed module take what it has found.
+        Collective: TP_GROUP.
+
+        Args:
+            who: calls, for messages.
+            tensor: has the own examples along dim 0.
+            masks: of these examples, along dim 0, of one number of dims on all ranks, or None.
+            about: what the ranks must agree on besides the other sizes of ``tensor``.
+
+        Raises:
+            SMPError: the ranks call different modules, or with tensors that do not fit together.
+        """
+        own = tensor.shape[0]
+        found = list(masks)
+        if self._known and self._known[-1][self.rank] == own:
+            sizes = self._known[-1]
+        elif self.size == 1 or is_fake(tensor):
+            sizes = (own,) * self.size
+        else:
+            sizes, found = self._find(who, tensor, masks, about)
+        self._known.append(sizes)
+        try:
+            yield sizes, found
+        finally:
+            self._known.pop()
+
+    def _find(
+        self, who: str, tensor: torch.Tensor, masks: Masks, about: str
+    ) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
+        own = tensor.shape[0]
+        kind = f"{who} on examples of shape {tuple(tensor.shape[1:])}, {tensor.dtype}{about}"
+        numbers = [own, zlib.crc32(kind.encode())]
+        for mask in masks:
+            numbers += _dims_of(mask)
+        everyones = self.collectives.compare(numbers)
+        sizes = tuple(each[0] for each in everyones)
+        if any(each[1] != numbers[1] for each in everyones):
+            self._refuse("must call the same distributed modules in the same way", kind)
+        if self.is_prescaled and len(set(sizes)) > 1:
+            self._refuse(
+                "must bring the same examples, as prescaled_batch is on", f"{own} examples: {kind}"
+            )
+        common = []
+        for place, mask in enumerate(masks):
+            first = 2 + place * (_MOST_DIMS + 1)
+            theirs = [each[first : first + _MOST_DIMS + 1] for each in everyones]
+            if len({each[0] for each in theirs} - {0}) > 1:
+                text = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+                self._refuse("must give masks of one number of dims", f"{text}: {kind}")
+            widest = [max(each) for each in zip(*theirs, strict=True)]
+            common.append(_widened(mask, widest, tensor))
+        return sizes, common
+
+    def _refuse(self, rule: str, mine: str) -> None:
+        everyones = self.collectives.compare_texts(mine)
+        listed = "; ".join(f"tp_rank {rank}: {text}" for rank, text in enumerate(everyones))
+        raise SMPError(f"the ranks of a tensor-parallel group {rule}; received {listed}.")
+
+
+def _dims_of(mask: torch.Tensor | None) -> list[int]:
+    """Returns the number of dims of a mask and their sizes; zeros for none."""
+    sizes = [] if mask is None else list(mask.shape[1:])
+    dims = 0 if mask is None else mask.dim()
+    return [dims, *sizes, *[0] * (_MOST_DIMS - len(sizes))]
+
+
+def _widened(mask: torch.Tensor | None, dims: list[int], like: torch.Tensor) -> torch.Tensor | None:
+    """Returns a mask of the sizes that the ranks have in common."""
+    number, *sizes = dims
+    if not number:
+        return None
+    if mask is None:
+        return like.new_zeros((like.shape[0], *sizes[: number - 1]))
+    return mask.expand(like.shape[0], *sizes[: number - 1])

@@ -1,0 +1,74 @@
+"""Which modules of a model are to be distributed: ``smp.tensor_parallelism``.
+
+Source: smd_model_parallel_pytorch_tensor_parallel.rst, Enabling Tensor Parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(eq=False)
+class Mark:
+    """What one context, or one call, asks for.
+
+    Attributes:
+        enabled: distribute; False: leave whole.
+        config: keywords for the distributed modules.
+        used: those of them that some distributed module had.
+        has_told: the others were logged.
+    """
+
+    enabled: bool
+    config: dict[str, Any] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    has_told: bool = False
+
+
+class TensorMarks:
+    """The modules that the user marked, of all models of this process.
+
+    Args:
+        is_used: False with one tensor-parallel rank: marks have no effect then.
+    """
+
+    def __init__(self, *, is_used: bool) -> None:
+        self.is_used = is_used
+        self._of: weakref.WeakKeyDictionary[nn.Module, Mark] = weakref.WeakKeyDictionary()
+        self._open: list[Mark] = []
+
+    def of(self, module: nn.Module) -> Mark | None:
+        """Returns what is asked of a module; None if nothing is."""
+        return self._of.get(module)
+
+    def set(self, module: nn.Module, enabled: bool, config: dict[str, Any]) -> None:
+        """Marks a module and all modules below it."""
+        mark = Mark(enabled, config)
+        for inner in module.modules() if self.is_used else ():
+            self._of[inner] = mark
+
+    @contextlib.contextmanager
+    def creating(self, enabled: bool, config: dict[str, Any]) -> Iterator[None]:
+        """Marks the modules that are created inside; the innermost context wins."""
+        if not self.is_used:
+            yield
+            return
+        self._open.append(Mark(enabled, config))
+        init = nn.Module.__init__
+
+        def noting_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            init(module, *args, **kwargs)
+            self._of[module] = self._open[-1]
+
+        nn.Module.__init__ = noting_init  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__init__ = init  # type: ignore[method-assign]
+            self._open.pop()

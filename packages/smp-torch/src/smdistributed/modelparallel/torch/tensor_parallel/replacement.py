@@ -1,0 +1,263 @@
+"""Putting distributed modules in the places of those that the user marked.
+
+Each keeps the values of the module that it replaces: those that the first rank of the group has,
+of which every rank takes its slices. With delayed parameters it keeps how these values come about.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
+from smdistributed.modelparallel.torch.tensor_parallel.module import (
+    DistributedModule,
+    without_values,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.registry import (
+    Hook,
+    Registration,
+    hooked,
+    registration_of,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.values import ValuesOfFirst
+
+logger = logging.getLogger(__name__)
+
+#: Finds how a module is distributed that the user has not registered.
+BuiltIn = Callable[[nn.Module], Registration | None]
+
+
+class Marks(Protocol):
+    """What the user asks of modules."""
+
+    def of(self, module: nn.Module) -> Mark | None:
+        """Returns what is asked of a module; None if nothing is."""
+
+
+def replace_marked(
+    model: nn.Module,
+    marks: Marks,
+    built_in: BuiltIn,
+    group: TensorGroup,
+    delayed: DelayedParameters,
+) -> nn.Module:
+    """Replaces the outermost marked modules that have a distributed version.
+
+    Collective: TP_GROUP.
+
+    Args:
+        model: the user's model; changed in place.
+        marks: what the user asks for.
+        built_in: finds how a module is distributed that the user has not registered.
+        group: the ranks that split modules.
+        delayed: the parameters that have no values yet.
+
+    Returns:
+        the model, or what stands in its place.
+    """
+    return _Replacing(model, marks, built_in, group, delayed).run()
+
+
+class _Replacing:
+    """One walk through a model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        marks: Marks,
+        built_in: BuiltIn,
+        group: TensorGroup,
+        delayed: DelayedParameters,
+    ) -> None:
+        self._model = model
+        self._marks = marks
+        self._built_in = built_in
+        self._group = group
+        self._values = ValuesOfFirst(group, delayed)
+        self._done: dict[nn.Module, nn.Module] = {}
+        self._seen: list[Mark] = []
+        self._holders: dict[int, set[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._holders.setdefault(id(parameter), set()).add(module)
+
+    def run(self) -> nn.Module:
+        replaced = self._visit(self._model, "")
+        for mark in self._seen:
+            unused = sorted(set(mark.config) - mark.used)
+            if unused and not mark.has_told:
+                mark.has_told = True
+                logger.warning(
+                    "no distributed module takes %s, which tensor parallelism was asked for with.",
+                    ", ".join(unused),
+                )
+        return replaced
+
+    def _visit(self, module: nn.Module, name: str) -> nn.Module:
+        """Returns what stands in a module's place, and replaces what is inside it."""
+        if module in self._done:
+            return self._done[module]
+        self._done[module] = module
+        if isinstance(module, DistributedModule):
+            return module
+        mark = self._marks.of(module)
+        if mark is not None:
+            if mark not in self._seen:
+                self._seen.append(mark)
+            registration = registration_of(module) or self._built_in(module)
+            if mark.enabled and registration is not None:
+                made = self._replaced(module, name, mark, registration)
+                if made is not None:
+                    self._done[module] = made
+                    return made
+        for child_name, child in list(module.named_children()):
+            inside = self._visit(child, f"{name}.{child_name}" if name else child_name)
+            if inside is not child:
+                module._modules[child_name] = inside
+        return module
+
+    def _replaced(
+        self, module: nn.Module, name: str, mark: Mark, registration: Registration
+    ) -> DistributedModule | None:
+        kind = registration.dist_module
+        if registration.needed is not None:
+            mark.used.add(registration.needed)
+            if not mark.config.get(registration.needed):
+                return None
+        reason = self._shared_weight(module)
+        if reason is None and registration.refusal is not None:
+            reason = registration.refusal(module)
+        arguments = None if reason is not None else registration.arguments(module)
+        if reason is None and arguments is None:
+            reason = "it was made before its class was registered"
+        if reason is None and arguments is not None:
+            args, kwargs = _overridden(kind, arguments, mark)
+            # What is drawn here is not kept, unless there are no values to take over.
+            before = torch.get_rng_state()
+            try:
+                with without_values():
+                    made = kind(*args, **kwargs)
+            except ValueError as error:
+                reason = str(error)
+            finally:
+                torch.set_rng_state(before)
+        if reason is not None:
+            logger.warning(
+                "%s (%s) stays whole on every rank: %s",
+                name or "the model",
+                type(module).__name__,
+                reason,
+            )
+            return None
+        self._take_values(module, made, name, registration, lambda: kind(*args, **kwargs))
+        made.train(module.training)
+        if registration.forward_hook is not None or registration.return_hook is not None:
+            vars(made)["forward"] = functools.partial(
+                _call_translated, made, registration.forward_hook, registration.return_hook
+            )
+        if registration.wrap is not None:
+            vars(made)["forward"] = registration.wrap(made, module)
+        if registration.translate is not None and registration.translate_back is not None:
+            made.translations = registration.translate_back(module), registration.translate(module)
+        config = getattr(module, "config", None)
+        if config is not None and not hasattr(made, "config"):
+            vars(made)["config"] = config  # programs ask the model for it
+        return made
+
+    def _take_values(
+        self,
+        module: nn.Module,
+        made: DistributedModule,
+        name: str,
+        registration: Registration,
+        make: Callable[[], DistributedModule],
+    ) -> None:
+        original = dict(module.state_dict(keep_vars=True))
+        translation = None if registration.translate is None else registration.translate(module)
+        whole = self._values.translated(original, translation)
+        wanted = {each: tuple(_whole_shape(made, each)) for each in made.state_dict()}
+        given = {each: tuple(tensor.shape) for each, tensor in whole.items()}
+        if wanted != given:
+            if translation is not None:
+                raise SMPError(
+                    f"the translation of {name or 'the model'} must give the state of "
+                    f"{type(made).__name__}; it differs in "
+                    f"{sorted(set(wanted.items()) ^ set(given.items()))[:4]}."
+                )
+            logger.warning(
+                "%s (%s) has new initial values: the names or shapes of the parameters of %s are "
+                "others.",
+                name or "the model",
+                type(module).__name__,
+                type(made).__name__,
+            )
+            self._values.draw(made, make)
+            return
+        for each, tensor in whole.items():
+            self._values.put(made, each, tensor, original.get(each))
+
+    def _shared_weight(self, module: nn.Module) -> str | None:
+        inside = set(module.modules())
+        for each, parameter in module.named_parameters():
+            if not self._holders[id(parameter)] <= inside:
+                return f"its parameter {each} is shared with another module"
+        return None
+
+
+def _overridden(
+    kind: type[DistributedModule], arguments: tuple[Any, Any], mark: Mark
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with those that the context gives in place of the class's own."""
+    args, kwargs = arguments
+    signature = inspect.signature(kind)
+    names = set(signature.parameters) | set(getattr(kind, "option_names", ()))
+    chosen = {key: value for key, value in mark.config.items() if key in names}
+    mark.used.update(chosen)
+    positions = list(signature.parameters)
+    by_name = dict(zip(positions, args, strict=False))
+    if set(chosen) & set(by_name):
+        return (), {**by_name, **kwargs, **chosen}
+    return tuple(args), {**kwargs, **chosen}
+
+
+def _whole_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    owner, _, attribute = name.rpartition(".")
+    inner = module.get_submodule(owner)
+    sliced = inner.slice_of(attribute) if isinstance(inner, DistributedModule) else None
+    if sliced is not None:
+        return sliced.shape
+    tensor: torch.Tensor = getattr(inner, attribute)
+    return tuple(tensor.shape)
+
+
+def _call_translated(
+    module: DistributedModule,
+    forward_hook: Hook | None,
+    return_hook: Hook | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a distributed module as the one that it stands for is called."""
+    if forward_hook is not None:
+        args, kwargs = hooked("forward_hook", forward_hook, args, kwargs)
+    result = type(module).forward(module, *args, **kwargs)
+    return result if return_hook is None else return_hook(result)
+
+
+def unify_drawn(model: nn.Module, group: TensorGroup, delayed: DelayedParameters) -> None:
+    """Has the slices that ranks drew from different generators drawn from that of the first rank.
+
+    Collective: TP_GROUP.
+    """
+    ValuesOfFirst(group, delayed).unify(model)

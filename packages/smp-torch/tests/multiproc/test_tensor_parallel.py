@@ -1,0 +1,182 @@
+"""Tensor parallelism, in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_cases
+import tensor_transformers
+from world import run, world_of
+
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+
+def split(degree: int, ranks: int | None = None, **config: Any) -> World:
+    """Returns a world that splits modules over ``degree`` ranks."""
+    given = {
+        "tensor_parallel_degree": degree,
+        "microbatches": tensor_cases.MICROBATCHES,
+        "ddp": True,
+        "optimize": "speed",
+        **config,
+    }
+    return world_of(ranks or degree, given)
+
+
+WORLDS = {
+    "tp2": split(2),
+    "tp2-memory": split(2, optimize="memory"),
+    "tp2-prescaled": split(2, prescaled_batch=True),
+    "tp2-dp2": split(2, 4),
+    "tp4": split(4),
+    "pp2-tp2": split(2, 4, pipeline_parallel_degree=2),
+    "pp2-tp2-simple": split(2, 4, pipeline_parallel_degree=2, pipeline="simple"),
+    "pp2-tp2-dp2": split(2, 8, pipeline_parallel_degree=2),
+    "pp2-tp2-prescaled": split(2, 4, pipeline_parallel_degree=2, prescaled_batch=True),
+}
+#: What the other worlds run of the models that the first runs all.
+FEW = {
+    "tp2-memory": ("gpt2", "cross"),
+    "tp2-prescaled": ("gpt2", "linear", "embedding"),
+    "tp2-dp2": ("gpt2",),
+    "tp4": (),
+    "pp2-tp2": ("gpt2", "cross", "gptj"),
+    "pp2-tp2-simple": (),
+    "pp2-tp2-dp2": (),
+    "pp2-tp2-prescaled": (),
+}
+
+
+def run_equality(name: str) -> None:
+    tensor_cases.EQUALITY[name]()
+
+
+def run_pipelined(name: str) -> None:
+    tensor_cases.PIPELINED[name]()
+
+
+def run_behaviour(name: str) -> None:
+    tensor_cases.BEHAVIOUR[name]()
+
+
+@pytest.mark.parametrize(
+    ("world", "model"),
+    [
+        pytest.param(
+            world, model, marks=() if model in FEW.get(world, (model,)) else pytest.mark.slow
+        )
+        for world in WORLDS
+        for model in tensor_cases.MODELS
+    ],
+)
+def test_training_is_that_of_one_process(worlds: Worlds, world: str, model: str) -> None:
+    run(worlds, WORLDS[world], run_equality, model)
+
+
+@pytest.mark.parametrize("case", tensor_cases.BEHAVIOUR)
+def test_behaviour(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["tp2"], run_behaviour, case)
+
+
+@pytest.mark.parametrize("case", tensor_cases.PIPELINED)
+def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
+
+
+def run_join() -> None:
+    tensor_cases.joined()
+
+
+def test_replicas_may_run_out_of_batches(worlds: Worlds) -> None:
+    run(worlds, WORLDS["tp2-dp2"], run_join)
+
+
+def losses_with_dropout() -> list[float]:
+    return tensor_cases.dropout_losses()
+
+
+@pytest.mark.parametrize(
+    ("world", "size"), [("tp2", 2), ("pp2-tp2", 2), pytest.param("tp4", 4, marks=pytest.mark.slow)]
+)
+def test_dropout_is_that_of_one_process(worlds: Worlds, world: str, size: int) -> None:
+    one = world_of(1, {"microbatches": tensor_cases.MICROBATCHES * size, "ddp": True})
+    (want,) = run(worlds, one, losses_with_dropout)
+    for got in run(worlds, WORLDS[world], losses_with_dropout):
+        assert got == pytest.approx(want, rel=2e-6)
+    assert len(set(want)) == len(want)
+
+
+def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
+    return tensor_cases.saved_losses(path, resume=resume)
+
+
+LAYOUTS = {
+    **{name: WORLDS[name] for name in ("tp2", "pp2-tp2", "tp4")},
+    "dp4": world_of(4, {"microbatches": tensor_cases.MICROBATCHES, "ddp": True}),
+    "pp2": world_of(2, {"microbatches": 2, "ddp": True, "pipeline_parallel_degree": 2}),
+}
+QUICK = (("tp2", "pp2-tp2"), ("pp2-tp2", "tp2"), ("tp2", "tp2"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(one, other, marks=() if (one, other) in QUICK else pytest.mark.slow)
+        for one in LAYOUTS
+        for other in LAYOUTS
+    ],
+)
+def test_checkpoints_fit_any_degree(
+    worlds: Worlds, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    path = str(tmp_path)
+    want = run(worlds, LAYOUTS[saved], losses_around_a_checkpoint, path, False)[0]
+    for got in run(worlds, LAYOUTS[resumed], losses_around_a_checkpoint, path, True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def run_family(name: str) -> None:
+    tensor_transformers.family_case(name)
+
+
+def run_transformers(name: str, *args: object) -> None:
+    getattr(tensor_transformers, name)(*args)
+
+
+@pytest.mark.parametrize(
+    ("world", "family"),
+    [
+        pytest.param(world, family, marks=() if world == "tp2" else pytest.mark.slow)
+        for world in ("tp2", "pp2-tp2", "tp2-dp2", "tp2-memory")
+        for family in tensor_transformers.FAMILIES
+    ],
+)
+def test_transformers_give_their_own_numbers(worlds: Worlds, world: str, family: str) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS[world], run_family, family)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "t5" else pytest.mark.slow)
+        for name in tensor_transformers.OTHERS
+    ],
+)
+def test_other_transformers_are_split_by_their_linears(worlds: Worlds, name: str) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "other_case", name)
+
+
+def test_transformers_are_refused_by_name(worlds: Worlds) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "refused")
+
+
+def test_full_checkpoints_are_those_of_transformers(worlds: Worlds, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "full_checkpoints", str(tmp_path))
