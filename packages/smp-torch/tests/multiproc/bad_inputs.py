@@ -353,8 +353,6 @@ API: dict[str, Input] = {
         lambda: smp.set_activation_checkpointing(nn.Linear(1, 1), strategy="contiguous"),
         "nn.Sequential",
     ),
-    "tp_register": (lambda: smp.tp_register(nn.Linear), "not supported yet"),
-    "DistributedLinear": (lambda: smp.nn.DistributedLinear(4, 4), "not supported yet"),
     "StepOutput of integers": (
         lambda: smp.StepOutput([torch.tensor(1)]).reduce_mean(),
         "reduce_sum",

@@ -149,12 +149,14 @@ class _Reader:
         """Returns the content of a partial checkpoint that belongs to this rank."""
         with self._checkpoint.open(layout.FILE) as stream:
             stored = Layout.parse(stream.read().decode())
-        if stored.pipeline_parallel_degree > len(self._checkpoint.paths):
+        num_parts = stored.pipeline_parallel_degree * stored.tensor_parallel_degree
+        if num_parts > len(self._checkpoint.paths):
             raise CheckpointError(
                 f"{layout.FILE} must fit the files of the checkpoint, of which each rank wrote one "
-                f"at least: it says pipeline_parallel_degree {stored.pipeline_parallel_degree}, "
-                f"and there are {len(self._checkpoint.paths)} files. It is damaged: restore it, or "
-                "resume from another tag."
+                f"at least: it says pipeline_parallel_degree {stored.pipeline_parallel_degree} and "
+                f"tensor_parallel_degree {stored.tensor_parallel_degree}, and there are "
+                f"{len(self._checkpoint.paths)} files. It is damaged: restore it, or resume from "
+                "another tag."
             )
         _check_model(stored, model, strict=strict)
         own = Layout.of(self._runtime, model)

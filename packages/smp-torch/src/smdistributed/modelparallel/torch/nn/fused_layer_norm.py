@@ -15,7 +15,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
     A class of its own: scripts choose parameters without weight decay by it. Needs no apex.
 
-    Shape: (..., *normalized_shape) to the same.
+    Shape: ``(..., *normalized_shape)`` to the same.
 
     Args:
         normalized_shape: the last dims, over which to normalise.
