@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ import torch
 from small_nets import WIDTH, DropoutNet
 from torch import nn
 from torch.nn import functional as F
-from world import compute_here, run_fresh, skip_without_devices
+from world import Shape, compute_here, run_fresh, skip_without_devices
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
@@ -32,17 +32,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 STEPS, SAVED = 50, 25
 CONTENT = {"step": SAVED, "note": "text"}
 TOLERANCE = 1e-6
-
-
-class Shape(NamedTuple):
-    """Degrees of a job."""
-
-    pp: int
-    dp: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pp * self.dp
 
 
 @smp.step

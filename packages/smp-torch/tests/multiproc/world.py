@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,17 @@ Case = Callable[[], Any]
 
 #: What processes of launcher ``fork`` have from their beginning.
 PRELOAD = ("preloaded",)
+
+
+class Shape(NamedTuple):
+    """Degrees of a job; here, since checkpoints keep objects of classes that can be imported."""
+
+    pp: int
+    dp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp
 
 
 class NamedDict(dict[str, int]):
