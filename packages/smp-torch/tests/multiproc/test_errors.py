@@ -125,7 +125,8 @@ def case_a_bare_parameter() -> None:
 
 
 def case_a_split_model_is_not_pickled() -> None:
-    model = smp.DistributedModel(Layers())
+    # Of a class that can be pickled.
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
     for _ in range(2):
         for call in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
             expect(UnsupportedError, "cannot be pickled or copied", functools.partial(call, model))
