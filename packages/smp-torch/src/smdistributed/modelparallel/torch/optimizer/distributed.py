@@ -99,13 +99,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             SMPError: called inside a step function, whose body runs once a microbatch.
+            UnsupportedError: FusedLamb or FusedNovoGrad, which take norms of whole tensors, has
+                parameters that are split over tensor-parallel ranks.
         """
         if self._runtime.current_step is not None:
             raise SMPError(
                 "optimizer.step was called inside a step function, which runs once for each "
                 "microbatch; call it after the step function has returned."
             )
+        self._check_slices()
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def _check_slices(self) -> None:
+        if not getattr(self.optimizer, "takes_norms_of_tensors", False):
+            return
+        own = {id(each) for group in self.param_groups for each in group["params"]}
+        for model in self._models():
+            if not own.isdisjoint(map(id, model.split_parameters())):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
+                    "parameters that are split over tensor-parallel ranks: use smp.optimizers."
+                    "FusedAdam, or an optimizer of torch that works number by number."
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""

@@ -45,6 +45,9 @@ class FusedLamb(torch.optim.Optimizer):
     model-parallel-customize-training-script-pt.md.
     """
 
+    #: Read by ``DistributedOptimizer``: slices of tensors have other norms.
+    takes_norms_of_tensors = True
+
     def __init__(
         self,
         params: Any,

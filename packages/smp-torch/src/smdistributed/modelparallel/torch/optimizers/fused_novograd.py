@@ -22,7 +22,7 @@ _ORDERS = {2: 2.0, 0: float("inf")}
 class FusedNovoGrad(torch.optim.Optimizer):
     """NovoGrad with the arguments of apex's class, in plain PyTorch.
 
-    A tensor lives on one partition as a whole, and so does its moment. Wrap it in
+    A tensor must be whole on its rank: not split by tensor parallelism. Wrap it in
     ``smp.DistributedOptimizer`` like any optimizer of torch. Needs no apex.
 
     Args:
@@ -45,6 +45,9 @@ class FusedNovoGrad(torch.optim.Optimizer):
 
     Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
     """
+
+    #: Read by ``DistributedOptimizer``: slices of tensors have other norms.
+    takes_norms_of_tensors = True
 
     def __init__(
         self,
