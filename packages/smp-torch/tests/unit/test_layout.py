@@ -78,11 +78,12 @@ def test_something_else_is_refused(text: str) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_degree_that_no_job_can_have_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "tensor_parallel_degree"])
+def test_a_degree_that_no_job_can_have_had(tmp_path: Path, degree: str) -> None:
     model = smp.DistributedModel(nn.Linear(2, 2))
     smp.save_checkpoint(tmp_path, tag=1, model=model)
     (index,) = tmp_path.rglob("layout.json")
-    damaged = {**json.loads(index.read_text()), "pipeline_parallel_degree": 10**12}
+    damaged = {**json.loads(index.read_text()), degree: 10**12}
     index.write_text(json.dumps(damaged))
     manifest = index.with_name("manifest.json")
     content = json.loads(manifest.read_text())
@@ -91,7 +92,7 @@ def test_a_degree_that_no_job_can_have_had(tmp_path: Path) -> None:
         "sha256": hashlib.sha256(index.read_bytes()).hexdigest(),
     }
     manifest.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="pipeline_parallel_degree 1000000000000, and there"):
+    with pytest.raises(CheckpointError, match=f"must fit the files.*{degree} 1000000000000"):
         smp.resume_from_checkpoint(tmp_path, model=model)
 
 
