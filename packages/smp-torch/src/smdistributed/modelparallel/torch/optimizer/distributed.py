@@ -16,10 +16,12 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
+from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -65,6 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._runtime = runtime
         self._check_duplicates()
+        if isinstance(optimizer, FusedOptimizer) and runtime.topology.tp_size > 1:
+            optimizer.whole_norms = self._whole_norms
         runtime.optimizers.append(weakref.ref(self))
 
     def __getattr__(self, name: str) -> Any:
@@ -99,28 +103,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             SMPError: called inside a step function, whose body runs once a microbatch.
-            UnsupportedError: FusedLamb or FusedNovoGrad, which take norms of whole tensors, has
-                parameters that are split over tensor-parallel ranks.
         """
         if self._runtime.current_step is not None:
             raise SMPError(
                 "optimizer.step was called inside a step function, which runs once for each "
                 "microbatch; call it after the step function has returned."
             )
-        self._check_slices()
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def _check_slices(self) -> None:
-        if not getattr(self.optimizer, "takes_norms_of_tensors", False):
-            return
-        own = {id(each) for group in self.param_groups for each in group["params"]}
-        for model in self._models():
-            if not own.isdisjoint(map(id, model.split_parameters())):
-                raise UnsupportedError(
-                    f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
-                    "parameters that are split over tensor-parallel ranks: use smp.optimizers."
-                    "FusedAdam, or an optimizer of torch that works number by number."
-                )
+    def _whole_norms(
+        self, parameters: Sequence[torch.Tensor], norms: torch.Tensor, order: float
+    ) -> torch.Tensor:
+        """Combines norms of slices, in place of which it puts those of the whole tensors."""
+        split = {id(each) for model in self._models() for each in model.split_parameters()}
+        places = [place for place, each in enumerate(parameters) if id(each) in split]
+        if places:
+            norms[places] = over_slices(self._runtime, norms[places], order)
+        return norms
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
