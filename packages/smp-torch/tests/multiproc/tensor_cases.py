@@ -560,10 +560,20 @@ def whole_states() -> None:
 
 def saved_losses(path: str, *, resume: bool) -> list[float]:
     """Trains two steps with a checkpoint between them, or only the second after resuming."""
-    torch.manual_seed(4)
-    model = smp.DistributedModel(language_model(**CAUSAL))
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return language_model(**CAUSAL)
+
+    return losses_around_checkpoint(make, lm_loss, path, resume=resume)
+
+
+def losses_around_checkpoint(
+    make: Callable[[], nn.Module], loss: Loss, path: str, *, resume: bool
+) -> list[float]:
+    model = smp.DistributedModel(make())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    train = step_of(lm_loss)
+    train = step_of(loss)
     share = share_of(feeders()[1], data(), even=True)
     if resume:
         with torch.no_grad():
