@@ -364,8 +364,42 @@ def sampled() -> None:
     )
 
 
+class Reads(nn.Module):
+    """Reads the weight of a linear map in place of calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.called(x).relu(), self.read.weight)
+
+
+class Experts(nn.Module):
+    """Chooses a block by its data, which ranks have others of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(x.mean() > 0)](x)
+
+
+def kept_whole() -> None:
+    """Slices of what is read, or called as data say, would be wrong: they stay whole."""
+    x = torch.ones(2, 3, WIDTH) * (1 - 2 * smp.tp_rank())
+    for make, name in ((Reads, "read"), (Experts, "experts.0.up")):
+        module = split(make, 3, sample_inputs=torch.ones(2, 3, WIDTH))
+        model, reference = smp.DistributedModel(module), whole(make, 3)
+        assert groups_in(module) == []
+        assert type(module.get_submodule(name)) is nn.Linear
+        tensor_cases.assert_close(model.eval()(x), reference.eval()(x), name, rtol=1e-4, atol=1e-5)
+
+
 BEHAVIOUR = {
-    each.__name__: each for each in (kinds, refused, excluded, checkpointed, delayed, sampled)
+    each.__name__: each
+    for each in (kinds, refused, excluded, checkpointed, delayed, sampled, kept_whole)
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}
 

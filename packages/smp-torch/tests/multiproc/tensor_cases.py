@@ -641,6 +641,8 @@ BEHAVIOUR = {
 PIPELINED = {
     name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
 } | {"different_ways": different_ways}
+#: What is tried in a pipeline at each change; the rest has a test without one.
+QUICK = ("clipping", "delayed", "different_ways")
 
 
 def dropout_losses() -> list[float]:

@@ -216,8 +216,8 @@ class _Replacing:
         reason = self._shared_weight(module)
         if reason is None and registration.refusal is not None:
             reason = registration.refusal(module)
-        if reason is None and module in self._auto.uncalled:
-            reason = "a trial run has not called it, so that code may read its weight"
+        if reason is None:
+            reason = self._auto.kept_whole.get(module)
         arguments = None if reason is not None else registration.arguments(module)
         if reason is None and arguments is None:
             reason = "it was made before its class was registered"

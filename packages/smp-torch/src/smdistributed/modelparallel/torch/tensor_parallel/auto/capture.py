@@ -14,12 +14,17 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, pytree, quiet_fakes
+from smdistributed.modelparallel.torch.compat.transformers_runs import (
+    transformers_as_in_a_real_run,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import alone, copied_with
 
 #: Models of more numbers are not run for real to see how their modules are called.
 _MOST_FOR_REAL = 100_000_000
 _EXAMPLES, _LENGTH = 2, 6
+#: Of sound.
+_SAMPLES = 4000
 
 
 @dataclass
@@ -74,6 +79,26 @@ def _without_memory(parameter: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
+def chosen_by_data(model: nn.Module, called: set[nn.Module]) -> set[nn.Module]:
+    """Returns modules that are called or not as data say: siblings of them were not called.
+
+    Ranks bring other data, and would call others.
+    """
+    found: set[nn.Module] = set()
+    for container in model.modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict):
+            continue
+        alike: dict[str, list[nn.Module]] = {}
+        for child in container.children():
+            for name, module in child.named_modules():
+                alike.setdefault(name, []).append(module)
+        for modules in alike.values():
+            number = sum(each in called for each in modules)
+            if 0 < number < len(modules):
+                found.update(inner for each in modules for inner in each.modules())
+    return found
+
+
 def inputs_of_transformers(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Returns inputs for a model of Transformers; None for any other, or where none are known."""
     config = getattr(model, "config", None)
@@ -86,6 +111,8 @@ def inputs_of_transformers(model: nn.Module) -> dict[str, torch.Tensor] | None:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(vision, "num_channels", 3)
         return {name: torch.zeros(_EXAMPLES, channels, height, width)}
+    if name == "input_values":
+        return {name: torch.zeros(_EXAMPLES, _SAMPLES)}
     if name != "input_ids":
         return None
     tokens = torch.ones(_EXAMPLES, _LENGTH, dtype=torch.int64)
@@ -132,7 +159,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.no_grad(), quiet_fakes(), mode:
+    with torch.no_grad(), quiet_fakes(), transformers_as_in_a_real_run(), mode:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

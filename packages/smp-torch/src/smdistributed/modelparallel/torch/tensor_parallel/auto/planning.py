@@ -22,6 +22,7 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     calls_within,
+    chosen_by_data,
     guesses,
     inputs_of_transformers,
 )
@@ -53,13 +54,13 @@ class AutoPlan:
 
     Attributes:
         groups: the modules that are closed groups.
-        uncalled: linear maps whose weights code may read, since they are not called.
+        kept_whole: linear maps that are not split alone either: the reason.
         reasons: why others are not: name of the module, reason.
     """
 
     groups: dict[nn.Module, Found] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    uncalled: set[nn.Module] = field(default_factory=set)
+    kept_whole: dict[nn.Module, str] = field(default_factory=dict)
 
 
 def plan_groups(
@@ -93,6 +94,7 @@ def plan_groups(
     ordered = [each for each in ordered if all(map(is_free, each.modules()))]
     given = inputs_of_transformers(model) if inputs is None else inputs
     trial = None
+    kept_whole: dict[nn.Module, str] = {}
     if given is not None:
         trial = calls_within(model, ordered, given, has_values=has_values)
     failure = None if trial is None else trial.failure
@@ -105,16 +107,15 @@ def plan_groups(
         )
     elif trial is not None and failure is None:
         ordered = [each for each in ordered if each in trial.calls]
+        kept_whole = _kept_whole(model, trial.called)
+        ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
     search = _Search(group, value_of, candidates, {} if trial is None else trial.calls)
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
             search.try_one(module, closes=closes)
     plan = search.plan
-    if trial is not None and failure is None:
-        plan.uncalled = {
-            each for each in candidates if type(each) is nn.Linear and each not in trial.called
-        }
+    plan.kept_whole = kept_whole
     texts = [(candidates[module], found.plan) for module, found in plan.groups.items()]
     digests = group.collectives.compare([zlib.crc32(repr(texts).encode())])
     if any(each != digests[0] for each in digests):
@@ -125,6 +126,20 @@ def plan_groups(
     for name, reason in plan.reasons.items():
         logger.info("%s is no group for tensor parallelism: %s", name or "the model", reason)
     return plan
+
+
+def _kept_whole(model: nn.Module, called: set[nn.Module]) -> dict[nn.Module, str]:
+    """Returns the linear maps that no rank may have a slice of, and why."""
+    chosen = chosen_by_data(model, called)
+    found = {}
+    for each in model.modules():
+        if type(each) is not nn.Linear:
+            continue
+        if each in chosen:
+            found[each] = "of modules like it a trial run has called some only, as data may say"
+        elif each not in called:
+            found[each] = "a trial run has not called it, so that code may read its weight"
+    return found
 
 
 class _Search:
