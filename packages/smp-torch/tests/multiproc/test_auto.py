@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import auto_cases
+import auto_transformers
 import pytest
 import tensor_cases
 from test_tensor_parallel import LAYOUTS, WORLDS
@@ -29,7 +30,7 @@ def run_behaviour(name: str) -> None:
 
 
 def run_transformers(name: str) -> None:
-    auto_cases.transformers_case(name)
+    auto_transformers.case(name)
 
 
 @pytest.mark.parametrize("world", quick(tuple(WORLDS), ("tp2", "pp2-tp2", "tp2-prescaled")))
@@ -91,7 +92,7 @@ def test_checkpoints_fit_any_degree(
 
 
 @pytest.mark.parametrize(
-    "name", quick(tuple(each.__name__ for each in auto_cases.TRANSFORMERS), ("qwen3",))
+    "name", quick(tuple(each.__name__ for each in auto_transformers.TRANSFORMERS), ("qwen3",))
 )
 def test_transformers_give_their_own_numbers(worlds: Worlds, name: str) -> None:
     pytest.importorskip("transformers")

@@ -131,7 +131,7 @@ def plan_groups(
 def _kept_whole(model: nn.Module, called: set[nn.Module]) -> dict[nn.Module, str]:
     """Returns the linear maps that no rank may have a slice of, and why."""
     chosen = chosen_by_data(model, called)
-    found = {}
+    found: dict[nn.Module, str] = {}
     for each in model.modules():
         if type(each) is not nn.Linear:
             continue
