@@ -34,7 +34,7 @@ class World:
         """Returns all parameters."""
         return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
 
-    def launcher_of(self, framework: str, *, is_changed: bool = False) -> Launcher:
+    def launcher_of(self, framework: str, *, is_hasty: bool = False) -> Launcher:
         """Returns what starts the processes.
 
         Copies of one process save its imports, where PyTorch on the CPU is all they need. One world
@@ -42,10 +42,10 @@ class World:
 
         Args:
             framework: whose package is tried.
-            is_changed: whether many changes of its sources are tried, so that seconds count.
+            is_hasty: whether no world needs to be started as users do it.
         """
         can_fork = framework == "torch" and not _has_gpus()
-        if can_fork and (is_changed or self.name != "pipeline"):
+        if can_fork and (is_hasty or self.name != "pipeline"):
             return "fork"
         return "python" if self.num_ranks == 1 else "smprun"
 
