@@ -314,6 +314,14 @@ def launch(session: nox.Session) -> None:
 
 
 @nox.session
+def serve(session: nox.Session) -> None:
+    """Serve models by KServe, and run one notebook by both doors of smp-launch."""
+    install_groups(session, "test", "services", "serving")
+    install_packages(session, "smp-common", "smp-torch", "smp-launch")
+    session.run("pytest", *suites("serving"), *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def thorough(session: nox.Session) -> None:
     """Run the slow tests, which CI leaves out, but for the failure matrix and packaging."""
     install_groups(session, "test", "architectures", "examples")

@@ -134,8 +134,8 @@ def test_what_is_wrong_is_an_error_of_the_service(service: dict[str, str]) -> No
     client = boto3.session.Session().client("sagemaker")
     with pytest.raises(ClientError, match="Requested resource not found"):
         client.describe_training_job(TrainingJobName="other")
-    with pytest.raises(ClientError, match="smp-launch does not offer CreateModel; it has Create"):
-        client.create_model(ModelName="m", ExecutionRoleArn="arn:aws:iam::123456789012:role/r")
+    with pytest.raises(ClientError, match="smp-launch does not offer StopTransformJob; it has"):
+        client.stop_transform_job(TransformJobName="m")
     with pytest.raises(ClientError, match="TrainingJobName must have letters and digits"):
         client.create_training_job(
             TrainingJobName="../up",

@@ -3,6 +3,7 @@
 code        the archive of a script and what it imports
 folder      the folder and who may write in it
 status      how a job stands
+detached    processes that outlive who starts them
 contract    files, variables and arguments that a script sees: pure functions
 clusters    how processes find each other that MPI does not start
 commands    what is run for a job, and where
