@@ -125,7 +125,7 @@ class JobFolder:
 
     def clear(self) -> None:
         """Removes code and data of an earlier run; a job may start again in its folder."""
-        for place in (self.code, self.data):
+        for place in (self.code, self.data, self.path / "input/hosts", self.path / "pipe_state"):
             shutil.rmtree(place, ignore_errors=True)
 
     def lock(self) -> int | None:
