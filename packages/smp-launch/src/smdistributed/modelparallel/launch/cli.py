@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -206,7 +207,7 @@ def _run(session: Session, arguments: argparse.Namespace) -> int:
     if script.suffix not in (".py", ".ipynb") or not script.is_file():
         raise ConfigError(f"what is run is a Python file or a notebook; got {script}: give one.")
     os.environ[JOBS_VARIABLE] = str(session.root)
-    with _service(session):
+    with _service(session, is_needed=arguments.sdk):
         if script.suffix == ".ipynb":
             kept = Path(arguments.output) if arguments.output else None
             if not arguments.sdk:
@@ -221,27 +222,34 @@ def _run(session: Session, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _service(session: Session) -> contextlib.AbstractContextManager[object]:
+def _service(session: Session, *, is_needed: bool) -> contextlib.AbstractContextManager[object]:
     """Serves the interface to what runs below: boto3 is then of this machine too."""
-    if places.has_object_store() or importlib.util.find_spec("boto3") is None:
+    if not is_needed and importlib.util.find_spec("boto3") is None:
         return contextlib.nullcontext()
-    try:
-        from smdistributed.modelparallel.launch.api import server
-    except ImportError as error:
-        _say(f"boto3 is not of this machine: {error.name} is missing: pip install {_API}")
+    if not is_needed and places.has_object_store():
+        _say("boto3 is left alone: the settings of an object store are there")
         return contextlib.nullcontext()
-    return server.serving(session)
+    return _server().serving(session)
 
 
-def _serve(session: Session, arguments: argparse.Namespace) -> int:
+def _server() -> Any:
+    """Returns what serves the interface.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
     try:
         from smdistributed.modelparallel.launch.api import server
     except ImportError as error:
         raise UnsupportedError(
             f"the interface needs {error.name}, which is not installed: pip install {_API}."
         ) from None
+    return server
+
+
+def _serve(session: Session, arguments: argparse.Namespace) -> int:
     command = [word for word in arguments.command if word != "--"]
-    with server.serving(session, arguments.port) as variables:
+    with _server().serving(session, arguments.port) as variables:
         if command:
             return subprocess.run(command, env=os.environ, check=False).returncode
         for name, value in variables.items():

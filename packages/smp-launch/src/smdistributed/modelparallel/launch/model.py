@@ -130,11 +130,12 @@ class Model:
         """
         _check(initial_instance_count, instance_type, others)
         serving = self.sagemaker_session.serving
-        self.create()
-        assert self.name is not None
+        self.name = self.name or job_name(base_of(parse_image(self._image()).repository))
         name = endpoint_name or self.name
+        serving.check_free(name)
+        self.create()
         config = {"EndpointConfigName": name, "ProductionVariants": [{"ModelName": self.name}]}
-        serving.create_endpoint_config(config)
+        serving.create_endpoint_config(config, may_exist=True)
         try:
             serving.create_endpoint({"EndpointName": name, "EndpointConfigName": name})
         except BaseException:

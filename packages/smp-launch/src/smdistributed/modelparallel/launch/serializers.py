@@ -105,7 +105,8 @@ class CSVSerializer(SimpleBaseSerializer):
             return data.to_csv(header=False, index=False)
         if isinstance(data, str):
             return data
-        data = _plain(data) if hasattr(data, "tolist") else data
+        if hasattr(data, "detach"):
+            data = data.detach().cpu().numpy()
         rows = data if len(data) and _is_row(data[0]) else [data]
         if not len(data) or any(not len(row) for row in rows):
             raise ConfigError("there is nothing to write as CSV: give at least one number.")

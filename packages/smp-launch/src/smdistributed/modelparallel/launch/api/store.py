@@ -59,6 +59,9 @@ class Store:
         make_private(self._folder)
         self._lock = threading.RLock()
         self._states: dict[tuple[str, str], tuple[int, int]] = {}
+        # moto's index is the process's; it may have what an earlier store had.
+        self._index.reset()
+        s3_backends.bucket_accounts.clear()
 
     @property
     def _index(self) -> Any:

@@ -12,6 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -33,11 +34,12 @@ class Entry(NamedTuple):
     source: Location
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Which of the hosts a channel is for; matters to channels that are dealt out to hosts."""
 
-    index: int = 0
-    count: int = 1
+    host: int = 0
+    num_hosts: int = 1
 
 
 _ALONE = Share()
@@ -97,7 +99,7 @@ def fill(
     """
     location = locate(_address(channel), root)
     folder = location.local
-    is_whole = not _is_manifest(channel) and not (is_dealt(channel) and share.count > 1)
+    is_whole = not _is_manifest(channel) and not (is_dealt(channel) and share.num_hosts > 1)
     if mode == "FastFile" and folder is not None and folder.is_dir() and is_whole:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(folder, target_is_directory=True)
@@ -133,15 +135,15 @@ def entries_of(channel: Channel, root: Path, share: Share = _ALONE) -> list[Entr
             f"channel {channel.channel_name}: there is nothing at {location.address}: correct the "
             "address."
         )
-    if not is_dealt(channel) or share.count == 1:
+    if not is_dealt(channel) or share.num_hosts == 1:
         return found
-    if len(found) < share.count:
+    if len(found) < share.num_hosts:
         raise StorageError(
             f"channel {channel.channel_name}: 'ShardedByS3Key' deals files out to hosts; there are "
-            f"{len(found)} for {share.count} hosts: divide the data into more, or use "
+            f"{len(found)} for {share.num_hosts} hosts: divide the data into more, or use "
             "'FullyReplicated'."
         )
-    return found[share.index :: share.count]
+    return found[share.host :: share.num_hosts]
 
 
 def is_dealt(channel: Channel) -> bool:

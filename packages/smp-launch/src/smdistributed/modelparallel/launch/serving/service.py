@@ -78,20 +78,23 @@ class Serving:
                 f"model {model.model_name}: image {model.container.image!r} is no image of PyTorch "
                 "or TensorFlow; others need a container, which is not offered."
             )
-        file = self._file(ServedModel, model.model_name)
-        if may_exist and file.exists() and json.loads(file.read_text()) == model.as_json():
-            return model.model_name
-        return self._keep(model)
+        return self._keep(model, may_exist)
 
-    def create_endpoint_config(self, document: Mapping[str, Any]) -> str:
+    def create_endpoint_config(
+        self, document: Mapping[str, Any], *, may_exist: bool = False
+    ) -> str:
         """Keeps the configuration of endpoints; returns its name.
+
+        Args:
+            document: the body of ``CreateEndpointConfig``.
+            may_exist: whether the very same configuration may be there already.
 
         Raises:
             ConfigError: the document breaks rules, or names a model that is not there.
         """
         config = validated(EndpointConfig, document)
         self.model(config.production_variants[0].model_name)
-        return self._keep(config)
+        return self._keep(config, may_exist)
 
     def create_endpoint(self, document: Mapping[str, Any]) -> str:
         """Starts an endpoint; returns its name. It is ``Creating`` until its model is loaded.
@@ -110,11 +113,7 @@ class Serving:
         try:
             folder.path.mkdir(mode=0o700)
         except FileExistsError:
-            raise ConfigError(
-                f"each endpoint has a name of its own; there is an endpoint "
-                f"{endpoint.endpoint_name}: delete it first ('smp-launch delete-endpoint "
-                f"{endpoint.endpoint_name}'), or choose another endpoint_name."
-            ) from None
+            raise _taken(endpoint.endpoint_name) from None
         try:
             text = json.dumps(model.container.as_json(), indent=1)
             (folder.path / "container.json").write_text(text, encoding="utf-8")
@@ -137,6 +136,15 @@ class Serving:
                 ) from None
             raise
         return endpoint.endpoint_name
+
+    def check_free(self, name: str) -> None:
+        """Checks that there is no endpoint of a name.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if name in self.endpoints():
+            raise _taken(name)
 
     def wait(self, name: str, seconds: float = _START_SECONDS) -> EndpointStatus:
         """Waits until an endpoint answers, or has failed; returns how it stands then."""
@@ -254,11 +262,13 @@ class Serving:
     def _file(self, kind: type[Part], name: str) -> Path:
         return self.place / _KINDS[kind][0] / f"{_whole(name)}.json"
 
-    def _keep(self, part: Part) -> str:
+    def _keep(self, part: Part, may_exist: bool) -> str:
         name = str(getattr(part, _KINDS[type(part)][1]))
         file = self._file(type(part), name)
         make_private(file.parent)
         if file.exists():
+            if may_exist and json.loads(file.read_text()) == part.as_json():
+                return name
             raise ConfigError(
                 f"Cannot create already existing {_WORDS[_KINDS[type(part)][0]]} {name}: choose "
                 "another name, or delete it."
@@ -276,6 +286,13 @@ class Serving:
     def _forget(self, kind: type[Part], name: str) -> None:
         self._kept(kind, name)
         self._file(kind, name).unlink(missing_ok=True)
+
+
+def _taken(name: str) -> ConfigError:
+    return ConfigError(
+        f"each endpoint has a name of its own; there is an endpoint {name}: delete it first "
+        f"('smp-launch delete-endpoint {name}'), or choose another endpoint_name."
+    )
 
 
 def _python() -> str:

@@ -136,6 +136,12 @@ class SavedModel:
             }
         except (ValueError, TypeError) as error:
             raise ContentError(f"an input is not as its signature says: {error}.") from None
+        for name, spec in specs.items():
+            # Functions of SavedModels take other shapes, and give numbers of no meaning.
+            if not spec.shape.is_compatible_with(tensors[name].shape):
+                raise ContentError(
+                    f"input {name} has shape {spec.shape}; got {tensors[name].shape}."
+                )
         try:
             found: dict[str, Any] = signature(**tensors)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:

@@ -83,7 +83,7 @@ def _exported(file: Path) -> Any:
             return torch.export.load(str(file)).module()
         load: Any = torch.jit.load
         return load(str(file), map_location=_device()).eval()
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # of many kinds, by the way in which a file is no program
         raise LaunchError(
             f"{file.name} is no program of torch.export or TorchScript ({_line(error)}): define "
             "model_fn(model_dir), which makes the model and loads its state, and give its file as "
