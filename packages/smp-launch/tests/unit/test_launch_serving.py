@@ -52,10 +52,14 @@ def test_models_and_configurations_are_kept_and_forgotten(session: Session) -> N
         serving.create_model(other, may_exist=True)
     serving.delete_endpoint_config("c")
     serving.delete_model("m")
+    # A name leads nowhere else.
+    outside = serving.place / "m.json"
+    outside.write_text(json.dumps(MODEL))
     for forget in (serving.delete_model, serving.delete_endpoint_config, serving.delete_endpoint):
         for name in ("m", "../m", ".."):
             with pytest.raises(UnknownEndpointError):
                 forget(name)
+    assert outside.exists()
 
 
 @pytest.mark.parametrize(

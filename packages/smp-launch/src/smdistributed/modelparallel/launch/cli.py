@@ -229,7 +229,8 @@ def _service(session: Session, *, is_needed: bool) -> contextlib.AbstractContext
     if not is_needed and places.has_object_store():
         _say("boto3 is left alone: the settings of an object store are there")
         return contextlib.nullcontext()
-    return _server().serving(session)
+    service: contextlib.AbstractContextManager[object] = _server().serving(session)
+    return service
 
 
 def _server() -> Any:
