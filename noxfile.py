@@ -317,8 +317,10 @@ def launch(session: nox.Session) -> None:
 def serve(session: nox.Session) -> None:
     """Serve models by KServe, and run one notebook by both doors of smp-launch."""
     install_groups(session, "test", "services", "serving")
-    install_packages(session, "smp-common", "smp-torch", "smp-launch")
+    install_packages(session, *PACKAGES)
     session.run("pytest", *suites("serving"), *session.posargs, env=ONE_THREAD)
+    for framework in ("torch", "tensorflow"):
+        check_conformance(session, framework, "--only", "a_model_is_served")
 
 
 @nox.session
