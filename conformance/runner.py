@@ -50,7 +50,7 @@ def run(
         names = [
             name
             for name, case in cases.items()
-            if world.name in (case.some_worlds if is_quick else case.worlds)
+            if world.name in (case.some_worlds(framework) if is_quick else case.worlds)
         ]
         if not names:
             return
