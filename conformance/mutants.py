@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -25,9 +27,11 @@ from pathlib import Path
 from conformance import lines, registry, runner
 from conformance.mutations import PACKAGES, ROOT, sources
 from conformance.outcome import Status
+from conformance.worlds import WORLDS
+from smdistributed.modelparallel.common.testing import RanksFailedError
 
 #: How many cases a mutant is tried with at first, and how many if these do not notice.
-_FEW, _MANY = 6, 40
+_FEW, _MANY = 8, 150
 _SECONDS = 240
 
 
@@ -70,13 +74,16 @@ def by_particularity(known: lines.Lines) -> lines.Lines:
     }
 
 
-def attempt(framework: str, mutant: Mutant, known: lines.Lines) -> dict[str, object]:
+def attempt(
+    framework: str, mutant: Mutant, known: lines.Lines, *, with_units: bool
+) -> dict[str, object]:
     """Tries a mutant; returns it with what noticed it, if anything did.
 
     Args:
         framework: whose package it is.
         mutant: what is tried.
         known: the cases of each line, in the order in which they are run.
+        with_units: whether one that the suite does not notice is tried with the unit tests.
     """
     pairs = known[mutant.file][mutant.line]
     with sources(framework) as (path, files):
@@ -85,21 +92,33 @@ def attempt(framework: str, mutant: Mutant, known: lines.Lines) -> dict[str, obj
         found: dict[str, object] = {**dataclasses.asdict(mutant), "cases": len(pairs)}
         del found["text"]
         for part in (pairs[:_FEW], pairs[_FEW:_MANY]):
-            if part and _is_noticed(framework, part, path):
-                return {**found, "verdict": "conformance"}
-        tests = [f"packages/{name}/tests/unit" for name in PACKAGES[framework]]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-        verdict = "survived" if _run(command, path) == 0 else "unit tests"
-    return {**found, "verdict": verdict}
+            if case := _noticing(framework, part, path):
+                return {**found, "verdict": "conformance", "case": case}
+        is_noticed = with_units and _fail_units(framework, path)
+    return {**found, "verdict": "unit tests" if is_noticed else "survived"}
 
 
-def _is_noticed(framework: str, pairs: Sequence[tuple[str, str]], path: str) -> bool:
-    command = [sys.executable, "-m", "conformance.mutants", "--framework", framework]
-    return _run([*command, "--try", json.dumps(pairs)], path) != 0
+def _noticing(framework: str, pairs: Sequence[tuple[str, str]], path: str) -> str:
+    """Returns the first case that fails with these sources; an empty text if none does."""
+    wanted: dict[str, list[str]] = {}
+    for world, name in pairs:
+        wanted.setdefault(world, []).append(name)
+    for world, names in wanted.items():
+        outcomes = runner.outcomes_in(framework, WORLDS[world], names, path)
+        try:
+            with contextlib.closing(outcomes):
+                for name, outcome in outcomes:
+                    if outcome.status is Status.FAILED:
+                        return name
+        except RanksFailedError:
+            return f"the end of {world}"
+    return ""
 
 
-def _run(command: Sequence[str], path: str) -> int:
-    """Returns an exit code; a program that does not end has failed."""
+def _fail_units(framework: str, path: str) -> bool:
+    """Tells whether a unit test fails with these sources; one that does not end has failed."""
+    tests = [f"packages/{name}/tests/unit" for name in PACKAGES[framework]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((path, str(ROOT))), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command,
@@ -110,24 +129,10 @@ def _run(command: Sequence[str], path: str) -> int:
         start_new_session=True,
     ) as process:
         try:
-            return process.wait(_SECONDS)
+            return process.wait(_SECONDS) != 0
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            return -9
-
-
-def try_pairs(framework: str, pairs: Sequence[tuple[str, str]]) -> int:
-    """Runs cases, each in one world; returns 1 if one fails."""
-    cases = registry.load(framework)
-    wanted: dict[str, list[str]] = {}
-    for world, name in pairs:
-        wanted.setdefault(world, []).append(name)
-    for world, names in wanted.items():
-        here = {name: dataclasses.replace(cases[name], worlds=(world,)) for name in names}
-        outcomes = runner.run(framework, here)
-        if any(each.status is Status.FAILED for each in outcomes.values()):
-            return 1
-    return 0
+            return True
 
 
 def know(framework: str, folder: Path) -> lines.Lines:
@@ -164,10 +169,10 @@ def main() -> int:
     parser.add_argument(
         "--mutants", type=Path, help="file of the sample: made, and nothing tried, if it is missing"
     )
-    parser.add_argument("--try", dest="pairs", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--without-units", action="store_true", help="do not try survivors with the unit tests"
+    )
     options = parser.parse_args()
-    if options.pairs:
-        return try_pairs(options.framework, json.loads(options.pairs))
     with tempfile.TemporaryDirectory(prefix="lines-") as folder:
         known = by_particularity(know(options.framework, options.lines or Path(folder)))
     if options.mutants and options.mutants.exists():
@@ -182,7 +187,10 @@ def main() -> int:
             return 0
     results: list[dict[str, object]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for result in pool.map(lambda each: attempt(options.framework, each, known), sample):
+        tried = functools.partial(
+            attempt, options.framework, known=known, with_units=not options.without_units
+        )
+        for result in pool.map(tried, sample):
             results.append(result)
             print(len(results), result["verdict"], result["file"], result["line"], flush=True)
             if options.out:

@@ -35,7 +35,7 @@ def sources(framework: str) -> Iterator[tuple[str, list[Path]]]:
         for package in PACKAGES[framework]:
             source = ROOT / "packages" / package / "src"
             target = Path(folder, package)
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target)
             places.append(target)
         yield os.pathsep.join(map(str, places)), [place / _BELOW for place in places]
 

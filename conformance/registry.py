@@ -109,9 +109,14 @@ def later(
     return register
 
 
+def modules() -> list[str]:
+    """Returns the names of the modules that have cases."""
+    package = importlib.import_module("conformance.cases")
+    return [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+
+
 def load(framework: str) -> dict[str, Case]:
     """Imports all cases; returns those of a framework by name."""
-    package = importlib.import_module("conformance.cases")
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+    for name in modules():
+        importlib.import_module(name)
     return {name: each for name, each in CASES.items() if framework in each.frameworks}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from conformance import job
+from conformance import job, registry
 from conformance.adapters import missing
 from conformance.outcome import Outcome, Status, worst
 from conformance.registry import Case
@@ -17,6 +17,9 @@ from smdistributed.modelparallel.common import testing
 
 #: For one case on a busy machine: those of TensorFlow trace a model, some start a job.
 _CASE_SECONDS = 300
+#: What copies of one process have imported before: all that is not tried, or all.
+_PRELOADED = ("conformance.preloaded",)
+_PRELOADED_WITH_CASES = (*_PRELOADED, "conformance.adapters.torch", *registry.modules())
 #: How many cases of each world are shown as the ones that took longest.
 _NUM_SHOWN = 5
 
@@ -53,7 +56,7 @@ def run(
             return
         started = time.monotonic()
         ends = [started]
-        for name, outcome in _outcomes(framework, world, names):
+        for name, outcome in outcomes_in(framework, world, names):
             found[name].append(outcome)
             ends.append(time.monotonic())
         seconds = time.monotonic() - started
@@ -71,15 +74,24 @@ def run(
     return {name: worst(outcomes) for name, outcomes in found.items()}
 
 
-def _outcomes(framework: str, world: World, names: list[str]) -> Iterator[tuple[str, Outcome]]:
-    """Yields cases and what became of them in a world, which a case that fails may end."""
+def outcomes_in(
+    framework: str, world: World, names: Sequence[str], sources: str = ""
+) -> Iterator[tuple[str, Outcome]]:
+    """Yields cases and what became of them in a world, which a case that fails may end.
+
+    Args:
+        framework: whose package is tried.
+        world: where.
+        names: of the cases.
+        sources: a search path of packages to try in the place of those that this process has.
+    """
     started = testing.World(
         world.num_ranks,
         job.start,
         (framework, world.name),
-        world.launcher_of(framework),
-        {"OMP_NUM_THREADS": "1"},
-        (f"conformance.adapters.{framework}",),
+        world.launcher_of(framework, is_changed=bool(sources)),
+        {"OMP_NUM_THREADS": "1", **({"PYTHONPATH": sources} if sources else {})},
+        _PRELOADED if sources else _PRELOADED_WITH_CASES,
     )
     with contextlib.closing(testing.Worlds()) as pool:
         for name in names:

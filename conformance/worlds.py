@@ -34,19 +34,26 @@ class World:
         """Returns all parameters."""
         return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
 
-    def launcher_of(self, framework: str) -> Launcher:
+    def launcher_of(self, framework: str, *, is_changed: bool = False) -> Launcher:
         """Returns what starts the processes.
 
         Copies of one process save its imports, where PyTorch on the CPU is all they need. One world
         is started as users do it, over MPI.
-        """
-        if self.num_ranks == 1:
-            return "python"
-        if framework == "tensorflow" or self.name == "pipeline":
-            return "smprun"
-        import torch
 
-        return "smprun" if torch.cuda.is_available() else "fork"
+        Args:
+            framework: whose package is tried.
+            is_changed: whether many changes of its sources are tried, so that seconds count.
+        """
+        can_fork = framework == "torch" and not _has_gpus()
+        if can_fork and (is_changed or self.name != "pipeline"):
+            return "fork"
+        return "python" if self.num_ranks == 1 else "smprun"
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 #: Horovod has no wheels; without it everything but its own rows can be tried.

@@ -140,4 +140,18 @@ MUTATIONS = (
         "return type(leaf), None",
         ("a_step_is_traced_anew_for_new_shapes_and_python_values_only",),
     ),
+    Mutation(
+        "schedule: always the simple one",
+        "tensorflow/execute/order.py",
+        "graph, len(microbatches), pipeline, active",
+        'graph, len(microbatches), "simple", active',
+        ("an_interleaved_schedule_runs_backwards_as_soon_as_it_can",),
+    ),
+    Mutation(
+        "schedule: never the simple one",
+        "tensorflow/execute/order.py",
+        "graph, len(microbatches), pipeline, active",
+        'graph, len(microbatches), "interleaved", active',
+        ("a_simple_schedule_runs_all_forwards_first",),
+    ),
 )

@@ -25,6 +25,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in events}
 
 
+@pytest.mark.slow
 def test_two_partitions_train(tmp_path: Path) -> None:
     train(tmp_path, 2, "--steps", "6")
     found = losses(tmp_path)

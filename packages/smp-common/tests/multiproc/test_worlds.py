@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -164,6 +165,26 @@ def test_the_world_used_longest_ago_makes_room(pool: Worlds) -> None:
     pool.run(third, pid)
     assert all(is_gone(process) for process in two)
     assert pool.run(first, pid) == one
+
+
+def value_of(module: str) -> int:
+    found: int = importlib.import_module(module).VALUE
+    return found
+
+
+def test_a_search_path_wins_over_what_was_imported_before(
+    pool: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {value: tmp_path / str(value) for value in (1, 2)}
+    for value, place in places.items():
+        place.mkdir()
+        place.joinpath("of_two_minds.py").write_text(f"VALUE = {value}")
+    monkeypatch.syspath_prepend(places[1])
+    preload = ("of_two_minds",)
+    plain = World(2, launcher="fork", preload=preload)
+    changed = World(2, launcher="fork", env={"PYTHONPATH": str(places[2])}, preload=preload)
+    assert pool.run(plain, value_of, "of_two_minds") == (1, 1)
+    assert pool.run(changed, value_of, "of_two_minds") == (2, 2)
 
 
 def test_a_world_that_ends_badly_is_reported() -> None:

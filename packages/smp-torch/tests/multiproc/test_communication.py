@@ -261,9 +261,11 @@ CONFIG = {"pipeline_parallel_degree": 2, "ddp": True, "communication_timeout": T
 @pytest.mark.parametrize(
     ("launcher", "case"),
     [
-        # Its processes talk as those of smprun do.
-        pytest.param(launcher, case, marks=pytest.mark.slow if launcher == "mpirun" else ())
-        for launcher in LAUNCHERS
+        # Processes of mpirun talk as those of smprun do, and those of torchrun as forked ones.
+        pytest.param(
+            launcher, case, marks=() if launcher in ("smprun", "fork") else pytest.mark.slow
+        )
+        for launcher in (*LAUNCHERS, "fork")
         for case in cases_of(globals())
     ],
 )
@@ -306,7 +308,13 @@ smp.barrier()
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(launcher, marks=() if launcher == "torchrun" else pytest.mark.slow)
+        for launcher in LAUNCHERS
+    ],
+)
 def test_raising_system_exit_ends_the_peers(launcher: Launcher, tmp_path: Any) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

@@ -29,6 +29,7 @@ from smdistributed.modelparallel.common.launcher import bootstrap
 REQUEST_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 _TICK_SECONDS = 0.01
+_SEARCHED = "PYTHONPATH"
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,22 @@ def _become_rank(environ: dict[str, str], streams: list[int], server: int) -> No
     for number, stream in zip((1, 2), streams, strict=True):
         os.dup2(stream, number)
         os.close(stream)
+    before = os.environ.get(_SEARCHED)
     os.environ.clear()
     os.environ.update(environ)
+    if environ.get(_SEARCHED) != before:
+        _look_first(environ.get(_SEARCHED, ""))
+
+
+def _look_first(search: str) -> None:
+    """Has this copy find modules on a path of its own, also those that the server has imported."""
+    places = [place for place in search.split(os.pathsep) if os.path.isdir(place)]
+    sys.path[1:1] = places  # the first one is the program's
+    own = {name.partition(".")[0] for place in places for name in os.listdir(place)}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def _kill_group(pid: int) -> None:

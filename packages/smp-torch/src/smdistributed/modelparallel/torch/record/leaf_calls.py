@@ -1,0 +1,286 @@
+"""Calls of modules: of leaves, of those that may turn out to be leaves, and of split ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.record.attributes import LeafAttributes
+from smdistributed.modelparallel.torch.record.carried import (
+    Carried,
+    CarriedObjects,
+    Contents,
+    copied,
+    give_state,
+    state_of,
+)
+from smdistributed.modelparallel.torch.record.costs import Profile
+from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
+from smdistributed.modelparallel.torch.record.leaves import LeafRuns, Watch, depends_on_others
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
+from smdistributed.modelparallel.torch.record.nested import (
+    fill,
+    map_tensors,
+    placeholders,
+    tensor_paths,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
+from smdistributed.modelparallel.torch.record.taps import call_hooks
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
+from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
+from smdistributed.modelparallel.torch.record.values import Values
+
+
+class LeafCalls:
+    """Stands in for the calls of a model's modules.
+
+    Args:
+        context: of the recorder.
+        now: the microbatch.
+        known: calls that the trace has.
+        attributes: of the leaves.
+    """
+
+    def __init__(
+        self, context: Context, now: Microbatch, known: KnownCalls, attributes: LeafAttributes
+    ) -> None:
+        self._context = context
+        self._now = now
+        self._known = known
+        self._attributes = attributes
+        self._scene = context.scene
+        self._state = context.state
+        self._calls = context.calls
+
+    def call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
+        if module not in self._scene.names or self._state.paused:
+            return call(module, *args, **kwargs)
+        if self._state.leaf_depth:
+            return self._now.call_inside(call, module, *args, **kwargs)
+        if module in self._scene.leaves:
+            self._scene.check_holding(module)
+            entry = self._known.match(EntryKind.LEAF, module, args, kwargs)
+            if entry is not None:
+                return self._answer(entry, call)
+            return self._new_leaf(call, module, args, kwargs)
+        if module in self._scene.open:
+            return self._open_call(call, module, args, kwargs)
+        self._scene.check_hooks(module)
+        if self._now.values is None:
+            return self._calls.follow(call, module, args, kwargs)
+        return self._calls.call(call, module, *args, **kwargs)
+
+    def end(self, entry: Entry) -> None:
+        """Takes note that the call of a leaf is over."""
+        self._attributes.note_call(entry)
+        for module, name, tensor in entry.hidden:
+            self._attributes.hide(module, name, tensor)
+
+    # Known leaves
+
+    def _answer(self, entry: Entry, call: Callable[..., Any]) -> Any:
+        """Returns what a known call gives."""
+        now = self._now
+        self._known.go_on(entry)
+        if entry.seen is Seen.ALL:
+            self._run_again(call, entry)
+        else:
+            self._calls.count(entry.target)
+        if entry.seen is Seen.HOOKS:
+            with self._state.pausing():
+                for each in entry.hooked:
+                    given = fill(each[1:], (Carried, Constant), now.given_for)
+                    call_hooks(each.module, *given)
+        self.end(entry)
+        if entry.effects:
+            with self._state.pausing():
+                for carried, effects in entry.effects:
+                    now.contents[carried].apply(effects)
+        return self._known.result(entry)
+
+    def _run_again(self, call: Callable[..., Any], entry: Entry) -> None:
+        """Runs a known leaf on fakes, for what code outside can see of it besides its result."""
+        now = self._now
+        with self._state.pausing(), self._attributes.shown_to(entry.target):
+            values = now.go_live()
+            args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), now.given_for)
+            again = functools.partial(now.call_inside, call, entry.target, *args, **kwargs)
+            run = now.leaf_runs.run(values, entry.target, again)
+        now.grown += run.grown
+        known: dict[Any, torch.Tensor] = dict(entry.inner.values())
+        made: dict[Any, torch.Tensor] = dict(run.inner.values())
+        known.update(entry.outputs)
+        made.update(tensor_paths(run.result))
+        for place in known.keys() & made.keys():
+            now.aliases[id(made[place])] = made[place], known[place]
+
+    # New leaves
+
+    def _new_leaf(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        now = self._now
+        with self._state.pausing():
+            values = now.go_live()
+            args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
+            entry = self._entry(module, args, kwargs)
+            watch = Watch(self._context.meter, module, (args, kwargs))
+            measured = functools.partial(now.call_inside, call, module)
+            templates = entry.args, entry.kwargs
+            handed = self._handed(entry)
+            with self._attributes.shown_to(module):
+                alike = None
+                if entry.held:
+                    alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
+                run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
+                now.grown += run.grown
+                watch.tell(entry)
+                entry.inner, entry.hooked = run.inner, run.hooked
+                self._complete(entry, run.result, run.changes, handed)
+            if alike is not None and alike != run.lines:
+                raise depends_on_others(entry.name, templates)
+            self._scene.settle(entry)
+            now.add(entry)
+            self.end(entry)
+        return run.result
+
+    def _entry(self, module: nn.Module, args: Any, kwargs: Any) -> Entry:
+        """Returns the entry of a leaf's call, before the call."""
+        now = self._now
+        name, where = self._scene.names[module] or "the model", self._calls.where()
+        entry = Entry(EntryKind.LEAF, module, name, where=where)
+        entry.args = now.template(tuple(args), f"{name} in {where}")
+        entry.kwargs = now.template(dict(kwargs), f"{name} in {where}")
+        entry.settings = self._context.settings()
+        entry.region = self._state.region
+        entry.modules = self._scene.inner_of(module)
+        entry.flags = self._scene.flags_of(module)
+        entry.refusal = gradient_lost(entry, tensors_in((args, kwargs)))
+        entry.held = [
+            (each, state_of(now.objects[each]))
+            for each in dict.fromkeys(placeholders((entry.args, entry.kwargs), Carried))
+        ]
+        return entry
+
+    def _handed(self, entry: Entry) -> dict[Carried, Contents]:
+        """Returns what is in the objects that a leaf is given, before its call."""
+        return {carried: Contents(self._now.objects[carried]) for carried, _ in entry.held}
+
+    def _complete(
+        self,
+        entry: Entry,
+        result: Any,
+        changes: Sequence[Change],
+        handed: Mapping[Carried, Contents],
+    ) -> None:
+        """Completes the entry of a leaf's call, after the call."""
+        self._now.keep_result(entry, result)
+        entry.effects = [
+            (carried, contents.effects())
+            for carried, contents in handed.items()
+            if not contents.is_current()
+        ]
+        entry.changes = list(changes)
+
+    # Modules that may turn out to be leaves
+
+    def _open_call(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls a module that may turn out to be a leaf."""
+        now = self._now
+        with self._state.pausing():
+            now.go_live()
+            assert now.new is not None
+            args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
+            now.check_known((args, kwargs), self._calls.current.module)
+            entry = self._entry(module, args, kwargs)
+            before = [(each, copied(now.objects[each])) for each, _ in entry.held]
+            handed = self._handed(entry)
+            watch = Watch(self._context.meter, module, (args, kwargs))
+            snapshot = Snapshot(module.modules())
+            outer = now.span
+            span = Span(module, outer, len(now.new), entry, snapshot, call, before)
+            now.span = span
+            now.spans.append(span)
+        first = len(now.spans)
+        try:
+            result = self._calls.call(call, module, *args, **kwargs)
+        except BaseException:
+            span.failed = True
+            raise
+        finally:
+            now.span = outer
+            span.end = len(now.new)
+        with self._state.pausing():
+            now.check_known(result, module)
+            watch.tell(entry)
+            changes = snapshot.note_changes()
+            span.outputs = list(tensor_paths(result))
+            entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
+            self._complete(entry, result, changes, handed)
+            entry.hooked = hooked_calls([span, *now.spans[first:]])
+        return result
+
+    def check_held(self, span: Span) -> None:
+        """Makes sure that a leaf does not depend on what another rank left in an object."""
+        now, entry = self._now, span.entry
+        assert now.values is not None
+        # The run that made the span has calls of its own.
+        call = functools.partial(now.call_inside, span.call, span.module)
+        fresh = CarriedObjects(Carried.stand_in)
+        for carried, before in span.before:
+            give_state(fresh(carried), before)
+        arguments = fill((entry.args, entry.kwargs), Carried, fresh)
+        with self._calls.uncounted():
+            lines = now.leaf_runs.run(
+                now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
+            ).lines
+        templates = entry.args, entry.kwargs
+        if lines != now.leaf_runs.run_on_copies(now.values, entry.target, call, templates):
+            raise depends_on_others(entry.name, templates)
+
+    # Aside
+
+    def lines_of(self, call: Callable[..., Any], entry: Entry) -> list[str] | None:
+        """Returns what the call of a leaf does now, as text; None where fakes do not show it."""
+
+        def stand_in(placeholder: Carried | Constant) -> Any:
+            if isinstance(placeholder, Constant):
+                return placeholder.tensor
+            return placeholder.stand_in()
+
+        leaf, now = entry.target, self._now
+        args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), stand_in)
+        again = functools.partial(now.call_inside, call, leaf, *args, **kwargs)
+        with self._aside(), self._calls.uncounted(), self._attributes.shown_to(leaf):
+            assert now.values is not None
+            run = now.leaf_runs.run(now.values, leaf, again)
+            is_clear = not any(each.opaque for each in self._calls.profile.modules.values())
+        for growth in run.grown:
+            growth.remove()
+        return run.lines if is_clear else None
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Runs something that belongs to no microbatch."""
+        now = self._now
+        kept = now.values, now.leaf_runs, self._calls.profile
+        now.values = Values(self._scene, self._state, [], self._calls.where)
+        now.leaf_runs = LeafRuns(self._scene, self._state, self._calls, self._context.random)
+        self._calls.profile = Profile()
+        try:
+            yield
+        finally:
+            now.values, now.leaf_runs, self._calls.profile = kept

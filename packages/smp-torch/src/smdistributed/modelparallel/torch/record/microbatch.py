@@ -1,0 +1,284 @@
+"""One microbatch whose Python runs on fakes: how far it is in the trace, and what it has met."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.record.carried import Carried, Contents, copied
+from smdistributed.modelparallel.torch.record.constants import Constants
+from smdistributed.modelparallel.torch.record.costs import Meter
+from smdistributed.modelparallel.torch.record.decisions import Decisions
+from smdistributed.modelparallel.torch.record.leaves import LeafRuns
+from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
+from smdistributed.modelparallel.torch.record.nested import (
+    is_plain_value,
+    template,
+    tensor_paths,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.record.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.spans import Span
+from smdistributed.modelparallel.torch.record.switches import Positions, Settings, settings
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace
+from smdistributed.modelparallel.torch.record.undo import Growth
+from smdistributed.modelparallel.torch.record.values import Values
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all microbatches of a recorder share.
+
+    Attributes:
+        scene: the models.
+        mode: of the fakes.
+        device: where the step will run.
+        random: the random numbers of the step.
+        meter: counts what runs on fakes do.
+        switches: of torch, as they were outside the step.
+        state: where the run is.
+        calls: of modules.
+    """
+
+    scene: Scene
+    mode: FakeTensorMode
+    device: torch.device
+    random: Randomness
+    meter: Meter
+    switches: Positions
+    state: RunState
+    calls: ModuleCalls
+
+    def settings(self) -> Settings:
+        """Returns how torch's switches are set now."""
+        devices = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
+        return settings(devices, self.switches)
+
+
+class Microbatch:
+    """See the top.
+
+    Args:
+        context: what it shares with others.
+        trace: of microbatches like this one.
+        call: the arguments of the user's function.
+        decisions: answers questions about data.
+
+    Attributes:
+        real_inputs: the tensors of the arguments; fakes where they are not known.
+        at: the last entry of the trace that it has come to.
+        log: the entries up to there.
+        new: those that the trace does not have, while modules are open; else None.
+        values: what stands for what, once calls are made on fakes; else None.
+        constants: the tensors that it has read besides its arguments.
+        objects: what stands in the places of objects with state.
+        contents: what is known to be in them.
+        aliases: by id, fakes that a leaf has made anew, and those that stand for the same in the
+            trace.
+        grown: what leaves have added to containers that others see.
+        pending: the numbers that were taken from activations.
+        given: the question that was asked last without an entry for its answer, and the answer.
+        spans: the calls of modules, while these are open.
+        span: the innermost one in progress.
+        leaf_runs: runs leaves.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        trace: Trace,
+        call: tuple[Sequence[Any], Mapping[str, Any]],
+        decisions: Decisions,
+    ) -> None:
+        self._context = context
+        self.trace = trace
+        self.call = call
+        self.decisions = decisions
+        self.real_inputs = tensors_in(call)
+        self.at = trace.start
+        self.constants = Constants()
+        self.pending: list[PendingNumber] = []
+        self.given: tuple[Question, Any] | None = None
+        self._generators = context.random.state()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keeps nothing that holds fakes."""
+        context = self._context
+        self.values: Values | None = None
+        self.objects: dict[Carried, Any] = {}
+        self.contents: dict[Carried, Contents] = {}
+        self.aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.grown: list[Growth] = []
+        self.log: list[Entry] = []
+        self.new: list[Entry] | None = None
+        self.spans: list[Span] = []
+        self.span: Span | None = None
+        self.leaf_runs = LeafRuns(context.scene, context.state, context.calls, context.random)
+
+    # What is there
+
+    def new_values(self) -> Values:
+        """Returns what stands for what at the start."""
+        context = self._context
+        return Values(context.scene, context.state, self.trace.inputs, context.calls.where)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what stands for a tensor: of a model's own tensors the fake."""
+        if id(tensor) in self.aliases:
+            return self.aliases[id(tensor)][1]
+        return self._context.scene.fake_of(tensor) or tensor
+
+    def is_seeded(self) -> bool:
+        """Whether the step has seeded torch's own generators and means those numbers."""
+        random = self._context.random
+        return random.state() != random.expected_state(self._generators)
+
+    def given_for(self, placeholder: Carried | Constant) -> Any:
+        """Returns what stands in this microbatch in the place of a placeholder."""
+        if isinstance(placeholder, Constant):
+            return self.constants.given(placeholder)
+        return copied(self.objects[placeholder])
+
+    def ask(self, question: Question) -> Any:
+        """Returns the answer to a question about data."""
+        given = dict(enumerate(self.real_inputs))
+        for position, constant in question.constants.items():
+            given[position] = self.constants.known(constant, question.where)
+        context = self._context
+        return self.decisions.answer(
+            lambda: question.answer(given, context.random.drawing, context.scene.real_of),
+            question.where,
+        )
+
+    def check_known(self, obj: Any, module: nn.Module | None) -> None:
+        """Has a module kept whole that has a tensor that no recorded call made."""
+        assert self.values is not None
+        if module is not None and any(map(self.values.is_stranger, tensors_in(obj))):
+            reason = "it makes a tensor by a call that cannot be recorded"
+            self._context.calls.keep_whole(module, reason)
+
+    def number(self, entry: Entry) -> PendingNumber:
+        """Returns what stands for the number in a tensor that is not computed yet."""
+        number = PendingNumber(tensor=entry.outputs[0][1], where=f"{entry.name} in {entry.where}")
+        self.pending.append(number)
+        return number
+
+    def call_inside(
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a module on fakes, where a leaf is the module or calls it."""
+        result = self._context.calls.call(call, module, *args, **kwargs)
+        self.leaf_runs.note_call(module, args, kwargs, result)
+        return result
+
+    # What is written down
+
+    def go_live(self) -> Values:
+        """Leaves the trace: from here on calls are made on fakes and written down."""
+        if self.values is None:
+            scene = self._context.scene
+            values = self.new_values()
+            for entry in self.log:
+                if entry.held and scene.leaves:
+                    call = functools.partial(self.call_inside, nn.Module.__call__, entry.target)
+                    arguments = (entry.args, entry.kwargs)
+                    self.leaf_runs.run_on_copies(values, entry.target, call, arguments)
+                values.take(entry)
+            self.values = values
+            if self._context.state.is_open:
+                self.new = []
+        return self.values
+
+    def add(self, entry: Entry) -> None:
+        """Writes an entry down."""
+        values = self.go_live()
+        values.take(entry)
+        if self._context.state.leaf_depth:
+            return
+        self.log.append(entry)
+        if self.new is not None:
+            self.new.append(entry)
+        else:
+            self.at.following.append(entry)
+            self.at = entry
+
+    def keep_result(self, entry: Entry, result: Any) -> None:
+        """Keeps in an entry what it gives."""
+        entry.outputs = list(tensor_paths(result))
+        entry.is_fixed = _is_fixed(result)
+        entry.result = result
+        if not entry.is_fixed:
+            objects = {id(obj): carried for carried, obj in self.objects.items()}
+            entry.result = template(
+                result, lambda tensor: tensor, lambda obj: objects.get(id(obj), obj)
+            )
+
+    def template(self, obj: Any, where: str) -> Any:
+        """Returns arguments as an entry keeps them."""
+
+        def carry(obj: Any) -> Any:
+            if self._context.state.leaf_depth:
+                return obj
+            for carried, known in self.objects.items():
+                if known is obj:
+                    return carried
+            if isinstance(obj, PendingNumber):
+                return obj
+            assert self.values is not None
+            carried = Carried(len(self.objects), obj, self.values.constant, where)
+            self.objects[carried] = obj
+            return carried
+
+        def keep(tensor: torch.Tensor) -> Any:
+            fake = self.fake(tensor)
+            return fake if isinstance(fake, FakeTensor) else self.constants.of(fake)
+
+        return template(obj, keep, carry)
+
+
+def depends_on_values(where: str) -> UnsupportedError:
+    """Returns the error of a place that asks for what is not computed yet."""
+    return UnsupportedError(
+        f"{where} makes Python depend on the value of an activation, or of a tensor that one "
+        "partition holds (a branch, float() or a data-dependent shape). A pipelined step is "
+        "recorded before values exist: keep the decision inside one module, return the tensor (or "
+        "its .item()) from the step function and look at it outside, or put that module on one "
+        "partition."
+    )
+
+
+def gradient_lost(entry: Entry, tensors: Sequence[torch.Tensor]) -> str:
+    """Returns what is wrong with tensors that a call is given, if their gradients would be lost."""
+    assert entry.settings is not None
+    if not entry.settings.grad_enabled or not any(
+        each.requires_grad and not isinstance(each, FakeTensor) for each in tensors
+    ):
+        return ""
+    return not_of_the_model(str(entry))
+
+
+def not_of_the_model(place: str) -> str:
+    """Returns what is wrong with a place that uses a parameter of nobody's."""
+    return (
+        f"{place} computes with a tensor that requires a gradient and belongs to no "
+        "DistributedModel, so its gradient would stay on one partition. Make it a parameter of the "
+        "model, or call detach() on it."
+    )
+
+
+def _is_fixed(obj: Any) -> bool:
+    """Whether nobody can change a result."""
+    if isinstance(obj, tuple):
+        return all(map(_is_fixed, obj))
+    return isinstance(obj, torch.Tensor) or is_plain_value(obj)

@@ -1,0 +1,198 @@
+"""Calls of torch functions that the trace does not have: made on fakes and written down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import (
+    DATA_DEPENDENT,
+    FakeTensor,
+    inside_transform,
+    past_recording,
+    version_of,
+)
+from smdistributed.modelparallel.torch.record.microbatch import (
+    Context,
+    Microbatch,
+    depends_on_values,
+    gradient_lost,
+    not_of_the_model,
+)
+from smdistributed.modelparallel.torch.record.nested import map_tensors, opaque_objects, tensors_in
+from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.real_run import works_for_real
+from smdistributed.modelparallel.torch.record.refusals import refusal
+from smdistributed.modelparallel.torch.record.stand_ins import STAND_INS
+from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Looks
+
+
+class NewCalls:
+    """Makes calls of torch functions, and writes them down.
+
+    Args:
+        context: of the recorder.
+        now: the microbatch.
+    """
+
+    def __init__(self, context: Context, now: Microbatch) -> None:
+        self._context = context
+        self._now = now
+        self._state = context.state
+
+    def make(self, target: Any, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Makes a call, and returns what it gives.
+
+        Args:
+            target: the function.
+            name: of the function.
+            call: calls it.
+            args, kwargs: its arguments.
+        """
+        if not self._state.leaf_depth and inside_transform():
+            raise UnsupportedError(
+                f"{name} was called in {self._context.calls.where()} inside a transform of "
+                "torch.func (vmap, grad, vjp, jvp): it shows the calls of the transformed "
+                "function, not what it makes of them. Put it into a module that stays whole."
+            )
+        with self._state.pausing():
+            tensors = tensors_in((args, kwargs))
+            if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+                args, kwargs = map_tensors((tuple(args), dict(kwargs)), self._now.fake)
+                tensors = tensors_in((args, kwargs))
+                if not self._state.leaf_depth and not any(
+                    isinstance(tensor, FakeTensor) for tensor in tensors
+                ):
+                    return self._make_for_real(name, lambda: call(*args, **kwargs), tensors)
+            elif not tensors and not self._state.leaf_depth and _holds_arrays((args, kwargs)):
+                with past_recording():
+                    return call(*args, **kwargs)
+            self._now.go_live()
+            return self._make_on_fakes(target, name, lambda: call(*args, **kwargs), args, kwargs)
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draws from what the user has seeded: the same numbers on every rank, for real."""
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+            name = torch.overrides.resolve_name(func) or str(func)
+            raise UnsupportedError(
+                f"{name} in {self._context.calls.where()} draws from generators that the step has "
+                "seeded, for a tensor that is not computed yet. Draw a new tensor "
+                "(torch.rand(shape)), or inside a module that stays whole."
+            )
+        with past_recording():
+            return func(*args, **kwargs)
+
+    def _make_for_real(
+        self, name: str, call: Callable[[], Any], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Makes a call on tensors that no step computes: it is Python, like a number's."""
+        versions = [version_of(tensor) for tensor in tensors]
+        span = self._now.span
+        with past_recording():
+            before = [tensor.clone() for tensor in tensors] if span is not None else []
+            result = call()
+            if torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(result)):
+                raise UnsupportedError(not_of_the_model(f"{name} in {self._context.calls.where()}"))
+        for position, tensor in enumerate(tensors):
+            if version_of(tensor) != versions[position]:
+                outer = span
+                while outer is not None:
+                    outer.written.append((tensor, before[position]))
+                    outer = outer.parent
+        return result
+
+    def _make_on_fakes(
+        self, target: Any, name: str, call: Callable[[], Any], args: Any, kwargs: Any
+    ) -> Any:
+        now, meter, calls = self._now, self._context.meter, self._context.calls
+        where = calls.where()
+        if self._state.is_open and not self._state.leaf_depth:
+            now.check_known((args, kwargs), calls.current.module)
+        entry = Entry(EntryKind.CALL, target, name, where=where)
+        entry.args = now.template(tuple(args), f"{name} in {where}")
+        entry.kwargs = now.template(dict(kwargs), f"{name} in {where}")
+        entry.settings = self._context.settings()
+        entry.region = self._state.region
+        tensors = tensors_in((args, kwargs))
+        looks = [Looks.of(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
+        flops, draws, writes = meter.flops, meter.random_draws, meter.writes
+        try:
+            with (
+                contextlib.nullcontext() if self._state.leaf_depth else self._context.random.kept()
+            ):
+                result = STAND_INS[target](*args, **kwargs) if target in STAND_INS else call()
+        except DATA_DEPENDENT as error:
+            return self._decide(entry, error)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if not self._state.leaf_depth and works_for_real(target, args, kwargs):
+                raise UnsupportedError(
+                    f"{entry} cannot be recorded: {error} Put it into a module that stays whole, "
+                    "or outside the step function."
+                ) from error
+            raise
+        if meter.random_draws > draws:
+            if not self._state.leaf_depth and now.is_seeded():
+                return self.draw(target, args, kwargs)
+            entry.draw = calls.current.next_draw(target)
+        entry.flops = meter.flops - flops
+        entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
+        entry.changed = [
+            tensor
+            for tensor, version in zip(tensors, versions, strict=True)
+            if version_of(tensor) != version
+        ]
+        if meter.writes > writes or any(
+            not isinstance(tensor, FakeTensor) for tensor in entry.changed
+        ):
+            entry.changed = []
+            entry.refusal = (
+                f"{entry} changes a tensor in place that belongs to no DistributedModel and to no "
+                "argument. The step computes the change elsewhere: make the tensor a buffer of a "
+                "module that is not split, or return what changes it and do that outside."
+            )
+        for tensor, before in zip(tensors, looks, strict=True):
+            if isinstance(tensor, FakeTensor) and Looks.of(tensor) != before:
+                entry.is_repeated = True
+                now.trace.metadata.setdefault(id(tensor), (tensor, before))
+        now.keep_result(entry, result)
+        now.add(entry)
+        return result
+
+    def _decide(self, entry: Entry, error: Exception) -> Any:
+        """Answers a question about data, if that can be done before the step runs."""
+        now = self._now
+        assert now.values is not None
+        where = f"{entry.name} in {entry.where}"
+        given, now.given = now.given, None
+        question = Question.of(entry, now.values, where, len(now.real_inputs))
+        if not question.can_be_answered:
+            if question.function is torch.Tensor.item and not self._state.leaf_depth:
+                return self._take_number(entry)
+            raise depends_on_values(where) from error
+        if given is None:
+            answer = now.ask(question)
+        else:
+            question, answer = given
+        entry.kind = EntryKind.QUESTION
+        entry.question, entry.answer = question, answer
+        result = question.result(answer, self._context.mode, self._context.device)
+        now.keep_result(entry, result)
+        now.add(entry)
+        return result
+
+    def _take_number(self, entry: Entry) -> Any:
+        """Returns what stands for the number in a tensor that is not computed yet."""
+        entry.kind = EntryKind.NUMBER
+        (tensor,) = entry.args
+        entry.outputs = [((), tensor.detach())]
+        self._now.add(entry)
+        return self._now.number(entry)
+
+
+def _holds_arrays(obj: Any) -> bool:
+    return any(type(each).__module__ == "numpy" for each in opaque_objects(obj))
