@@ -31,8 +31,10 @@ WORLDS = {
 #: What runs by default; the rest is for releases.
 QUICK = {
     "fp16-dp2": None,
-    "fp16-pp2": ("adam", "clipped", "overflow_on_one_rank", "state_goes_on", "names_and_types"),
-    "bf16-pp2": ("adam", "delayed_parameters_are_cast"),
+    "fp16-pp2": (
+        *("adam", "clipped", "overflow_on_one_rank", "state_goes_on"),
+        *("delayed_parameters_are_cast", "groups_and_frozen_parameters"),
+    ),
 }
 
 

@@ -65,11 +65,7 @@ def test_sharded_state(worlds: Worlds, world: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        pytest.param(
-            world,
-            case,
-            marks=() if (world, case) == ("pp2-dp2-fp16", "clipped") else pytest.mark.slow,
-        )
+        pytest.param(world, case, marks=pytest.mark.slow)
         for world in HALF
         for case in (
             *("adam", "clipped", "a_changed_parameter_counts"),
@@ -93,7 +89,7 @@ LAYOUTS = {
     "tp2": tensor(2),
     "one": world_of(1, {"microbatches": 8, "ddp": True}),
 }
-PAIRS = {("tp2-sharded", "one"), ("tp2-sharded", "tp2-sharded"), ("sharded", "tp2-sharded")}
+PAIRS = {("tp2-sharded", "one"), ("tp2-sharded", "tp2-sharded")}
 
 
 @pytest.mark.parametrize(
