@@ -233,8 +233,8 @@ MUTATIONS = (
     Mutation(
         "slices are reduced like what is whole",
         "torch/gradients/data_parallel.py",
-        "            for replicas in (self._replicas, self._replicas_of_slices)",
-        "            for replicas in (self._replicas, self._replicas)",
+        "kinds = (self._replicas, self._replicas_of_slices)",
+        "kinds = (self._replicas, self._replicas)",
         ("a_distributed_linear_is_a_linear",),
     ),
     # Partitions and state.
@@ -262,14 +262,14 @@ MUTATIONS = (
     Mutation(
         "the optimizer's state is left out of checkpoints",
         "torch/checkpoint/save.py",
-        'files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)',
+        'files[f"optimizer_{shard}.pt"] = _writer(lambda: _halves(optimizer)[0])',
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),
     Mutation(
         "user content is lost",
         "torch/checkpoint/save.py",
-        "files[USER_CONTENT] = _writer(lambda: user_content)",
+        "files[USER_CONTENT] = _user_content_writer(user_content)",
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),
@@ -298,15 +298,15 @@ MUTATIONS = (
     Mutation(
         "masks are the same in every microbatch",
         "torch/random/keys.py",
-        'text = f"{self._seed}:{self._microbatch}:{name}:{call}:{draw}"',
+        'text = f"{self._seed}:{microbatch}:{name}:{call}:{draw}"',
         'text = f"{self._seed}:{name}:{call}:{draw}"',
         ("masks_of_dropout_differ_between_microbatches_steps_and_replicas",),
     ),
     Mutation(
         "any number of microbatches is in flight",
-        "torch/stepping/preparing.py",
-        "config.pipeline, config.active_microbatches)",
-        "config.pipeline, 100)",
+        "torch/stepping/common_order.py",
+        "config.pipeline, config.active_microbatches",
+        "config.pipeline, 100",
         ("no_more_microbatches_are_in_flight_than_are_allowed",),
     ),
     Mutation(
