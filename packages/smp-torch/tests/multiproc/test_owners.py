@@ -39,7 +39,11 @@ HALF = {
     "pp2-dp2-fp16": sharded(4, fp16=True, pipeline_parallel_degree=2),
     "pp2-dp2-bf16": sharded(4, bf16=True, pipeline_parallel_degree=2),
 }
-QUICK = ("dp2", "pp2-dp2")
+#: What runs by default; the rest is for releases.
+QUICK = {
+    "dp2": tuple(owner_cases.CASES),
+    "pp2-dp2": ("momentum_clipped", "state_is_that_of_one_process"),
+}
 
 
 def run_case(name: str) -> None:
@@ -53,7 +57,7 @@ def run_half(name: str) -> None:
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        pytest.param(world, case, marks=() if world in QUICK else pytest.mark.slow)
+        pytest.param(world, case, marks=() if case in QUICK.get(world, ()) else pytest.mark.slow)
         for world in WORLDS
         for case in owner_cases.CASES
     ],
