@@ -145,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return groups
 
     @property
-    def applied_loss_scale(self) -> LossScale | None:
+    def applied_loss_scale(self) -> Any:
         """What ``model.backward`` multiplies losses by; None for nothing."""
         return None if self._masters is None else self._masters.loss_scale
 
@@ -163,15 +163,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Compatibility: what Accelerate asks; ``overflow``."""
+        """The same as ``overflow``, as Accelerate asks for it."""
         return self.overflow
 
     @property
     def loss_scale(self) -> Any:
-        """Compatibility: the factor of losses under fp16; else the wrapped optimizer's.
-
-        It waits for the device.
-        """
+        """The factor of losses under fp16, for which it waits; else the wrapped optimizer's."""
         scale = self.applied_loss_scale
         return self.optimizer.loss_scale if scale is None else scale.scale.item()  # type: ignore[attr-defined]
 
@@ -223,12 +220,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Call it before ``step``. Collective: MP_GROUP; with ``shard_optimizer_state``, and under
         fp16, WORLD.
 
+        Shape: the norm is a scalar.
+
         Args:
             max_norm: the largest norm allowed.
             norm_type: order of the norm.
 
         Returns:
-            The norm before, over the whole model, without the loss scale. Shape: scalar.
+            The norm before clipping, over the whole model, without the loss scale.
 
         Raises:
             UnsupportedError: neither ``fp16`` nor ``bf16`` is configured.
