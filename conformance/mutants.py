@@ -31,7 +31,7 @@ from conformance.worlds import WORLDS
 from smdistributed.modelparallel.common.testing import RanksFailedError
 
 #: How many cases a mutant is tried with at first, and how many if these do not notice.
-_FEW, _MANY = 8, 150
+_FEW, _MANY = 8, 60
 _SECONDS = 240
 
 

@@ -88,6 +88,7 @@ WORLDS = {
                 ("untraced", {"memory_weight": 0.0, "skip_tracing": True}),
             )
         ),
+        World("deep", 4, {**_TWO, "pipeline_parallel_degree": 4}, frameworks=("torch",)),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
         # Half precision, and optimizer state that replicas share.

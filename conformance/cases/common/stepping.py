@@ -90,6 +90,38 @@ def other_arguments_pass_as_they_are(adapter: Adapter) -> None:
     np.testing.assert_allclose(adapter.array(output.concat()), expected, atol=1e-5)
 
 
+@case("smp.step", worlds=("alone",))
+def what_is_no_function_cannot_be_a_step(adapter: Adapter) -> None:
+    def generator(model: Any, x: Any) -> Any:
+        yield model(x)
+
+    for wrong in (3, "train", generator):
+        with pytest.raises((TypeError, ValueError), match="step function must"):
+            adapter.smp.step()(wrong)
+    with pytest.raises((TypeError, ValueError), match="step function must"):
+        adapter.smp.step(generator)
+
+
+@case("smp.step", worlds=("alone",))
+def options_of_a_step_are_those_of_its_definition(adapter: Adapter) -> None:
+    axes, whole = {"across": 1}, ["whole"]
+
+    def body(model: Any, x: Any, across: Any, whole: Any) -> Any:
+        return adapter.mean(across), adapter.mean(whole), model(x)
+
+    step = adapter.smp.step(input_split_axes=axes, non_split_inputs=whole)(body)
+    axes.clear()
+    whole.clear()
+    x = adapter.batch(8)
+    across = np.arange(16, dtype=np.float32).reshape(2, 8)
+    means, wholes, _ = step(
+        adapter.model(), adapter.tensor(x), adapter.tensor(across), adapter.tensor(across)
+    )
+    for m, (got, of_all) in enumerate(zip(means.outputs, wholes.outputs, strict=True)):
+        np.testing.assert_allclose(adapter.array(got), across[:, 2 * m : 2 * m + 2].mean())
+        np.testing.assert_allclose(adapter.array(of_all), across.mean())
+
+
 @case("smp.step")
 def tensors_in_containers_are_split(adapter: Adapter) -> None:
     def body(model: Any, data: dict[str, Any], pair: tuple[Any, list[Any]]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -45,7 +46,38 @@ def a_simple_schedule_has_all_microbatches_in_flight(adapter: Any) -> None:
     assert most_in_flight(adapter) == MICROBATCHES
 
 
+@torch_case("config.pipeline", worlds=("pipeline", "manual"))
+def a_timeline_has_each_action_once_in_the_order_of_time(adapter: Any) -> None:
+    step = adapter.smp.step(mean_square)
+    step(adapter.model(), adapter.tensor(adapter.batch(8)))
+    for actions in step.timeline().ranks:
+        spans = [(each.start, each.end) for each in actions]
+        assert len({each.action for each in actions}) == len(actions)
+        assert spans == sorted(spans)
+        assert all(0 <= start <= end < 60 for start, end in spans)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
 # The partition
+
+
+@torch_case("torch.partition_tree", worlds=("deep",))
+def a_long_chain_is_divided_evenly(adapter: Any) -> None:
+    from torch import nn
+
+    def counts(net: Any) -> list[int]:
+        model, _ = trained(adapter, adapter.smp.DistributedModel(net))
+        own = len([1 for name, _ in model.local_named_parameters() if name.endswith("weight")])
+        found: list[int] = adapter.smp.allgather(own, adapter.smp.PP_GROUP)
+        return found
+
+    def chain(length: int) -> Any:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(length)))
+
+    assert counts(chain(8)) == [2, 2, 2, 2]
+    assert sorted(counts(chain(11))) == [2, 3, 3, 3]
+    # A container that is too heavy for one partition is opened.
+    assert counts(nn.Sequential(chain(6), nn.Linear(WIDTH, WIDTH), chain(1))) == [2, 2, 2, 2]
 
 
 def uneven_net() -> Any:

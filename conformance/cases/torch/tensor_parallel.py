@@ -280,8 +280,33 @@ def registered_classes_are_replaced_by_the_user_s(adapter: Any) -> None:
         model = smp.DistributedModel(original.cpu())
         assert isinstance(model.get_module(), Doubled)
         torch.testing.assert_close(model(x)["out"], wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match="signature of the original"):
-        smp.tp_register(Doubled, init_hook=lambda size: ((), {}))(Original)
+    for name, wrong in (
+        ("init_hook", lambda size: ((), {})),
+        ("forward_hook", lambda y: ((y,), {})),
+    ):
+        with pytest.raises(TypeError, match="signature of the original"):
+            smp.tp_register(Doubled, **{name: wrong})(Original)
+
+
+@torch_case(
+    "smp.nn.DistributedAttentionLayer", "smp.nn.DistributedTransformerLMHead", worlds=("slices",)
+)
+def inputs_that_do_not_fit_are_refused_by_their_rule(adapter: Any) -> None:
+    import torch
+
+    nn = adapter.smp.nn
+    attention = nn.DistributedAttentionLayer(**SIZES, causal_mask_size=4).to(adapter.device)
+    hidden = torch.zeros(1, 5, SIZES["hidden_size"], device=adapter.device)
+    with pytest.raises(ValueError, match="causal_mask_size"):
+        attention((hidden, None))
+    head = nn.DistributedTransformerLMHead(**LM).to(adapter.device)
+    ids = torch.zeros(1, 4, dtype=torch.long, device=adapter.device)
+    with pytest.raises(ValueError, match="num_token_types is 0"):
+        head((ids, None, ids, None, None))
+    with pytest.raises(ValueError, match="num_positions"):
+        head((torch.zeros(1, 9, dtype=torch.long, device=adapter.device), *4 * (None,)))
+    with pytest.raises(ValueError, match="intermediate_size"):
+        nn.DistributedTransformerOutputLayer(SIZES["hidden_size"], intermediate_size=7)
 
 
 # ---------------------------------------------------------------- models of Transformers

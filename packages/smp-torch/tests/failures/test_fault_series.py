@@ -97,7 +97,7 @@ def test_the_culprit_is_named(
             start_new_session=True,
         )
     try:
-        code = job.wait(60)
+        code = job.wait(150)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)

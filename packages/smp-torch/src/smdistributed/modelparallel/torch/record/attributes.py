@@ -97,8 +97,13 @@ class LeafAttributes:
                 self._check(leaf, module, name, value)
             former(module, name, value)
 
+        # A run before the partition was known has left fakes, which it takes away itself.
         self._entries = {
-            module: {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+            module: {
+                name: value
+                for name, value in vars(module).items()
+                if name not in OF_MODULES and not isinstance(value, FakeTensor)
+            }
             for module in self._scene.leaf_of
         }
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]

@@ -1,0 +1,138 @@
+"""PyTorch: Python state that modules share, on one partition or two: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from conformance.adapters.base import WIDTH
+from conformance.cases.torch.model import SPLIT, mean_square
+from conformance.registry import torch_case
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+MICROBATCHES = 4
+#: What one module writes and another one reads.
+BOARD: dict[str, Any] = {}
+
+
+def nets() -> dict[str, Callable[[], Any]]:
+    """Returns models, each with two modules that meet besides through their arguments."""
+    import torch
+    from torch import nn
+
+    class Half(nn.Module):
+        """Half of a model."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("level", torch.zeros(WIDTH))
+            self.calls = 0
+            self.gain = 1.0
+            self.seen: Any = None
+            self.shared: list[Any] = []
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            y = torch.tanh(self.linear(x)) * self.gain
+            with torch.no_grad():
+                self.level += y.mean(0)
+            self.seen = y
+            return y
+
+    class Writing(Half):
+        def forward(self, x: Any) -> Any:
+            BOARD["factor"] = BOARD.get("factor", 0) + 1
+            self.shared.append(float(len(self.shared)))
+            return super().forward(x)
+
+    class Reading(Half):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * BOARD.get("factor", 1) + sum(self.shared)
+
+    class Net(nn.Module):
+        kinds: tuple[Any, Any] = (Half, Half)
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.first, self.second = (kind() for kind in self.kinds)
+            self.first.shared = self.second.shared
+
+        def forward(self, x: Any) -> Any:
+            return self.second(self.first(x))
+
+    class Tensor(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.second(self.first(x))
+            return x + self.first.seen
+
+    class Counter(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.first(x) * self.first.calls
+            return self.second(x)
+
+    class Buffer(Net):
+        def forward(self, x: Any) -> Any:
+            return self.second(self.first(x)) + self.first.level
+
+    class Setting(Net):
+        def forward(self, x: Any) -> Any:
+            self.second.gain = 2.0
+            return self.second(self.first(x))
+
+    class Between(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.first(x)
+            self.first.gain = 0.5
+            x = self.second(self.first(x))
+            self.first.gain = 1.0
+            return x
+
+    class Global(Net):
+        kinds = (Writing, Reading)
+
+    every = (Net, Tensor, Counter, Buffer, Setting, Between, Global)
+    return {kind.__name__.lower(): kind for kind in every}
+
+
+def without_the_library(adapter: Any, net: Any, steps: int) -> list[Any]:
+    """Returns the losses of microbatches, and the gradients, of each step."""
+    found = []
+    for number in range(steps):
+        net.zero_grad()
+        losses = []
+        for part in adapter.tensor(adapter.batch(8, seed=number)).chunk(MICROBATCHES):
+            loss = net(part).square().mean()
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.detach())
+        found.append((losses, {name: p.grad.clone() for name, p in net.named_parameters()}))
+    return found
+
+
+@torch_case("torch.script_rules", worlds=("alone", *SPLIT))
+def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
+    import torch
+
+    refused = set()
+    for name, build in nets().items():
+        net = build().to(adapter.device)
+        BOARD.clear()
+        wanted = without_the_library(adapter, copy.deepcopy(net), 3)
+        BOARD.clear()
+        model = adapter.smp.DistributedModel(net)
+        for index, half in enumerate((net.first, net.second)):
+            adapter.smp.set_partition(half, index % adapter.smp.pp_size())
+        step = adapter.smp.step(mean_square)
+        try:
+            for number, (losses, gradients) in enumerate(wanted):
+                model.zero_grad()
+                output = step(model, adapter.tensor(adapter.batch(8, seed=number)))
+                torch.testing.assert_close(output.outputs, losses)
+                for key, parameter in model.local_named_parameters():
+                    torch.testing.assert_close(parameter.grad, gradients[key])
+        except UnsupportedError:
+            refused.add(name)
+    allowed = {"counter", "buffer", "between", "global"} if adapter.smp.pp_size() > 1 else set()
+    assert refused <= allowed
