@@ -91,6 +91,15 @@ WORLDS = {
         World("deep", 4, {**_TWO, "pipeline_parallel_degree": 4}, frameworks=("torch",)),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
+        # Half precision, and optimizer state that replicas share.
+        World("half", 2, {"ddp": True, "microbatches": 2, "fp16": True}, frameworks=("torch",)),
+        World("brain", 2, {**_TWO, "bf16": True}, frameworks=("torch",)),
+        World(
+            "owners",
+            2,
+            {"ddp": True, "microbatches": 2, "shard_optimizer_state": True},
+            frameworks=("torch",),
+        ),
         World("slices", 2, _SLICES, frameworks=("torch",)),
         World("same_batch", 2, {**_SLICES, "prescaled_batch": True}, frameworks=("torch",)),
         World("slices_in_pipelines", 4, {**_SLICES, **_TWO}, frameworks=("torch",)),
