@@ -314,6 +314,16 @@ def launch(session: nox.Session) -> None:
 
 
 @nox.session
+def serve(session: nox.Session) -> None:
+    """Serve models by KServe, and run one notebook by both doors of smp-launch."""
+    install_groups(session, "test", "services", "serving")
+    install_packages(session, *PACKAGES)
+    session.run("pytest", *suites("serving"), *session.posargs, env=ONE_THREAD)
+    for framework in ("torch", "tensorflow"):
+        check_conformance(session, framework, "--only", "a_model_is_served")
+
+
+@nox.session
 def thorough(session: nox.Session) -> None:
     """Run the slow tests, which CI leaves out, but for the failure matrix and packaging."""
     install_groups(session, "test", "architectures", "examples")

@@ -40,6 +40,12 @@ def main() -> int:
                 row, *(f"\n    {name}" for name, each in cases.items() if row in each.rows), sep=""
             )
         return 0
+    if options.quick:
+        left_out = [
+            name for name, each in cases.items() if options.framework not in each.quick_with
+        ]
+        cases = {name: each for name, each in cases.items() if name not in left_out}
+        print(f"left to the quick run of another framework: {len(left_out)} cases")
     started = time.monotonic()
     note = functools.partial(print, flush=True)
     outcomes = runner.run(options.framework, cases, note, is_quick=options.quick)

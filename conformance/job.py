@@ -24,7 +24,8 @@ def start(framework: str, world_name: str) -> Callable[[], None]:
     registry.load(framework)
     adapter = adapter_of(framework)
     if world.is_started:
-        adapter.smp.init(world.config_of(framework))
+        with lines.noted(world_name, lines.START):
+            adapter.smp.init(world.config_of(framework))
     return adapter.reset
 
 

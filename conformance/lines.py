@@ -14,6 +14,8 @@ from pathlib import Path
 
 #: Names the folder that processes write to.
 VARIABLE = "CONFORMANCE_LINES"
+#: Stands for a case where the start of a world runs lines, before all of its cases.
+START = "(start)"
 _BELOW = "/smdistributed/modelparallel/"
 
 #: path below the package -> line -> the cases that ran it, as (world, case).

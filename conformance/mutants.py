@@ -32,6 +32,8 @@ from smdistributed.modelparallel.common.testing import RanksFailedError
 
 #: How many cases a mutant is tried with at first, and how many if these do not notice.
 _FEW, _MANY = 8, 60
+#: How many cases of a world stand for all of them.
+_HEAVY = 3
 _SECONDS = 240
 
 
@@ -59,17 +61,34 @@ class Mutant:
     after: str = ""
     text: str = ""
 
+    @property
+    def is_of_the_start(self) -> bool:
+        """Whether it can be seen only where processes start as they do for users."""
+        return self.file.startswith(("common/comm/", "common/launcher/"))
+
 
 def by_particularity(known: lines.Lines) -> lines.Lines:
-    """Returns the cases of each line, those first that run the fewest lines."""
+    """Returns the cases of each line, those first that run the fewest lines.
+
+    What the start of a world runs is for all of its cases: those that run the most stand for them.
+    """
     weight = collections.Counter(
         pair for numbers in known.values() for pairs in numbers.values() for pair in pairs
     )
+    heaviest: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
+    for pair, _ in weight.most_common():
+        if pair[1] != lines.START and len(heaviest[pair[0]]) < _HEAVY:
+            heaviest[pair[0]].append(pair)
+
+    def ordered(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        found = dict.fromkeys(pair for pair in pairs if pair[1] != lines.START)
+        for world, name in pairs:
+            if name == lines.START:
+                found.update(dict.fromkeys(heaviest[world]))
+        return sorted(found, key=lambda pair: (weight[pair], pair))
+
     return {
-        file: {
-            number: sorted(pairs, key=lambda pair: (weight[pair], pair))
-            for number, pairs in numbers.items()
-        }
+        file: {number: ordered(pairs) for number, pairs in numbers.items()}
         for file, numbers in known.items()
     }
 
@@ -92,19 +111,21 @@ def attempt(
         found: dict[str, object] = {**dataclasses.asdict(mutant), "cases": len(pairs)}
         del found["text"]
         for part in (pairs[:_FEW], pairs[_FEW:_MANY]):
-            if case := _noticing(framework, part, path):
+            if case := _noticing(framework, part, path, is_hasty=not mutant.is_of_the_start):
                 return {**found, "verdict": "conformance", "case": case}
         is_noticed = with_units and _fail_units(framework, path)
     return {**found, "verdict": "unit tests" if is_noticed else "survived"}
 
 
-def _noticing(framework: str, pairs: Sequence[tuple[str, str]], path: str) -> str:
+def _noticing(
+    framework: str, pairs: Sequence[tuple[str, str]], path: str, *, is_hasty: bool
+) -> str:
     """Returns the first case that fails with these sources; an empty text if none does."""
     wanted: dict[str, list[str]] = {}
     for world, name in pairs:
         wanted.setdefault(world, []).append(name)
     for world, names in wanted.items():
-        outcomes = runner.outcomes_in(framework, WORLDS[world], names, path)
+        outcomes = runner.outcomes_in(framework, WORLDS[world], names, path, is_hasty=is_hasty)
         try:
             with contextlib.closing(outcomes):
                 for name, outcome in outcomes:

@@ -29,6 +29,7 @@ class Case:
         worlds: names of the jobs that it runs in, in each of them.
         frameworks: whose packages it runs against.
         body: raises if the behaviour is not as documented; called on every rank.
+        quick_with: frameworks whose quick runs try it.
         is_built: False for a row whose feature no package has; the body then asks for it, and must
             be refused.
     """
@@ -39,10 +40,15 @@ class Case:
     frameworks: tuple[str, ...]
     body: Body
     is_built: bool = True
+    quick_with: tuple[str, ...] = FRAMEWORKS
 
-    @property
-    def some_worlds(self) -> tuple[str, ...]:
-        """Worlds that show the behaviour: all where it is one of ranks and groups, else one."""
+    def some_worlds(self, framework: str) -> tuple[str, ...]:
+        """Returns worlds that show the behaviour: all for one of ranks and groups, else one.
+
+        None where it is the same code with another framework, whose quick runs try it.
+        """
+        if framework not in self.quick_with:
+            return ()
         if len(self.worlds) > _FEW_WORLDS:
             return self.worlds
         return ("pipeline",) if "pipeline" in self.worlds else self.worlds[:1]
@@ -78,6 +84,25 @@ def case(
 
     def register(body: Body) -> Body:
         add(Case(body.__name__, rows, worlds, frameworks, body))
+        return body
+
+    return register
+
+
+def job_case(
+    *rows: str, quick_with: tuple[str, ...] = ("torch",), is_possible: bool = True
+) -> Callable[[Body], Body]:
+    """Makes a case that runs jobs of estimators, which know little of frameworks.
+
+    Args:
+        rows: of the specification that it comes from.
+        quick_with: frameworks whose quick runs try it.
+        is_possible: whether what it needs is installed here; else the case runs nowhere.
+    """
+
+    def register(body: Body) -> Body:
+        worlds = ("new",) if is_possible else ()
+        add(Case(body.__name__, rows, worlds, FRAMEWORKS, body, quick_with=quick_with))
         return body
 
     return register

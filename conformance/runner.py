@@ -50,7 +50,7 @@ def run(
         names = [
             name
             for name, case in cases.items()
-            if world.name in (case.some_worlds if is_quick else case.worlds)
+            if world.name in (case.some_worlds(framework) if is_quick else case.worlds)
         ]
         if not names:
             return
@@ -75,7 +75,12 @@ def run(
 
 
 def outcomes_in(
-    framework: str, world: World, names: Sequence[str], sources: str = ""
+    framework: str,
+    world: World,
+    names: Sequence[str],
+    sources: str = "",
+    *,
+    is_hasty: bool = False,
 ) -> Iterator[tuple[str, Outcome]]:
     """Yields cases and what became of them in a world, which a case that fails may end.
 
@@ -84,12 +89,13 @@ def outcomes_in(
         world: where.
         names: of the cases.
         sources: a search path of packages to try in the place of those that this process has.
+        is_hasty: no world needs to be started as users do it.
     """
     started = testing.World(
         world.num_ranks,
         job.start,
         (framework, world.name),
-        world.launcher_of(framework, is_changed=bool(sources)),
+        world.launcher_of(framework, is_hasty=is_hasty),
         {"OMP_NUM_THREADS": "1", **({"PYTHONPATH": sources} if sources else {})},
         _PRELOADED if sources else _PRELOADED_WITH_CASES,
     )

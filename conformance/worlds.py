@@ -34,7 +34,7 @@ class World:
         """Returns all parameters."""
         return {"communication_timeout": 30, **self.config, **self.own.get(framework, {})}
 
-    def launcher_of(self, framework: str, *, is_changed: bool = False) -> Launcher:
+    def launcher_of(self, framework: str, *, is_hasty: bool = False) -> Launcher:
         """Returns what starts the processes.
 
         Copies of one process save its imports, where PyTorch on the CPU is all they need. One world
@@ -42,10 +42,10 @@ class World:
 
         Args:
             framework: whose package is tried.
-            is_changed: whether many changes of its sources are tried, so that seconds count.
+            is_hasty: whether no world needs to be started as users do it.
         """
         can_fork = framework == "torch" and not _has_gpus()
-        if can_fork and (is_changed or self.name != "pipeline"):
+        if can_fork and (is_hasty or self.name != "pipeline"):
             return "fork"
         return "python" if self.num_ranks == 1 else "smprun"
 
@@ -91,6 +91,15 @@ WORLDS = {
         World("deep", 4, {**_TWO, "pipeline_parallel_degree": 4}, frameworks=("torch",)),
         World("replicas", 2, {"pipeline_parallel_degree": 1, "microbatches": 4}, _REPLICAS),
         World("both", 4, _TWO, _REPLICAS),
+        # Half precision, and optimizer state that replicas share.
+        World("half", 2, {"ddp": True, "microbatches": 2, "fp16": True}, frameworks=("torch",)),
+        World("brain", 2, {**_TWO, "bf16": True}, frameworks=("torch",)),
+        World(
+            "owners",
+            2,
+            {"ddp": True, "microbatches": 2, "shard_optimizer_state": True},
+            frameworks=("torch",),
+        ),
         World("slices", 2, _SLICES, frameworks=("torch",)),
         World("same_batch", 2, {**_SLICES, "prescaled_batch": True}, frameworks=("torch",)),
         World("slices_in_pipelines", 4, {**_SLICES, **_TWO}, frameworks=("torch",)),

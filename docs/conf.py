@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
-    ("py:.*", r"smdistributed\.modelparallel\.launch\.job\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.launch\.(job|serving)\..*"),
 ]
 
 html_theme = "furo"

@@ -19,27 +19,6 @@ def _started(**parameters: Any) -> Probe:
     return probe
 
 
-def _made(path: str, *args: Any) -> Probe:
-    """Calls what a name stands for."""
-
-    def probe(adapter: Any) -> object:
-        import importlib
-
-        adapter.smp.init({"pipeline_parallel_degree": 1})
-        module, _, name = f"{adapter.smp.__name__}.{path}".rpartition(".")
-        return getattr(importlib.import_module(module), name)(*args)
-
-    return probe
-
-
-def _clipped(adapter: Any) -> object:
-    import torch
-
-    adapter.smp.init({"pipeline_parallel_degree": 1})
-    optimizer = torch.optim.SGD(adapter.net().parameters(), lr=0.1)
-    return adapter.smp.DistributedOptimizer(optimizer).clip_master_grads(1.0)
-
-
 def _two_copies(body: Callable[[], str]) -> str:
     """Returns what a body says in the first of two copies of one process, which imports once."""
     preload = ("smdistributed.modelparallel.torch",)
@@ -48,22 +27,8 @@ def _two_copies(body: Callable[[], str]) -> str:
 
 
 _PROBES: dict[str, Probe] = {
-    "config.fp16": _started(fp16=True),
-    "config.fp16_params": _started(fp16_params=True),
-    "config.bf16": _started(bf16=True),
-    "config.shard_optimizer_state": _started(ddp=True, shard_optimizer_state=True),
     "config.offload_activations": _started(offload_activations=True),
     "config.C09": _started(offload_activations=True),
-    "torch.state_sharding": _started(ddp=True, shard_optimizer_state=True),
-    "FP16_Module": _started(fp16=True),
-    "FP16_Optimizer": _started(fp16=True),
-    "compat.clip_master_grads_and_overflow": _started(fp16=True),
-    "smp.DistributedOptimizer.clip_master_grads": _clipped,
-    "torch.in_use.get_full_state_dict_from_sharded_data_parallel_checkpoint": _made(
-        "sharded_data_parallel_checkpoint."
-        "get_full_state_dict_from_sharded_data_parallel_checkpoint",
-        "folder",
-    ),
 }
 
 

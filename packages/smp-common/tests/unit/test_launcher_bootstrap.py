@@ -39,3 +39,18 @@ def test_without_hosts_nothing_is_named() -> None:
     environ = {"OMPI_COMM_WORLD_SIZE": "4"}
     bootstrap.name_host(environ)
     assert environ == {"OMPI_COMM_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [("0", "/first"), ("1", "/first"), ("2", "/own")])
+def test_a_host_has_variables_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, rank: str, wanted: str
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    environ = {
+        "SM_HOSTS": '["algo-1", "algo-2"]',
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "SM_CHANNEL_TRAIN": "/first",
+        bootstrap.HOSTS_VARIABLE: '{"algo-2": {"SM_CHANNEL_TRAIN": "/own"}}',
+    }
+    bootstrap.name_host(environ)
+    assert environ["SM_CHANNEL_TRAIN"] == wanted

@@ -8,19 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_bench import LIMIT_SECONDS, folder_of, log_of, make, names_in, processes_of, wait_until
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher.processes import descendants
 from smdistributed.modelparallel.launch import cli
 from smdistributed.modelparallel.launch.backends.local import LocalBackend
-from smdistributed.modelparallel.launch.estimator import EstimatorBase
 from smdistributed.modelparallel.launch.exceptions import (
     LaunchError,
     StorageError,
@@ -34,7 +31,6 @@ from smdistributed.modelparallel.launch.tensorflow import TensorFlow
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
-LIMIT_SECONDS = 60
 SHOWS = """
 import json, os, pathlib, sys
 host = os.environ["SM_CURRENT_HOST"]
@@ -76,53 +72,6 @@ if MPI.COMM_WORLD.rank == 0:
 """
 
 
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
-    """A session with a folder of its own, of whose jobs nothing is left at the end."""
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    made = Session(root=tmp_path / "jobs")
-    yield made
-    wait_until(lambda: not processes_of(made.root), "processes are left")
-
-
-def processes_of(root: Path) -> list[int]:
-    """Returns what runs with the folder of jobs in its command line, or started in it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                place = f"{(entry / 'cmdline').read_text()}\0{os.readlink(entry / 'cwd')}"
-            except OSError:
-                continue
-            if str(root) in place and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def make(session: Session, script: str, *, ranks: int = 0, **given: Any) -> PyTorch:
-    """Returns an estimator; with ranks it is a job of MPI."""
-    folder = session.root.parent / "code"
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(script)
-    if ranks:
-        given["distribution"] = {"mpi": {"enabled": True, "processes_per_host": ranks}}
-    return PyTorch("train.py", source_dir=str(folder), sagemaker_session=session, **given)
-
-
-def folder_of(estimator: EstimatorBase) -> JobFolder:
-    assert estimator.latest_training_job is not None
-    return estimator.sagemaker_session.job(estimator.latest_training_job.name)
-
-
 def started(session: Session, script: str, *, ranks: int = 0, **given: Any) -> PyTorch:
     """Starts a job that says ``ready`` by files, on each rank."""
     estimator = make(session, script, ranks=ranks, **given)
@@ -139,11 +88,6 @@ def ended(estimator: PyTorch) -> dict[str, Any]:
     assert estimator.latest_training_job is not None
     estimator.latest_training_job.wait(logs=False)
     return estimator.latest_training_job.describe()
-
-
-def names_in(archive: str) -> list[str]:
-    with tarfile.open(archive) as opened:
-        return opened.getnames()
 
 
 def test_a_job_from_fit_to_its_results(
@@ -226,9 +170,14 @@ def test_the_first_failing_rank_is_named(session: Session) -> None:
     ("script", "reason", "code"),
     [
         ("raise KeyError('x')", "algo-1: KeyError: 'x' (exit code 1)", 1),
-        ("import sys; sys.exit(3)", "algo-1: exit code 3", 3),
         ("import os; os.kill(os.getpid(), 9)", "algo-1: killed by SIGKILL", 137),
-        ("import os; open('../output/failure', 'w').write('own word'); exit(4)", "own word", 4),
+        pytest.param("import sys; sys.exit(3)", "algo-1: exit code 3", 3, marks=pytest.mark.slow),
+        pytest.param(
+            "import os; open('../output/failure', 'w').write('own word'); exit(4)",
+            "own word",
+            4,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_failing_script_is_a_failed_job(
@@ -314,11 +263,6 @@ print("done")
     assert f"there is no job 'other' in {session.root}" in capfd.readouterr().err
 
 
-def log_of(estimator: PyTorch) -> str:
-    log = folder_of(estimator).logs / "algo-1.log"
-    return log.read_text() if log.exists() else ""
-
-
 def test_a_document_runs_again(session: Session, tmp_path: Path) -> None:
     estimator = make(session, "print(1)", code_location=str(tmp_path / "kept"))
     estimator.fit(logs=False, job_name="first")
@@ -400,6 +344,7 @@ def test_a_job_can_be_stopped_before_its_script_runs(
     assert folder_of(estimator).status().training_start_time is None
 
 
+@pytest.mark.slow
 def test_tensorboard_is_offered(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
     estimator = make(session, "print(1)")
     estimator.fit(run_tensorboard_locally=True)
@@ -449,6 +394,7 @@ if task["type"] != "chief":
     assert set(said) == {"algo-1", "algo-2", "algo-1-ps", "algo-2-ps"}
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_ends_the_job(session: Session) -> None:
     script = """
 import json, os, time

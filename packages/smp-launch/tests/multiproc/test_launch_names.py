@@ -96,7 +96,7 @@ def test_a_notebook_for_the_sdk_runs_as_it_is(folder: Path) -> None:
     assert said["PIPELINE"].startswith("smp-launch has no sagemaker.pipeline; it has sagemaker,")
     done = run(folder, "-c", launch, "run", "notebook.ipynb")
     assert done.returncode == 2
-    assert "'%load_ext smdistributed.modelparallel.launch'" in done.stderr
+    assert "what is run is a Python file or a notebook; got notebook.ipynb" in done.stderr
 
 
 def test_the_names_are_of_one_process_and_the_first_to_come(folder: Path) -> None:

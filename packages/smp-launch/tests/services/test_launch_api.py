@@ -21,6 +21,8 @@ from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 
 from smdistributed.modelparallel.launch.api import server
+from smdistributed.modelparallel.launch.exceptions import ModelError
+from smdistributed.modelparallel.launch.serving.service import Serving
 from smdistributed.modelparallel.launch.session import Session
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
@@ -134,8 +136,8 @@ def test_what_is_wrong_is_an_error_of_the_service(service: dict[str, str]) -> No
     client = boto3.session.Session().client("sagemaker")
     with pytest.raises(ClientError, match="Requested resource not found"):
         client.describe_training_job(TrainingJobName="other")
-    with pytest.raises(ClientError, match="smp-launch does not offer CreateModel; it has Create"):
-        client.create_model(ModelName="m", ExecutionRoleArn="arn:aws:iam::123456789012:role/r")
+    with pytest.raises(ClientError, match="smp-launch does not offer StopTransformJob; it has"):
+        client.stop_transform_job(TransformJobName="m")
     with pytest.raises(ClientError, match="TrainingJobName must have letters and digits"):
         client.create_training_job(
             TrainingJobName="../up",
@@ -233,3 +235,44 @@ def test_secrets_are_nowhere_in_the_folder(tmp_path: Path, service: dict[str, st
     for path in (tmp_path / "jobs").rglob("*"):
         if path.is_file():
             assert service["AWS_SECRET_ACCESS_KEY"].encode() not in path.read_bytes()
+
+
+def test_models_and_endpoints_are_kept_and_forgotten(service: dict[str, str]) -> None:
+    session = boto3.session.Session()
+    client = session.client("sagemaker")
+    container = {"Image": "x/pytorch-inference:1.12.0-cpu-py38", "ModelDataUrl": "s3://b/m.tar.gz"}
+    role = "arn:aws:iam::123456789012:role/r"
+    model = {"ModelName": "m", "PrimaryContainer": container, "ExecutionRoleArn": role}
+    assert client.create_model(**model)["ModelArn"].endswith("model/m")
+    # The SDK goes on where it reads these words.
+    with pytest.raises(ClientError, match="Cannot create already existing model"):
+        client.create_model(**model)
+    variants = [{"VariantName": "AllTraffic", "ModelName": "m", "InitialInstanceCount": 1}]
+    variants[0]["InstanceType"] = "ml.m5.xlarge"
+    client.create_endpoint_config(EndpointConfigName="c", ProductionVariants=variants)
+    found = client.describe_endpoint_config(EndpointConfigName="c")["ProductionVariants"]
+    assert found[0]["ModelName"] == "m"
+    assert client.describe_model(ModelName="m")["PrimaryContainer"] == container
+    for ask in (client.describe_endpoint, client.delete_endpoint):
+        with pytest.raises(ClientError, match=r"Could not find .* there is no endpoint 'e'"):
+            ask(EndpointName="e")
+    with pytest.raises(ClientError, match=r"\(ValidationError\).* there is no endpoint 'e'"):
+        session.client("sagemaker-runtime").invoke_endpoint(EndpointName="e", Body=b"")
+    client.delete_endpoint_config(EndpointConfigName="c")
+    client.delete_model(ModelName="m")
+    with pytest.raises(ClientError, match="Could not find"):
+        client.describe_model(ModelName="m")
+    assert client.list_endpoints()["Endpoints"] == []
+
+
+def test_what_a_model_refuses_is_an_error_of_the_model(
+    service: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ModelError(415, "planted")
+
+    monkeypatch.setattr(Serving, "invoke", refuse)
+    with pytest.raises(ClientError, match="planted") as error:
+        boto3.client("sagemaker-runtime").invoke_endpoint(EndpointName="e", Body=b"")
+    assert error.value.response["Error"]["Code"] == "ModelError"
+    assert error.value.response["OriginalStatusCode"] == 415

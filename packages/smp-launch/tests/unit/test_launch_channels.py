@@ -152,14 +152,18 @@ def test_data_that_is_not_there_is_an_error(
         fill(tmp_path, given)
 
 
-def test_what_is_not_offered_says_so(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(UnsupportedError, match="'Pipe' is not offered: use 'File'"):
-        fill(tmp_path, data, "Pipe")
+def test_files_are_dealt_out_to_hosts(tmp_path: Path, data: Path) -> None:
     given = {"x": TrainingInput(str(data), distribution="ShardedByS3Key")}
     channel = Channel.model_validate(channels_of(given)[0])
-    channels.check(channel, tmp_path, "File", 1)
-    with pytest.raises(UnsupportedError, match="'ShardedByS3Key' is not offered for 2 hosts"):
-        channels.check(channel, tmp_path, "File", 2)
+    dealt = []
+    for index in range(2):
+        target = tmp_path / str(index)
+        channels.check(channel, tmp_path, "FastFile", 2)
+        channels.fill(channel, target, tmp_path, "FastFile", share=channels.Share(index, 2))
+        dealt.append({str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()})
+    assert dealt == [{"train/a.txt", "training.txt"}, {"train/b/c.txt"}]
+    with pytest.raises(StorageError, match="deals files out to hosts; there are 3 for 4 hosts"):
+        channels.check(channel, tmp_path, "File", 4)
 
 
 def test_what_acts_on_streams_alone_is_said(tmp_path: Path, data: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.optimizer.distributed import DistributedOptimizer
@@ -18,6 +19,7 @@ from smdistributed.modelparallel.torch.optimizer.distributed import DistributedO
 
 def runtime(pp_size: int = 1) -> Any:
     return types.SimpleNamespace(
+        config=load("pytorch", {}, environ={}),
         topology=Topology(pp_size, pp_size=pp_size),
         rank=0,
         optimizers=[],

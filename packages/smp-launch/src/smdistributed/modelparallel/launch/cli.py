@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import runpy
@@ -14,21 +16,24 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
-from smdistributed.modelparallel.launch import names
+from smdistributed.modelparallel.launch import names, notebooks
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.session import Session
+from smdistributed.modelparallel.launch.storage import places
 from smdistributed.modelparallel.launch.storage.places import JOBS_VARIABLE
 
 _USAGE_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130
 _WIDE = 400
+_API = "'smp-launch[api]'"
 _STYLES = {"Completed": "green", "Failed": "red", "Stopped": "yellow"}
 
 
@@ -72,11 +77,22 @@ def _parser() -> argparse.ArgumentParser:
     submitting.add_argument("document", metavar="FILE")
     submitting.set_defaults(run=_submit)
     running = commands.add_parser(
-        "run", help="run a script in which 'import sagemaker' means this package"
+        "run", help="run a script or notebook in which 'import sagemaker' means this package"
+    )
+    running.add_argument(
+        "--sdk", action="store_true", help="leave 'import sagemaker' to the SDK, served as by api"
+    )
+    running.add_argument(
+        "--output", metavar="FILE", help="where the notebook goes with its results"
     )
     running.add_argument("script", metavar="SCRIPT")
     running.add_argument("arguments", nargs=argparse.REMAINDER)
     running.set_defaults(run=_run)
+    endpoints = commands.add_parser("endpoints", help="all endpoints, and how they stand")
+    endpoints.set_defaults(run=_endpoints)
+    deleting = commands.add_parser("delete-endpoint", help="end an endpoint; its model stays")
+    deleting.add_argument("endpoint", metavar="ENDPOINT")
+    deleting.set_defaults(run=_delete_endpoint)
     serving = commands.add_parser(
         "api", help="serve the service's interface on the loopback, for the SDK and boto3"
     )
@@ -160,41 +176,86 @@ def _submit(session: Session, arguments: argparse.Namespace) -> None:
     print(session.start(request).name)
 
 
+def _endpoints(session: Session, _: argparse.Namespace) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("endpoint", "state", "since", "reason"):
+        table.add_column(column, overflow="fold")
+    for name in session.serving.endpoints():
+        status = session.serving.endpoint(name)
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.creation_time))
+        table.add_row(name, status.endpoint_status, since, status.failure_reason or "")
+    if table.row_count:
+        _console().print(table)
+    else:
+        print(f"no endpoints in {session.root}")
+
+
+def _delete_endpoint(session: Session, arguments: argparse.Namespace) -> None:
+    config = session.serving.endpoint(arguments.endpoint).endpoint_config_name
+    session.delete_endpoint(arguments.endpoint)
+    session.delete_endpoint_config(config)
+
+
 def _console() -> Console:
     """Returns where tables go; what reads them without a terminal gets each row in one line."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDE)
 
 
-def _run(session: Session, arguments: argparse.Namespace) -> None:
+def _run(session: Session, arguments: argparse.Namespace) -> int:
     script = Path(arguments.script)
-    if script.suffix != ".py" or not script.is_file():
-        raise ConfigError(
-            f"what is run is a Python file; got {script}: give one, or put '%load_ext "
-            "smdistributed.modelparallel.launch' into the first cell of a notebook."
-        )
+    if script.suffix not in (".py", ".ipynb") or not script.is_file():
+        raise ConfigError(f"what is run is a Python file or a notebook; got {script}: give one.")
     os.environ[JOBS_VARIABLE] = str(session.root)
-    names.install()
-    sys.argv = [str(script), *arguments.arguments]
-    sys.path.insert(0, str(script.absolute().parent))
-    runpy.run_path(str(script), run_name="__main__")
+    with _service(session, is_needed=arguments.sdk):
+        if script.suffix == ".ipynb":
+            kept = Path(arguments.output) if arguments.output else None
+            if not arguments.sdk:
+                _say("sagemaker names this machine in the notebook")
+            notebooks.run(script, kept, with_names=not arguments.sdk)
+            return 0
+        if not arguments.sdk:
+            names.install()
+        sys.argv = [str(script), *arguments.arguments]
+        sys.path.insert(0, str(script.absolute().parent))
+        runpy.run_path(str(script), run_name="__main__")
+    return 0
 
 
-def _serve(session: Session, arguments: argparse.Namespace) -> int:
+def _service(session: Session, *, is_needed: bool) -> contextlib.AbstractContextManager[object]:
+    """Serves the interface to what runs below: boto3 is then of this machine too."""
+    if not is_needed and importlib.util.find_spec("boto3") is None:
+        return contextlib.nullcontext()
+    if not is_needed and places.has_object_store():
+        _say("boto3 is left alone: the settings of an object store are there")
+        return contextlib.nullcontext()
+    service: contextlib.AbstractContextManager[object] = _server().serving(session)
+    return service
+
+
+def _server() -> Any:
+    """Returns what serves the interface.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
     try:
         from smdistributed.modelparallel.launch.api import server
     except ImportError as error:
         raise UnsupportedError(
-            f"the interface needs {error.name}, which is not installed: pip install "
-            "'smp-launch[api]'."
+            f"the interface needs {error.name}, which is not installed: pip install {_API}."
         ) from None
+    return server
+
+
+def _serve(session: Session, arguments: argparse.Namespace) -> int:
     command = [word for word in arguments.command if word != "--"]
-    with server.serving(session, arguments.port) as variables:
+    with _server().serving(session, arguments.port) as variables:
         if command:
             return subprocess.run(command, env=os.environ, check=False).returncode
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}", flush=True)
-        _say("serving until ctrl-c; data of the object store is gone then")
+        _say(f"serving until ctrl-c; the object store is {session.root / places.OBJECT_STORE}")
         threading.Event().wait()
     return 0
 

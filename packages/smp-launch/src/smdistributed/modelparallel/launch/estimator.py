@@ -12,7 +12,7 @@ from smdistributed.modelparallel.common.config import Framework as FrameworkName
 from smdistributed.modelparallel.common.config.schema import describe
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch import inputs as channel_inputs
-from smdistributed.modelparallel.launch.exceptions import LaunchError
+from smdistributed.modelparallel.launch.deployment import Deployable, TrainingJob
 from smdistributed.modelparallel.launch.job.code import ARCHIVE, Code, collect
 from smdistributed.modelparallel.launch.job.contract import num_gpus
 from smdistributed.modelparallel.launch.request import distribution as strategies
@@ -34,41 +34,7 @@ __all__ = ["Estimator", "EstimatorBase", "Framework", "TrainingJob"]
 _TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
-class TrainingJob:
-    """A job that an estimator started or attached to.
-
-    Attributes:
-        name: of the job.
-    """
-
-    def __init__(self, session: Session, name: str) -> None:
-        self._session = session
-        self.name = name
-
-    @property
-    def job_name(self) -> str:
-        """The same."""
-        return self.name
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the document of the job, and how it stands."""
-        return self._session.describe_training_job(self.name)
-
-    def wait(self, logs: bool | str | list[str] | None = True) -> None:
-        """Waits for the end of the job, and shows its phases and its log.
-
-        Raises:
-            UnexpectedStatusException: it failed.
-        """
-        shown = bool(logs) and logs != "None"
-        self._session.logs_for_job(self.name, wait=True, with_logs=shown)
-
-    def stop(self) -> None:
-        """Asks the job to end."""
-        self._session.stop_training_job(self.name)
-
-
-class EstimatorBase:
+class EstimatorBase(Deployable):
     """Base of all estimators.
 
     Attributes:
@@ -201,40 +167,9 @@ class EstimatorBase:
             estimator.latest_training_job.wait()
         return estimator
 
-    def deploy(self, *_: object, **__: object) -> Any:
-        """Would serve the model.
-
-        Raises:
-            UnsupportedError: always, in this version.
-        """
-        raise UnsupportedError(
-            "deploy is not offered: load the model from the archive at model_data."
-        )
-
-    @property
-    def model_data(self) -> str:
-        """The address of the model's archive.
-
-        Raises:
-            LaunchError: nothing was trained yet, or the script left no model.
-        """
-        description = self._latest().describe()
-        found = description.get("ModelArtifacts", {}).get("S3ModelArtifacts")
-        if found is None:
-            raise LaunchError(
-                f"a model is what the script writes into SM_MODEL_DIR; job {self._latest().name} "
-                f"({description['TrainingJobStatus']}) left none."
-            )
-        return str(found)
-
     def logs(self) -> None:
         """Shows the log of the latest job."""
         self.sagemaker_session.logs_for_job(self._latest().name)
-
-    def _latest(self) -> TrainingJob:
-        if self.latest_training_job is None:
-            raise LaunchError("there is no job yet: call fit, or attach to one.")
-        return self.latest_training_job
 
     def _check(self) -> None:
         """Checks what is known before ``fit``."""

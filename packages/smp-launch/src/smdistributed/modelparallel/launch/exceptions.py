@@ -15,6 +15,27 @@ class UnknownJobError(LaunchError, ValueError):
     """There is no job of this name."""
 
 
+class UnknownEndpointError(LaunchError, ValueError):
+    """There is no endpoint, configuration or model of this name."""
+
+
+class ModelError(LaunchError, RuntimeError):
+    """A model that is served refused a request, or failed.
+
+    Attributes:
+        status: of HTTP: 400 to 499 where the request is at fault.
+        original_message: what the model, or its script, said.
+    """
+
+    def __init__(self, status: int, original_message: str) -> None:
+        super().__init__(f"the model answered with status {status}: {original_message}")
+        self.status = status
+        self.original_message = original_message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.status, self.original_message))
+
+
 class StorageError(LaunchError, RuntimeError):
     """What an address names cannot be read or written."""
 

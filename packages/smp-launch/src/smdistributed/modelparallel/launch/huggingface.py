@@ -6,17 +6,70 @@ import re
 from typing import Any, ClassVar
 
 from smdistributed.modelparallel.common.config.schema import describe
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
+from smdistributed.modelparallel.launch.deserializers import JSONDeserializer
 from smdistributed.modelparallel.launch.estimator import Framework
+from smdistributed.modelparallel.launch.model import FrameworkModel
+from smdistributed.modelparallel.launch.predictor import Predictor
 from smdistributed.modelparallel.launch.request.naming import (
     Image,
     check_version,
     framework_image,
 )
+from smdistributed.modelparallel.launch.serializers import JSONSerializer
+from smdistributed.modelparallel.launch.session import Session
 
-__all__ = ["HuggingFace"]
+__all__ = ["HuggingFace", "HuggingFaceModel", "HuggingFacePredictor"]
 
 _TRANSFORMERS = re.compile(r"transformers([\d.]+\d)")
+
+
+class HuggingFacePredictor(Predictor):
+    """Asks an endpoint by JSON."""
+
+    def __init__(
+        self,
+        endpoint_name: str,
+        sagemaker_session: Session | None = None,
+        serializer: Any = None,
+        deserializer: Any = None,
+    ) -> None:
+        super().__init__(
+            endpoint_name,
+            sagemaker_session,
+            serializer or JSONSerializer(),
+            deserializer or JSONDeserializer(),
+        )
+
+
+class HuggingFaceModel(FrameworkModel):
+    """A model of PyTorch in an archive, and the script with its ``model_fn`` and the like.
+
+    Raises:
+        ConfigError: an argument breaks a rule.
+    """
+
+    _predictor = HuggingFacePredictor
+    _repository: ClassVar[str] = "huggingface-pytorch-inference"
+
+    def __init__(
+        self,
+        role: str | None = None,
+        model_data: str | None = None,
+        entry_point: str | None = None,
+        transformers_version: str | None = None,
+        tensorflow_version: str | None = None,
+        pytorch_version: str | None = None,
+        **others: Any,
+    ) -> None:
+        check_version("transformers_version", transformers_version)
+        check_version("tensorflow_version", tensorflow_version)
+        super().__init__(model_data, role, entry_point, framework_version=pytorch_version, **others)
+        if tensorflow_version is not None:
+            raise UnsupportedError(
+                "HuggingFaceModel serves models of PyTorch; got tensorflow_version: use "
+                "TensorFlowModel."
+            )
 
 
 class HuggingFace(Framework):
@@ -30,6 +83,7 @@ class HuggingFace(Framework):
     """
 
     _kind: ClassVar[str] = "HuggingFace"
+    _model = HuggingFaceModel
     transformers_version: str | None
     pytorch_version: str | None
     tensorflow_version: str | None

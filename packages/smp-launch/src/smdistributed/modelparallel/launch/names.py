@@ -19,12 +19,16 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.launch import (
     analytics,
+    deserializers,
     estimator,
     exceptions,
     huggingface,
     inputs,
+    model,
+    predictor,
     pytorch,
     s3,
+    serializers,
     session,
     tensorflow,
 )
@@ -69,6 +73,8 @@ TABLE: dict[str, dict[str, Any]] = {
         "TrainingInput": inputs.TrainingInput,
         "s3_input": inputs.s3_input,
         "TrainingJobAnalytics": analytics.TrainingJobAnalytics,
+        "Model": model.Model,
+        "Predictor": predictor.Predictor,
         "__version__": "2.257.0",
     },
     f"{_ROOT}.session": {**_own(session), **_INPUTS},
@@ -79,6 +85,15 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.tensorflow": _own(tensorflow),
     f"{_ROOT}.huggingface": _own(huggingface),
     f"{_ROOT}.s3": _own(s3),
+    f"{_ROOT}.model": _own(model),
+    f"{_ROOT}.predictor": {
+        **_own(predictor),
+        # Where the SDK had them first.
+        **_own(serializers),
+        **_own(deserializers),
+    },
+    f"{_ROOT}.serializers": _own(serializers),
+    f"{_ROOT}.deserializers": _own(deserializers),
     f"{_ROOT}.analytics": _own(analytics),
     f"{_ROOT}.exceptions": {
         "UnexpectedStatusException": exceptions.UnexpectedStatusException,

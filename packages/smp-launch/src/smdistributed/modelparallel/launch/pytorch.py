@@ -1,12 +1,48 @@
-"""The estimator of PyTorch."""
+"""The estimator of PyTorch, and what serves its models."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from smdistributed.modelparallel.launch.deserializers import NumpyDeserializer
 from smdistributed.modelparallel.launch.estimator import Framework
+from smdistributed.modelparallel.launch.model import FrameworkModel
+from smdistributed.modelparallel.launch.predictor import Predictor
+from smdistributed.modelparallel.launch.serializers import NumpySerializer
+from smdistributed.modelparallel.launch.session import Session
 
-__all__ = ["PyTorch"]
+__all__ = ["PyTorch", "PyTorchModel", "PyTorchPredictor"]
+
+
+class PyTorchPredictor(Predictor):
+    """Asks an endpoint by arrays, in NumPy's format."""
+
+    def __init__(
+        self,
+        endpoint_name: str,
+        sagemaker_session: Session | None = None,
+        serializer: Any = None,
+        deserializer: Any = None,
+    ) -> None:
+        super().__init__(
+            endpoint_name,
+            sagemaker_session,
+            serializer or NumpySerializer(),
+            deserializer or NumpyDeserializer(),
+        )
+
+
+class PyTorchModel(FrameworkModel):
+    """A model in an archive, and the script with its ``model_fn`` and the like.
+
+    Raises:
+        ConfigError: an argument breaks a rule.
+
+    Source: estimator interface, section 7 (from an archive).
+    """
+
+    _predictor = PyTorchPredictor
+    _repository: ClassVar[str] = "pytorch-inference"
 
 
 class PyTorch(Framework):
@@ -21,6 +57,7 @@ class PyTorch(Framework):
 
     _kind: ClassVar[str] = "PyTorch"
     _repository: ClassVar[str] = "pytorch-training"
+    _model = PyTorchModel
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.request import document
 from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.serving.service import Serving
 from smdistributed.modelparallel.launch.storage import places
 from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
 
@@ -69,6 +70,11 @@ class Session:
             )
         if given := sorted(name for name, value in others.items() if value is not None):
             warnings.warn(f"no effect here: {', '.join(given)}.", ConfigWarning, stacklevel=2)
+
+    @property
+    def serving(self) -> Serving:
+        """Models and endpoints of this folder of jobs."""
+        return Serving(self.root)
 
     @property
     def boto_region_name(self) -> str:
@@ -206,6 +212,30 @@ class Session:
                 ended.training_job_status,
             )
         return self.describe_training_job(job_name)
+
+    def delete_endpoint(self, endpoint_name: str) -> None:
+        """Ends an endpoint.
+
+        Raises:
+            UnknownEndpointError: there is none of this name.
+        """
+        self.serving.delete_endpoint(endpoint_name)
+
+    def delete_endpoint_config(self, endpoint_config_name: str) -> None:
+        """Forgets the configuration of endpoints.
+
+        Raises:
+            UnknownEndpointError: there is none of this name.
+        """
+        self.serving.delete_endpoint_config(endpoint_config_name)
+
+    def delete_model(self, model_name: str) -> None:
+        """Forgets a model; its archive stays.
+
+        Raises:
+            UnknownEndpointError: there is none of this name.
+        """
+        self.serving.delete_model(model_name)
 
     def _ship(self, code: Code, address: str) -> None:
         with tempfile.TemporaryDirectory() as place:

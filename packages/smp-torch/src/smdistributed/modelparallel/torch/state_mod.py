@@ -43,12 +43,12 @@ class State:
 
     @property
     def param_index_to_name_tp_group(self) -> NoReturn:
-        """Compatibility: of half precision, which is not there yet."""
+        """Compatibility: numbers of parameters in a flat buffer, which there is none of."""
         raise UnsupportedError("state.param_index_to_name_tp_group is not supported yet.")
 
     @property
     def param_name_to_index_tp_group(self) -> NoReturn:
-        """Compatibility: of half precision, which is not there yet."""
+        """Compatibility: numbers of parameters in a flat buffer, which there is none of."""
         raise UnsupportedError("state.param_name_to_index_tp_group is not supported yet.")
 
 

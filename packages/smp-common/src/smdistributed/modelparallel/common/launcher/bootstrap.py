@@ -20,6 +20,8 @@ from smdistributed.modelparallel.common.launcher.ending import EndRequest
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
 _SIZE_VARIABLE = "OMPI_COMM_WORLD_SIZE"
+#: Whose value has, by the names of hosts, the variables that are otherwise there than on the first.
+HOSTS_VARIABLE = "SMP_HOST_VARIABLES"
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -29,7 +31,7 @@ def rank() -> int:
 
 
 def name_host(environ: MutableMapping[str, str]) -> None:
-    """Corrects ``SM_CURRENT_HOST``, which mpirun hands on as it is on the first host.
+    """Corrects ``SM_CURRENT_HOST`` and its like, which mpirun hands on as on the first host.
 
     ``SM_HOSTS`` lists the hosts in the order of ranks, and each has as many.
     """
@@ -39,7 +41,9 @@ def name_host(environ: MutableMapping[str, str]) -> None:
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         return  # nobody has named hosts, or in another way than launchers do
     if share and not rest:
-        environ["SM_CURRENT_HOST"] = str(hosts[rank() // share])
+        name = str(hosts[rank() // share])
+        environ["SM_CURRENT_HOST"] = name
+        environ.update(json.loads(environ.get(HOSTS_VARIABLE, "{}")).get(name, {}))
 
 
 def run(program: list[str]) -> object:

@@ -1,4 +1,4 @@
-"""The operations of the service that ``fit``, ``attach`` and logs need, over folders of jobs.
+"""The operations of the service: those of ``fit``, ``attach`` and logs, over folders of jobs.
 
 Source: the public schemas of the operations.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.launch.exceptions import UnknownJobError
+from smdistributed.modelparallel.launch.api.hosting import Hosting
+from smdistributed.modelparallel.launch.exceptions import UnknownEndpointError, UnknownJobError
 from smdistributed.modelparallel.launch.job import folder
 from smdistributed.modelparallel.launch.session import Session
 
@@ -31,6 +32,7 @@ class Operations:
             "ListTags": self._tags,
             "DescribeLogStreams": self._streams,
             "GetLogEvents": self._events,
+            **Hosting(session).known,
         }
 
     def answer(self, name: str, body: dict[str, Any]) -> Answer:
@@ -42,6 +44,8 @@ class Operations:
             return 200, operation(body)
         except UnknownJobError:
             return _error("Requested resource not found.")
+        except UnknownEndpointError as error:
+            return _error(f"Could not find what was asked for: {error}")
         except (SMPError, KeyError) as error:
             return _error(str(error))
 

@@ -1,29 +1,39 @@
 """One address of the loopback for the service and its object store, and what points programs at it.
 
-The object store, and who the caller is, are moto's. Its data is in the memory of this process.
+Who the caller is, and the protocol of the object store, are moto's; its data is files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from smdistributed.modelparallel.launch.api.hosting import Hosting
 from smdistributed.modelparallel.launch.api.operations import Operations
 from smdistributed.modelparallel.launch.api.signatures import NotSignedError, Request, Secret
+from smdistributed.modelparallel.launch.api.store import Store
 from smdistributed.modelparallel.launch.session import Session
-from smdistributed.modelparallel.launch.storage.places import JOBS_VARIABLE
+from smdistributed.modelparallel.launch.storage.places import (
+    FOLDER_STORE_VARIABLE,
+    JOBS_VARIABLE,
+)
 
 _REGION = "us-east-1"
 _OWN = ("sagemaker", "logs")
+_INVOCATION = re.compile(r"/endpoints/(?P<name>[^/]+)/invocations")
+_STORE_ERROR = "<Error><Code>InvalidRequest</Code><Message>{}</Message></Error>"
 #: The SDK asks a fixed address past the endpoint for a bucket's name, and reports its use to
 #: another one.
 _SDK_CONFIG = """\
@@ -44,6 +54,8 @@ class _Door:
 
     def __init__(self, session: Session, secret: Secret) -> None:
         self._operations = Operations(session)
+        self._hosting = Hosting(session)
+        self._store = Store(session.root)
         self._secret = secret
         self._others = DomainDispatcherApplication(create_backend_app)
 
@@ -64,8 +76,9 @@ class _Door:
             return _answer(start, 403, {"__type": "AccessDeniedException", "message": str(error)})
         if service not in _OWN:
             environ["wsgi.input"] = io.BytesIO(body)
-            found: Iterable[bytes] = self._others(environ, start)
-            return found
+            return self._of_store(environ, start, service, request)
+        if found := _INVOCATION.fullmatch(environ["PATH_INFO"]):
+            return _send(start, *self._hosting.invoke(found["name"], body, headers))
         name = headers.get("x-amz-target", "").partition(".")[2]
         try:
             document = json.loads(body or b"{}")
@@ -75,6 +88,20 @@ class _Door:
             return _answer(start, 400, {"__type": "SerializationException"})
         return _answer(start, *self._operations.answer(name, document))
 
+    def _of_store(
+        self, environ: dict[str, Any], start: Any, service: str, request: Request
+    ) -> Iterable[bytes]:
+        is_store = service == "s3"
+        if is_store:
+            if problem := self._store.problem(request.method, request.target):
+                text = _STORE_ERROR.format(html.escape(problem)).encode()
+                return _send(start, 400, {"Content-Type": "application/xml"}, text)
+            self._store.before(request.target)
+        found: Iterable[bytes] = self._others(environ, start)
+        if is_store:
+            self._store.after(request.method, request.target)
+        return found
+
 
 #: Does not print each request.
 _Quiet = type("_Quiet", (WSGIRequestHandler,), {"log": lambda *_, **__: None})
@@ -82,7 +109,7 @@ _Quiet = type("_Quiet", (WSGIRequestHandler,), {"log": lambda *_, **__: None})
 
 @contextlib.contextmanager
 def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
-    """Serves while the body runs; jobs that are started reach the store by it too.
+    """Serves while the body runs. Jobs go on without it, their object store being files.
 
     Args:
         session: where jobs live.
@@ -95,7 +122,7 @@ def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
     server = make_server(
         "127.0.0.1", port, _Door(session, secret), threaded=True, request_handler=_Quiet
     )
-    config = session.root / "s3" / f"sdk-{os.getpid()}.yaml"
+    config = session.root / ".api" / f"sdk-{os.getpid()}.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_SDK_CONFIG.format(bucket=session.default_bucket()))
     variables = _variables(server.server_port, secret, config, session.root)
@@ -117,8 +144,10 @@ def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
 
 
 def _variables(port: int, secret: Secret, config: Path, root: Path) -> dict[str, str]:
+    url = f"http://127.0.0.1:{port}"
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": url,
+        FOLDER_STORE_VARIABLE: url,
         "AWS_ACCESS_KEY_ID": secret.key,
         "AWS_SECRET_ACCESS_KEY": secret.secret,
         "AWS_DEFAULT_REGION": _REGION,
@@ -129,11 +158,11 @@ def _variables(port: int, secret: Secret, config: Path, root: Path) -> dict[str,
 
 
 def _answer(start: Any, code: int, document: dict[str, Any]) -> Iterable[bytes]:
-    data = json.dumps(document).encode()
-    words = {200: "OK", 400: "Bad Request", 403: "Forbidden"}
-    headers = [
-        ("Content-Type", "application/x-amz-json-1.1"),
-        ("Content-Length", str(len(data))),
-    ]
-    start(f"{code} {words[code]}", headers)
+    kind = {"Content-Type": "application/x-amz-json-1.1"}
+    return _send(start, code, kind, json.dumps(document).encode())
+
+
+def _send(start: Any, code: int, headers: dict[str, str], data: bytes) -> Iterable[bytes]:
+    length = {"Content-Length": str(len(data))}
+    start(f"{code} {HTTPStatus(code).phrase}", [*{**headers, **length}.items()])
     return [data]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
-
 from smdistributed.modelparallel.launch.exceptions import LaunchError
+from smdistributed.modelparallel.launch.job import detached
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.job.supervisor import MODULE
@@ -24,28 +20,11 @@ class LocalBackend:
     name = "local"
 
     def submit(self, folder: JobFolder) -> None:
-        """Starts a job in a session of its own.
-
-        The lock is taken here and handed on, so there is no moment in which nobody holds it.
-        """
+        """Starts a job in a session of its own."""
         descriptor = folder.lock()
         if descriptor is None:
             raise LaunchError(f"job {folder.name} has a supervisor already: wait for its end.")
-        command = [sys.executable, "-m", MODULE, str(folder.path), str(descriptor)]
-        try:
-            with (folder.logs / "supervisor.log").open("ab") as log:
-                supervisor = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=(descriptor,),
-                )
-        finally:
-            os.close(descriptor)
-        # Somebody has to take its exit code when it ends, else it stays as a zombie.
-        threading.Thread(target=supervisor.wait, name=f"wait-{folder.name}", daemon=True).start()
+        detached.start(MODULE, folder.path, descriptor, folder.logs / "supervisor.log")
 
     def observe(self, folder: JobFolder) -> Status:
         """Returns how a job stands."""

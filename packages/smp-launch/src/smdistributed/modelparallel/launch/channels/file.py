@@ -12,6 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -33,27 +34,30 @@ class Entry(NamedTuple):
     source: Location
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which of the hosts a channel is for; matters to channels that are dealt out to hosts."""
+
+    host: int = 0
+    num_hosts: int = 1
+
+
+_ALONE = Share()
+
+
 def check(channel: Channel, root: Path, mode: str, num_hosts: int = 1) -> None:
     """Checks, before a job starts, that a channel's data is there; says what has no effect.
 
     Raises:
-        StorageError: it is not.
-        UnsupportedError: the mode, or a way to deal files out, is not offered.
+        StorageError: it is not, or there are fewer files than hosts to deal them out to.
+        UnsupportedError: the kind of data is not offered.
     """
-    if mode == "Pipe":
-        raise UnsupportedError(
-            f"channel {channel.channel_name}: input_mode 'Pipe' is not offered: use 'File'."
-        )
-    if num_hosts > 1 and _is_dealt(channel):
-        raise UnsupportedError(
-            f"channel {channel.channel_name}: 'ShardedByS3Key' is not offered for {num_hosts} "
-            "hosts, which share a folder here: use 'FullyReplicated', or give each host a channel."
-        )
     of_pipes = {
         "compression": channel.compression_type,
         "record_wrapping": channel.record_wrapper_type,
     }
-    if without := [name for name, word in of_pipes.items() if word not in (None, "None")]:
+    without = [name for name, word in of_pipes.items() if word not in (None, "None")]
+    if without and mode != "Pipe":
         warnings.warn(
             f"channel {channel.channel_name}: {', '.join(without)} acts in input_mode 'Pipe' "
             "alone; files stay as they are.",
@@ -68,6 +72,8 @@ def check(channel: Channel, root: Path, mode: str, num_hosts: int = 1) -> None:
             f"channel {channel.channel_name}: there is nothing at {location.address} "
             f"({location.local}): correct the address."
         )
+    if is_dealt(channel) and num_hosts > 1:
+        entries_of(channel, root, Share(num_hosts - 1, num_hosts))
 
 
 def fill(
@@ -76,6 +82,7 @@ def fill(
     root: Path,
     mode: str,
     go_on: Callable[[], None] = lambda: None,
+    share: Share = _ALONE,
 ) -> int:
     """Fills the folder of a channel; returns how many files it has.
 
@@ -85,19 +92,21 @@ def fill(
         root: the folder of all jobs.
         mode: ``File`` or ``FastFile``.
         go_on: called before each file; raises to end the work.
+        share: whose files, where they are dealt out.
 
     Raises:
         StorageError: data is missing or cannot be read.
     """
     location = locate(_address(channel), root)
     folder = location.local
-    if mode == "FastFile" and folder is not None and folder.is_dir() and not _is_manifest(channel):
+    is_whole = not _is_manifest(channel) and not (is_dealt(channel) and share.num_hosts > 1)
+    if mode == "FastFile" and folder is not None and folder.is_dir() and is_whole:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(folder, target_is_directory=True)
         return len(list(folder.iterdir()))
     target.mkdir(parents=True, exist_ok=True)
-    count = 0
-    for entry in _entries(channel, location, root):
+    entries = entries_of(channel, root, share)
+    for entry in entries:
         go_on()
         place = target / entry.name
         if not place.resolve().is_relative_to(target.resolve()):
@@ -110,13 +119,41 @@ def fill(
             place.symlink_to(path)
         else:
             download(entry.source, place)
-        count += 1
-    if not count:
+    return len(entries)
+
+
+def entries_of(channel: Channel, root: Path, share: Share = _ALONE) -> list[Entry]:
+    """Returns the files of a channel for a host, by their names.
+
+    Raises:
+        StorageError: there are none, or fewer than hosts to deal them out to.
+    """
+    location = locate(_address(channel), root)
+    found = list(_entries(channel, location, root))
+    if not found:
         raise StorageError(
             f"channel {channel.channel_name}: there is nothing at {location.address}: correct the "
             "address."
         )
-    return count
+    if not is_dealt(channel) or share.num_hosts == 1:
+        return found
+    if len(found) < share.num_hosts:
+        raise StorageError(
+            f"channel {channel.channel_name}: 'ShardedByS3Key' deals files out to hosts; there are "
+            f"{len(found)} for {share.num_hosts} hosts: divide the data into more, or use "
+            "'FullyReplicated'."
+        )
+    return found[share.host :: share.num_hosts]
+
+
+def is_dealt(channel: Channel) -> bool:
+    """Tells whether each host has files of its own."""
+    source = channel.data_source
+    dealt = (
+        source.s3_data_source and source.s3_data_source.s3_data_distribution_type,
+        source.file_data_source and source.file_data_source.file_data_distribution_type,
+    )
+    return "ShardedByS3Key" in dealt
 
 
 def _address(channel: Channel) -> str:
@@ -151,16 +188,6 @@ def _file_systems() -> dict[str, str]:
             f'{text!r}: write \'{{"fs-1": "/path"}}\'.'
         )
     return {str(name): str(path) for name, path in places.items()}
-
-
-def _is_dealt(channel: Channel) -> bool:
-    """Tells whether each host gets files of its own."""
-    source = channel.data_source
-    dealt = (
-        source.s3_data_source and source.s3_data_source.s3_data_distribution_type,
-        source.file_data_source and source.file_data_source.file_data_distribution_type,
-    )
-    return "ShardedByS3Key" in dealt
 
 
 def _is_manifest(channel: Channel) -> bool:

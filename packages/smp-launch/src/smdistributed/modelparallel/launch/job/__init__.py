@@ -3,10 +3,12 @@
 code        the archive of a script and what it imports
 folder      the folder and who may write in it
 status      how a job stands
+detached    processes that outlive who starts them
 contract    files, variables and arguments that a script sees: pure functions
 clusters    how processes find each other that MPI does not start
 commands    what is run for a job, and where
 running     runs it, keeps its output, and ends it
+feeding     the process that feeds the pipes of a host
 checkpoints a folder that is kept in step with an address
 metrics     numbers in the log
 results     archives of what the script left

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import slurm
-from smdistributed.modelparallel.launch.job import clusters, contract
+from smdistributed.modelparallel.common.launcher.bootstrap import HOSTS_VARIABLE
+from smdistributed.modelparallel.launch import channels
+from smdistributed.modelparallel.launch.job import clusters, contract, feeding
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import TrainingJob
@@ -19,6 +22,8 @@ from smdistributed.modelparallel.launch.request.naming import parse_image
 
 #: smprun ends ranks in steps of seconds.
 _SMPRUN_SECONDS = 10.0
+#: Where scripts of streams find ``sagemaker_tensorflow``.
+_READERS = Path(channels.__file__).parent / "import_path"
 _SMPRUN = ("-m", "smdistributed.modelparallel.common.launcher")
 
 
@@ -73,10 +78,13 @@ def commands_of(
         host = contract.here("algo-1", count)
         started = (sys.executable, *launcher, program, *words)
         own = _environ(folder, request, host, environ)
-        return [Command(host.name, started, own, folder.code, _SMPRUN_SECONDS)]
+        if others := contract.channels_of_hosts(folder, request):
+            own[HOSTS_VARIABLE] = json.dumps(others)
+        ranks = Command(host.name, started, own, folder.code, _SMPRUN_SECONDS)
+        return [*_feeders(folder, request, _nodes(count, environ), environ), ranks]
     hosts = [contract.here(name, count) for name in contract.host_names(count)]
     nodes = _nodes(count, environ)
-    commands = []
+    commands = _feeders(folder, request, nodes, environ)
     for role in clusters.roles(values, nodes, hosts[0].num_gpus):
         host, node = hosts[role.host], nodes[role.host]
         starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
@@ -84,6 +92,19 @@ def commands_of(
         whole = (*_reach(node), *starter, program, *words)
         commands.append(Command(host.name + role.name, whole, own, folder.code, serves=role.serves))
     return commands
+
+
+def _feeders(
+    folder: JobFolder, request: TrainingJob, nodes: Sequence[str], environ: Mapping[str, str]
+) -> list[Command]:
+    """Returns what feeds the pipes of each host, where channels are streams."""
+    if not feeding.piped(request):
+        return []
+    found = []
+    for name, node in zip(contract.host_names(len(nodes)), nodes, strict=True):
+        words = (*_reach(node), sys.executable, "-m", feeding.MODULE, str(folder.path), name)
+        found.append(Command(f"pipe-{name}", words, environ, folder.path, serves=True))
+    return found
 
 
 def _nodes(count: int, environ: Mapping[str, str]) -> list[str]:
@@ -116,6 +137,8 @@ def _environ(
 ) -> dict[str, str]:
     # Of a job that starts this one.
     inherited = {name: text for name, text in environ.items() if not name.startswith("SM_")}
-    path = [str(folder.code), *filter(None, [environ.get("PYTHONPATH")])]
+    # Last, so that a reader of pipes that is installed wins.
+    readers = [str(_READERS)] if feeding.piped(request) else []
+    path = [str(folder.code), *filter(None, [environ.get("PYTHONPATH")]), *readers]
     own = contract.environment(folder, request, host)
     return {**inherited, "PYTHONPATH": os.pathsep.join(path), **own}

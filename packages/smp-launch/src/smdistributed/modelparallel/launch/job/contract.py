@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smdistributed.modelparallel.launch.channels.file import is_dealt
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import Channel, TrainingJob
@@ -140,6 +141,20 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
     return {**{name: _as_text(value) for name, value in fixed.items()}, **given}
 
 
+def channels_of_hosts(folder: JobFolder, request: TrainingJob) -> dict[str, dict[str, str]]:
+    """Returns the variables of channels that are otherwise on a host than on the first one."""
+    first, *others = host_names(request.resource_config.instance_count)
+    found: dict[str, dict[str, str]] = {}
+    for channel in request.input_data_config:
+        shared = channel_base(folder, request, channel, first)
+        for name in others:
+            base = channel_base(folder, request, channel, name)
+            if base != shared:
+                own = found.setdefault(name, {})
+                own[f"SM_CHANNEL_{channel.channel_name.upper()}"] = str(base)
+    return found
+
+
 def _training_environment(
     folder: JobFolder, request: TrainingJob, host: Host, all_values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -150,7 +165,7 @@ def _training_environment(
     return {
         "additional_framework_parameters": names.of_framework(all_values),
         "channel_input_dirs": {
-            channel.channel_name: str(folder.data / channel.channel_name)
+            channel.channel_name: str(channel_base(folder, request, channel, host.name))
             for channel in request.input_data_config
         },
         "current_host": host.name,
@@ -211,6 +226,17 @@ def _resource_config(request: TrainingJob, host: Host) -> dict[str, Any]:
 def mode_of(channel: Channel, request: TrainingJob) -> str:
     """Returns how a channel reaches the script."""
     return channel.input_mode or request.algorithm_specification.training_input_mode
+
+
+def channel_base(folder: JobFolder, request: TrainingJob, channel: Channel, host: str) -> Path:
+    """Returns the folder of a channel, or what its pipes' names begin with.
+
+    Hosts share it where all have the same files; the first host has what the others would have.
+    """
+    is_own = is_dealt(channel) or mode_of(channel, request) == "Pipe"
+    if not is_own or host == host_names(1)[0]:
+        return folder.data / channel.channel_name
+    return folder.path / "input/hosts" / host / channel.channel_name
 
 
 def _input_data_config(request: TrainingJob) -> dict[str, Any]:

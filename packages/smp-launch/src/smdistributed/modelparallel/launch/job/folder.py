@@ -8,7 +8,6 @@ records that the job failed, so no job is in progress for ever.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,13 +18,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from smdistributed.modelparallel.common.checkpoint.durable_files import write_file
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnknownJobError
+from smdistributed.modelparallel.launch.job.detached import take_lock
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.request import document
 from smdistributed.modelparallel.launch.request.document import TrainingJob
 from smdistributed.modelparallel.launch.storage.places import OBJECT_STORE, make_private
+from smdistributed.modelparallel.launch.storage.transfer import write_whole
 
 _NUM_NAMED = 10
 
@@ -112,7 +112,7 @@ class JobFolder:
 
     def write_status(self, status: Status) -> None:
         """Replaces the status; readers see the old or the new one, whole."""
-        self._write("status.json", status.model_dump_json(by_alias=True, indent=1))
+        write_whole(self.path / "status.json", status.model_dump_json(by_alias=True, indent=1))
 
     def ask_to_stop(self) -> None:
         """Leaves word for the supervisor."""
@@ -125,19 +125,12 @@ class JobFolder:
 
     def clear(self) -> None:
         """Removes code and data of an earlier run; a job may start again in its folder."""
-        for place in (self.code, self.data):
+        for place in (self.code, self.data, self.path / "input/hosts", self.path / "pipe_state"):
             shutil.rmtree(place, ignore_errors=True)
 
     def lock(self) -> int | None:
         """Takes the lock of the supervisor; returns its descriptor, or None if it is taken."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(self.path / "supervisor.lock", flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor
+        return take_lock(self.path / "supervisor.lock")
 
     def bury(self, reason: str, *, is_stopped: bool = False) -> Status:
         """Records that an unfinished job has ended whose supervisor is gone; returns the status.
@@ -168,13 +161,6 @@ class JobFolder:
             return status.entering("Stopped", reason, training_job_status="Stopped")
         return status.failed(reason)
 
-    def _write(self, name: str, text: str) -> None:
-        write_file(self.path / name, lambda file: _write_all(file, text.encode()))
-
-
-def _write_all(file: object, data: bytes) -> None:
-    file.write(data)  # type: ignore[attr-defined]
-
 
 @contextlib.contextmanager
 def created(root: Path, request: TrainingJob, status: Status) -> Iterator[JobFolder]:
@@ -201,7 +187,7 @@ def created(root: Path, request: TrainingJob, status: Status) -> Iterator[JobFol
             folder.data,
         ):
             place.mkdir(parents=True)
-        folder._write("request.json", json.dumps(request.as_json(), indent=1))
+        write_whole(folder.path / "request.json", json.dumps(request.as_json(), indent=1))
         folder.write_status(status)
         yield folder
     except BaseException:

@@ -20,6 +20,7 @@ from pathlib import Path
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.launch.channels import file as file_channels
+from smdistributed.modelparallel.launch.channels import pipe
 from smdistributed.modelparallel.launch.job import code, contract, literal_paths, results
 from smdistributed.modelparallel.launch.job.checkpoints import Keeper
 from smdistributed.modelparallel.launch.job.commands import Command, commands_of
@@ -28,6 +29,7 @@ from smdistributed.modelparallel.launch.job.metrics import Recorder
 from smdistributed.modelparallel.launch.job.running import Outcome, Run
 from smdistributed.modelparallel.launch.job.status import Artifacts, Phase, State, Status
 from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.request.document import Channel
 from smdistributed.modelparallel.launch.request.naming import parse_image
 from smdistributed.modelparallel.launch.storage.places import locate
 from smdistributed.modelparallel.launch.storage.transfer import download
@@ -105,9 +107,7 @@ class Supervisor:
         for name, content in contract.config_files(self._request, host).items():
             (self._folder.config / name).write_text(json.dumps(content), encoding="utf-8")
         for channel in self._request.input_data_config:
-            target = self._folder.data / channel.channel_name
-            mode = contract.mode_of(channel, self._request)
-            file_channels.fill(channel, target, self._folder.root, mode, self._check_for_stop)
+            self._fill(channel)
         self._check_for_stop()
         grace = grace_seconds(os.environ)
         commands = commands_of(self._folder, self._request, grace, os.environ)
@@ -132,6 +132,23 @@ class Supervisor:
         if outcome.ending == "stopped" and self._is_taken_away:
             return Outcome("interrupted", 0, "The hosts were taken away; it starts again on others")
         return outcome
+
+    def _fill(self, channel: Channel) -> None:
+        """Makes the data of a channel, or its pipes, for each host that has its own."""
+        hosts = contract.host_names(self._request.resource_config.instance_count)
+        mode = contract.mode_of(channel, self._request)
+        done = set()
+        for index, host in enumerate(hosts):
+            base = contract.channel_base(self._folder, self._request, channel, host)
+            if base in done:
+                continue
+            done.add(base)
+            if mode == "Pipe":
+                pipe.make(base, 0)
+                continue
+            share = file_channels.Share(index, len(hosts))
+            root = self._folder.root
+            file_channels.fill(channel, base, root, mode, self._check_for_stop, share)
 
     def _with_literal_paths(self, commands: list[Command]) -> list[Command]:
         """Puts the folder where the text of the script looks for it, if that can be done."""

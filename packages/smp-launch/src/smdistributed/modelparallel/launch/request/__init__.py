@@ -6,4 +6,5 @@ hyperparameters   how they are written and read
 machines          what is known of types of hosts
 naming            names of jobs and images
 document          the document, checked
+serving           the documents of models and endpoints
 """

@@ -84,7 +84,8 @@ TABLE: tuple[Argument, ...] = (
              "`/opt/ml/model`, which is the job's own.", of=("TensorFlow",)),
     Argument("max_run", "used", "Seconds after which training is ended.", old=("train_max_run",),
              default=86400),
-    Argument("input_mode", "used", "`File` or `FastFile`, for channels that do not say themselves.",
+    Argument("input_mode", "used", "`File`, `FastFile` or `Pipe`, for channels that do not say "
+             "themselves.",
              default="File"),
     Argument("environment", "used", "Environment variables of the script."),
     Argument("metric_definitions", "used", "Numbers to read from the log, by regular expressions."),

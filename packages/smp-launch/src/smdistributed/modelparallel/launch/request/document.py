@@ -9,7 +9,7 @@ Source: estimator interface, sections 1 to 6; the public schema of ``CreateTrain
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_pascal
@@ -24,8 +24,11 @@ InputMode = Literal["File", "Pipe", "FastFile"]
 #: What the service takes, and this package keeps and does not read.
 Unread = dict[str, Any]
 
+_NAME = "letters and digits with dashes between them, at most 63"
 _PATTERNS = {
-    "training_job_name": "letters and digits with dashes between them, at most 63",
+    **dict.fromkeys(
+        ("training_job_name", "model_name", "endpoint_config_name", "endpoint_name"), _NAME
+    ),
     "channel_name": "letters, digits, '.', '_' and '-', at most 64, the first one not '.'",
 }
 
@@ -36,6 +39,13 @@ class Part(BaseModel):
     model_config = ConfigDict(
         alias_generator=to_pascal, populate_by_name=True, extra="forbid", frozen=True
     )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the document as the service has it, without what was left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
+
+
+P = TypeVar("P", bound=Part)
 
 
 class Metric(Part):
@@ -205,10 +215,6 @@ class TrainingJob(Part):
             raise ValueError(f"names each channel once; got {', '.join(twice)} twice: rename one")
         return self
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the document as the service has it, without what was left out."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
-
 
 def read(document: Mapping[str, Any]) -> TrainingJob:
     """Checks a document.
@@ -216,19 +222,28 @@ def read(document: Mapping[str, Any]) -> TrainingJob:
     Raises:
         ConfigError: it breaks rules; lists every problem.
     """
+    return validated(TrainingJob, document)
+
+
+def validated(kind: type[P], document: Mapping[str, Any]) -> P:
+    """Checks a document of some kind.
+
+    Raises:
+        ConfigError: it breaks rules; lists every problem.
+    """
     try:
-        return TrainingJob.model_validate(dict(document))
+        return kind.model_validate(dict(document))
     except ValidationError as error:
-        problems = [_in_words(found) for found in error.errors(include_url=False)]
+        problems = [_in_words(kind, found) for found in error.errors(include_url=False)]
         raise ConfigError("\n".join(problems)) from None
 
 
-def _in_words(problem: Any) -> str:
+def _in_words(kind: type[Part], problem: Any) -> str:
     place = ".".join(str(step) for step in problem["loc"]) or "the request"
     last = str(problem["loc"][-1]) if problem["loc"] else ""
     got = f"got {describe(problem['input'])}"
     if problem["type"] == "extra_forbidden":
-        return unknown_key(place, _known(problem["loc"]))
+        return unknown_key(place, _known(kind, problem["loc"]))
     if problem["type"] == "missing":
         return f"{place} must be there; it is missing."
     if problem["type"] == "string_pattern_mismatch":
@@ -239,9 +254,9 @@ def _in_words(problem: Any) -> str:
     return f"{place}: {problem['msg']}; {got}."
 
 
-def _known(place: tuple[int | str, ...]) -> list[str]:
+def _known(kind: type[Part], place: tuple[int | str, ...]) -> list[str]:
     """Returns the names beside the one at a place, each with the path before it."""
-    model: Any = TrainingJob
+    model: Any = kind
     for step in place[:-1]:
         if isinstance(step, str):
             field = next(f for f in model.model_fields.values() if f.alias == step)

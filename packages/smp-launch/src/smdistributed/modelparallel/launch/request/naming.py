@@ -23,6 +23,16 @@ _FRAMEWORKS = {
 }
 
 
+#: The same of images that serve.
+_SERVING = {
+    "pytorch-inference": "pytorch",
+    "tensorflow-inference": "tensorflow",
+    "tensorflow-serving": "tensorflow",
+    "huggingface-pytorch-inference": "pytorch",
+    "huggingface-tensorflow-inference": "tensorflow",
+}
+
+
 @dataclass(frozen=True)
 class Image:
     """The name of an image.
@@ -39,6 +49,11 @@ class Image:
     def framework(self) -> str | None:
         """``pytorch`` or ``tensorflow`` for an image of a framework, None for any other."""
         return _FRAMEWORKS.get(self.repository.removeprefix("sagemaker-"))
+
+    @property
+    def served_framework(self) -> str | None:
+        """The same for images that serve; models are also served by images that train."""
+        return _SERVING.get(self.repository.removeprefix("sagemaker-"), self.framework)
 
     @property
     def framework_version(self) -> str | None:

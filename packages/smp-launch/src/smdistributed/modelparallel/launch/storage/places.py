@@ -23,6 +23,8 @@ from smdistributed.modelparallel.launch.exceptions import StorageError
 JOBS_VARIABLE = "SMP_JOBS"
 #: Folder below the jobs' that stands for an object store which nobody configured.
 OBJECT_STORE = "s3"
+#: The endpoint whose object store is that folder: who can, goes there and not through a server.
+FOLDER_STORE_VARIABLE = "SMP_FOLDER_STORE"
 #: Any of these, or the file of credentials, says that a real object store is meant.
 _S3_SETTINGS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"),
@@ -103,6 +105,9 @@ def locate(address: str, root: Path, environ: Mapping[str, str] = os.environ) ->
 
 def has_object_store(environ: Mapping[str, str] = os.environ) -> bool:
     """Tells whether the user has said where s3:// is."""
+    own = environ.get(FOLDER_STORE_VARIABLE)
+    if own and own == environ.get("AWS_ENDPOINT_URL_S3", environ.get("AWS_ENDPOINT_URL")):
+        return False
     file = environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
     return any(map(environ.get, _S3_SETTINGS)) or Path(file).expanduser().is_file()
 

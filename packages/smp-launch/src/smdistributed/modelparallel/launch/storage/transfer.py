@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 from smdistributed.modelparallel.common.checkpoint.durable_files import write_file
 from smdistributed.modelparallel.launch.exceptions import StorageError
 from smdistributed.modelparallel.launch.storage.places import Location, make_private
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file of this machine; readers see the old or the new one, whole."""
+    data = text.encode()
+
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
+    write_file(path, write)
 
 
 def upload(source: Path, target: Location) -> None:

@@ -96,7 +96,7 @@ def resume_from_checkpoint(
         partial: the kind of the checkpoint.
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.
-        load_sharded_optimizer_state: without effect: optimizer state is not sharded yet.
+        load_sharded_optimizer_state: without effect: state fits any number of owners.
         translate_function: with ``partial=False``, gives the weights the names and shapes of the
             model; None does so for models of Transformers that the library knows.
         load_optimizer_states: the former name of ``load_optimizer``.

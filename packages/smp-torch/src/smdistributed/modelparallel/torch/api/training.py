@@ -14,6 +14,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer as BaseOptimizer,
 )
+from smdistributed.modelparallel.torch.precision.loss_scale import options_of
 from smdistributed.modelparallel.torch.stepping import function as step_function
 
 
@@ -147,10 +148,19 @@ class DistributedOptimizer(BaseOptimizer):
 
     Args:
         optimizer: the torch optimizer to wrap.
-        static_loss_scale: without effect unless fp16 is configured.
-        dynamic_loss_scale: without effect unless fp16 is configured.
-        dynamic_loss_args: without effect unless fp16 is configured.
-        dynamic_loss_kwargs: without effect unless fp16 is configured.
+        static_loss_scale: under fp16, a fixed factor of the loss; None with a dynamic one.
+        dynamic_loss_scale: under fp16, let the factor follow what is seen: a gradient that is not
+            finite on any rank leaves the update out on all of them, and the factor falls.
+        dynamic_loss_args: of a dynamic factor: ``init_scale`` (2**32), ``scale_factor`` (2),
+            ``scale_window`` (1000), ``min_scale`` (1), ``delayed_shift`` (1),
+            ``consecutive_hysteresis`` (False). Without fp16 all of these have no effect.
+        dynamic_loss_kwargs: the same as keywords.
+
+    Raises:
+        TypeError: no ``torch.optim.Optimizer``; or under fp16, a dynamic argument of another name.
+        ValueError: a parameter is in it twice; or under fp16, a static and a dynamic factor, or a
+            number out of range.
+        UnsupportedError: its update of one parameter needs the gradients of all.
 
     Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
     """
@@ -163,7 +173,14 @@ class DistributedOptimizer(BaseOptimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **dynamic_loss_kwargs: Any,
     ) -> None:
-        super().__init__(slot.get(), optimizer)
+        runtime = slot.get()
+        if not runtime.config.fp16:
+            super().__init__(runtime, optimizer)
+            return
+        given = {**(dynamic_loss_args or {}), **dynamic_loss_kwargs}
+        super().__init__(
+            runtime, optimizer, options_of(static_loss_scale, dynamic_loss_scale, given)
+        )
 
 
 def clip_grad_norm_(

@@ -12,7 +12,7 @@ A tensor is known by its storage: views and parameters made from one need no rec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,13 +134,31 @@ class DelayedParameters:
         Raises:
             UnsupportedError: something was written to it after the context was left.
         """
+        self._check_unchanged(tensor)
+        self.become(tensor, self.compute(tensor).to(device))
+
+    def _check_unchanged(self, tensor: torch.Tensor) -> None:
         if tensor._version != self._versions.get(id(tensor), 0):
             raise UnsupportedError(
                 f"a parameter of shape {tuple(tensor.shape)} was changed after "
                 "smp.delay_param_initialization was left and before it had values: initialise it "
                 "inside, or load states with DistributedModel.load_state_dict."
             )
-        self.become(tensor, self.compute(tensor).to(device))
+
+    def cast(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        """Has delayed tensors get their values in another type; they stay the same objects.
+
+        Raises:
+            UnsupportedError: something was written to one after the context was left.
+        """
+        for tensor in tensors:
+            self._check_unchanged(tensor)
+        if not tensors:
+            return
+        with self.delaying():
+            cast = [tensor.detach().to(dtype) for tensor in tensors]
+        for tensor, other in zip(tensors, cast, strict=True):
+            self.become(tensor, other)
 
     def drop(self, tensor: torch.Tensor, device: torch.device) -> None:
         """Makes a delayed tensor an empty one: its values belong on another rank."""

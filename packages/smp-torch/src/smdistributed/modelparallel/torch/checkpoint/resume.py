@@ -11,29 +11,20 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import torch
 
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
+from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
     expect_wrapped,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
-from smdistributed.modelparallel.torch.checkpoint.plain_classes import (
-    TRUST_VARIABLE,
-    is_trusted,
-    plain_classes,
-    refused_in,
-)
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
@@ -135,20 +126,19 @@ class _Reader:
     def __init__(self, runtime: TorchRuntime, checkpoint: Checkpoint, trust_pickle: bool) -> None:
         self._runtime = runtime
         self._checkpoint = checkpoint
-        self._trust_pickle = trust_pickle or is_trusted()
+        self._files = CheckpointFiles(checkpoint, trust_pickle)
 
     def full(self, load_optimizer: bool) -> _Content:
         """Returns the content of a full checkpoint."""
         return _Content(
-            model=self._read("model"),
-            optimizer=self._read_if_there("optimizer") if load_optimizer else None,
+            model=self._files.read("model"),
+            optimizer=self._files.read_if_there("optimizer") if load_optimizer else None,
             user=self._user_content("user_content"),
         )
 
     def partial(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
         """Returns the content of a partial checkpoint that belongs to this rank."""
-        with self._checkpoint.open(layout.FILE) as stream:
-            stored = Layout.parse(stream.read().decode())
+        stored = self._files.layout()
         num_parts = stored.pipeline_parallel_degree * stored.tensor_parallel_degree
         if num_parts > len(self._checkpoint.paths):
             raise CheckpointError(
@@ -166,7 +156,12 @@ class _Reader:
             same_degree and same_split and (not own.partition or own.partition == stored.partition)
         )
         if adopts:
-            states = self._own_part(load_optimizer)
+            # Owners of what tensor-parallel ranks hold alike are among all of these.
+            is_spread = own.tensor_parallel_degree > 1 and self._files.has_owners
+            model_state, optimizer_part = self._own_part(load_optimizer and not is_spread)
+            if is_spread and load_optimizer:
+                optimizer_part = self._files.whole_optimizer(stored)
+            states = model_state, optimizer_part
         else:
             logger.info(
                 "%s was saved with pipeline_parallel_degree %d and tensor_parallel_degree %d under "
@@ -175,7 +170,10 @@ class _Reader:
                 stored.pipeline_parallel_degree,
                 stored.tensor_parallel_degree,
             )
-            states = self._all_parts(stored, load_optimizer)
+            states = (
+                self._files.whole_model(stored),
+                self._files.whole_optimizer(stored) if load_optimizer else None,
+            )
         return _Content(
             *states,
             partition=stored.partition if adopts else None,
@@ -187,24 +185,8 @@ class _Reader:
         """Returns the states of model and optimizer that this rank saved; None for what lacks."""
         place = self._runtime.coordinates
         part = part_name(place.pp_rank, place.tp_rank)
-        optimizer = self._read_if_there(f"optimizer_{part}.pt") if load_optimizer else None
-        return self._read_if_there(f"model_{part}.pt"), optimizer
-
-    def _all_parts(self, stored: Layout, load_optimizer: bool) -> tuple[Any, Any]:
-        """Returns the whole states of model and optimizer; None for what lacks."""
-        parts = [
-            part_name(pp_rank, tp_rank)
-            for pp_rank in range(stored.pipeline_parallel_degree)
-            for tp_rank in range(stored.tensor_parallel_degree)
-        ]
-        models = self._read_all(f"model_{part}.pt" for part in parts)
-        optimizers = (
-            self._read_all(f"optimizer_{part}.pt" for part in parts) if load_optimizer else {}
-        )
-        return (
-            stored.assemble(models) if models else None,
-            stored.assemble_optimizer(optimizers) if optimizers else None,
-        )
+        optimizer = self._files.optimizer_part(part) if load_optimizer else None
+        return self._files.read_if_there(f"model_{part}.pt"), optimizer
 
     def _user_content(self, name: str) -> Any:
         path = self._checkpoint.paths.get(name)
@@ -212,7 +194,7 @@ class _Reader:
         # library saves is not empty.
         is_own = self._checkpoint.manifest is not None
         is_there = path is not None and (is_own or path.stat().st_size > 0)
-        return self._read(name) if is_there else None
+        return self._files.read(name) if is_there else None
 
     def _random_state(self, stored: Layout) -> Any:
         place, topology = self._runtime.coordinates, self._runtime.topology
@@ -229,35 +211,7 @@ class _Reader:
                 self._checkpoint.tag,
                 place.rdp_rank,
             )
-        return self._read_if_there(name)
-
-    def _read_all(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        return {name: self._read(name) for name in names if name in self._checkpoint.paths}
-
-    def _read_if_there(self, name: str) -> Any:
-        return self._read(name) if name in self._checkpoint.paths else None
-
-    def _read(self, name: str) -> Any:
-        self._checkpoint.open(name).close()  # which verifies it
-        path = self._checkpoint.paths[name]
-        try:
-            with plain_classes(path):
-                return torch.load(
-                    path,
-                    map_location="cpu",
-                    weights_only=not self._trust_pickle,
-                    # Tensors of other ranks are then never read, only their names.
-                    mmap=zipfile.is_zipfile(path),
-                )
-        except pickle.UnpicklingError as error:
-            refused = ", ".join(refused_in(path))
-            raise CheckpointError(
-                f"{path} holds more than tensors, plain values and configurations"
-                f"{refused and f' ({refused})'}, which only a full unpickling can load, and that "
-                "can run code. Import the classes before you resume, if they are configurations; "
-                "or, if you trust the file, pass trust_pickle=True or set "
-                f"{TRUST_VARIABLE}=1."
-            ) from error
+        return self._files.read_if_there(name)
 
 
 def _check_model(stored: Layout, model: DistributedModel, *, strict: bool) -> None:

@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
 )
@@ -68,11 +69,14 @@ def save_checkpoint(
         return
     place = runtime.coordinates
     part = part_name(place.pp_rank, place.tp_rank)
-    if place.rdp_rank == 0:
-        if model is not None:
-            files[f"model_{part}.pt"] = _writer(model.local_state_dict)
-        if optimizer is not None:
-            files[f"optimizer_{part}.pt"] = _writer(optimizer.local_state_dict)
+    if place.rdp_rank == 0 and model is not None:
+        files[f"model_{part}.pt"] = _writer(model.local_state_dict)
+    is_sharded = runtime.config.shard_optimizer_state
+    if optimizer is not None and (place.rdp_rank == 0 or is_sharded):
+        shard = f"{part}_{place.rdp_rank}" if is_sharded else part
+        files[f"optimizer_{shard}.pt"] = _writer(lambda: _halves(optimizer)[0])
+        if optimizer.fp16_optimizer is not None:
+            files[f"fp16_states_{shard}.pt"] = _writer(lambda: _halves(optimizer)[1])
     files[f"random_{part}_{place.rdp_rank}.pt"] = _writer(
         lambda: generators.capture(runtime.device)
     )
@@ -82,6 +86,11 @@ def save_checkpoint(
         if user_content is not None:
             files[USER_CONTENT] = _user_content_writer(user_content)
     directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
+
+
+def _halves(optimizer: DistributedOptimizer) -> tuple[Any, Any]:
+    """Returns the state of this rank: what the optimizer keeps, and what half precision adds."""
+    return optimizer_state.without_half(optimizer.local_state_dict(gather_if_shard=False))
 
 
 def _writer(make: Callable[[], Any]) -> Writer:

@@ -344,6 +344,21 @@ def work_of(function: Callable[..., Any]) -> CellType:
     )
 
 
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each tensor to another one, which may have another type; a few kernels for all."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors in place by a number that is on the device. Shape: scalar."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm of each tensor. Shape: (tensors,)."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
 def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
     """Gathers equal tensors, one after the other along dim 0; by the name it has in this torch."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -404,6 +419,7 @@ def self_test() -> list[str]:
             _compiled_modules,
             _checkpointing,
             _norms,
+            _many_tensors,
             _buckets,
             _ends_of_backward_passes,
         )
@@ -513,6 +529,14 @@ def _checkpointing() -> None:
 def _norms() -> None:
     for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
         _expect(callable(work_of(function).cell_contents), f"{function.__name__} is wrapped")
+
+
+def _many_tensors() -> None:
+    halves = [torch.ones(2, dtype=torch.float16), torch.ones(3, dtype=torch.float16)]
+    copy_all(halves, [torch.tensor([6.0, 8.0]), torch.full((3,), 4.0)])
+    multiply_all(halves, torch.tensor(0.5))
+    _expect(norms_of_all([halves[0].float()]).tolist() == [5.0], "functions of many tensors")
+    _expect(halves[1].tolist() == [2.0] * 3, "functions of many tensors")
 
 
 def _buckets() -> None:

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.common.planning.schedule import Action, Kind, S
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.ir import Value
@@ -233,7 +234,7 @@ class Executor:
     def run(
         self,
         inputs: Sequence[Sequence[torch.Tensor | None]],
-        root_scales: Sequence[float],
+        root_scales: Sequence[Scale],
         enter_pass: Callable[[Kind, int], None],
     ) -> tuple[list[dict[int, torch.Tensor]], list[tuple[float, float]]]:
         """Runs one mini-batch.
@@ -340,7 +341,7 @@ class Executor:
         for index, tensor in saved.outputs:
             gradient = gradients.pop(index, None)
             for _ in range(self._roots[m].count(index)):
-                seed = torch.full_like(tensor, root_scale)
+                seed = start_of(tensor, root_scale)
                 gradient = seed if gradient is None else gradient + seed
             if gradient is not None and tensor.requires_grad:
                 tensors.append(tensor)
@@ -381,7 +382,7 @@ class _StepState:
     """
 
     def __init__(
-        self, inputs: Sequence[Sequence[torch.Tensor | None]], root_scales: Sequence[float]
+        self, inputs: Sequence[Sequence[torch.Tensor | None]], root_scales: Sequence[Scale]
     ) -> None:
         self.inputs = inputs
         self.root_scales = root_scales

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.reduction import GradientReduction
 from smdistributed.modelparallel.torch.gradients.replicas import (
     Exchange,
@@ -83,6 +84,8 @@ class DataParallel:
         self._find_buffers: Callable[[], Callable[[], Iterable[torch.Tensor]] | None] | None = None
         self._replicas_of_slices = ReplicasOfSlices(runtime, self._replicas)
         self._slices: list[tuple[str, nn.Parameter]] = []
+        kinds = (self._replicas, self._replicas_of_slices)
+        self._owners = [Owners(each) for each in kinds] if self._is_sharded else []
         self._reduction, self._slice_reduction = self._reductions = [
             GradientReduction(
                 replicas,
@@ -92,8 +95,9 @@ class DataParallel:
                 as_bucket_view=options.gradient_as_bucket_view,
                 waits_for_end=self._is_joining_with_slices,
                 is_outside_step=functools.partial(_is_outside_step, runtime),
+                owners=owners,
             )
-            for replicas in (self._replicas, self._replicas_of_slices)
+            for replicas, owners in zip(kinds, self._owners or (None, None), strict=True)
         ]
 
     def _is_joining_with_slices(self) -> bool:
@@ -130,6 +134,8 @@ class DataParallel:
         self._parameters, self._slices = list(parameters), list(slices)
         if self._slices and self._reduction.has_hook:
             self._refuse_hook()
+        for owners, named in zip(self._owners, (self._parameters, self._slices), strict=False):
+            owners.assign([parameter for _, parameter in named])
         self._reduction.watch(self._parameters)
         self._slice_reduction.watch(self._slices)
 
@@ -142,6 +148,28 @@ class DataParallel:
         self._replicas.broadcast([*tensors, *self._buffers()], source)
         slices = [parameter for _, parameter in self._slices]
         self._replicas_of_slices.broadcast(slices, self._replicas_of_slices.beside(source))
+
+    # ------------------------------------------------------------------ sharded state
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._runtime.config.shard_optimizer_state
+
+    def updates(self) -> dict[nn.Parameter, bool]:
+        """Returns for each parameter on this rank whether this rank updates it."""
+        kinds = (self._parameters or [], self._slices)
+        if not self._owners:
+            return {parameter: True for named in kinds for _, parameter in named}
+        return {
+            parameter: owners.is_own(parameter)
+            for owners, named in zip(self._owners, kinds, strict=True)
+            for _, parameter in named
+        }
+
+    def share_updates(self) -> None:
+        """Gives all ranks the parameters that their owners have updated. Collective: DP_GROUP."""
+        for owners in self._owners:
+            owners.share()
 
     # ------------------------------------------------------------------ steps
 
@@ -205,6 +233,12 @@ class DataParallel:
                 "register_comm_hook needs overlapping_allreduce=True; it is False: leave it at "
                 "its default."
             )
+        if self._is_sharded:
+            raise UnsupportedError(
+                "register_comm_hook reduces to every data-parallel rank, and with "
+                "shard_optimizer_state a gradient goes to the one that updates its parameter: "
+                "leave one of them out."
+            )
         if self._slices:
             self._refuse_hook()
         self._reduction.set_hook(lambda bucket: hook(state, bucket))
@@ -215,6 +249,13 @@ class DataParallel:
     ) -> Iterator[None]:
         """See ``DistributedModel.join``."""
         self._need_ddp("join")
+        config = self._runtime.config
+        if config.fp16 or config.bf16 or self._is_sharded:
+            raise UnsupportedError(
+                "model.join needs every replica to update by itself: with fp16, bf16 or "
+                "shard_optimizer_state the ranks update together, so give every rank the same "
+                "number of batches."
+            )
         if not enable or self._replicas.size == 1:
             yield
             return

@@ -1,7 +1,8 @@
 """Norms of gradients over all partitions, through torch's own functions.
 
 A rank has the gradients of its own partition only, so what ``torch.nn.utils.clip_grad_norm_`` finds
-is the norm of a part. Here the ranks of a pipeline combine their parts.
+is the norm of a part. Here the ranks of a pipeline combine their parts. Where optimizer state is
+sharded, a gradient is on one rank of the job, and all ranks combine.
 
 Source: model-parallel-customize-training-script-pt.md, Important Considerations.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private import work_of
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -28,10 +30,12 @@ def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
 
     It concerns ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``, also where a script has
     imported them by name before; with one partition of whole tensors nothing changes. A call with
-    tensors of a distributed model, or with none, is collective then: every rank of the MP_GROUP.
-    All other calls go to torch.
+    tensors of a distributed model, or with none, is collective then: every rank of the MP_GROUP,
+    with sharded optimizer state of WORLD. All other calls go to torch. Under fp16, where the
+    gradients of parameters carry the loss scale, such a call is refused.
     """
-    if runtime.topology.mp_size == 1:
+    config = runtime.config
+    if runtime.topology.mp_size == 1 and not (config.fp16 or config.shard_optimizer_state):
         yield
         return
     functions = _WholeModelFunctions(runtime)
@@ -43,12 +47,16 @@ def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
 
 
 class _WholeModelFunctions:
-    """Stand-ins for torch's functions, which call them with gradients switched off."""
+    """Stand-ins for torch's functions, which call them with gradients switched off.
+
+    Attributes:
+        torch_get_total_norm: torch's own.
+    """
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
         self._torch_clip_grad_norm_ = work_of(torch.nn.utils.clip_grad_norm_).cell_contents
-        self._torch_get_total_norm = work_of(torch.nn.utils.get_total_norm).cell_contents
+        self.torch_get_total_norm = work_of(torch.nn.utils.get_total_norm).cell_contents
         self._is_torchs_own_call = False
 
     def clip_grad_norm_(
@@ -70,6 +78,12 @@ class _WholeModelFunctions:
             finally:
                 self._is_torchs_own_call = False
             return norm
+        if self._runtime.config.fp16:
+            raise UnsupportedError(
+                "under fp16 the gradients of parameters carry the loss scale, so clipping them "
+                "would bound something else: call optimizer.clip_master_grads(max_norm) before "
+                "optimizer.step()."
+            )
         gradients = [each.grad for each in chosen if each.grad is not None]
         norm = self._norm_over_partitions(gradients, norm_type, error_if_nonfinite, foreach)
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
@@ -85,7 +99,7 @@ class _WholeModelFunctions:
         """Stands for ``torch.nn.utils.get_total_norm``."""
         given = _listed(tensors)
         if self._is_torchs_own_call or (given and not self._has_gradient(given)):
-            norm: torch.Tensor = self._torch_get_total_norm(
+            norm: torch.Tensor = self.torch_get_total_norm(
                 given, norm_type, error_if_nonfinite, foreach
             )
             return norm
@@ -99,17 +113,6 @@ class _WholeModelFunctions:
             if each.grad is not None
         }
 
-    def _number_not_zero(self, slices: Sequence[torch.Tensor]) -> int:
-        """Returns how many tensors have an element that is not zero. Collective: TP_GROUP."""
-        runtime = self._runtime
-        group = runtime.process_groups[CommGroup.TP_GROUP]
-        flags = torch.tensor([bool(each.any()) for each in slices], device=runtime.device)
-        members = runtime.topology.members(CommGroup.TP_GROUP, runtime.rank)
-        with runtime.peers.blaming(members, "combining the norms of gradients with"):
-            found = flags.to(torch.uint8)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return int(found.sum())
-
     def _has_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
         models = self._runtime.live_models()
         gradients = {id(each.grad) for model in models for each in model.parameters()}
@@ -122,39 +125,100 @@ class _WholeModelFunctions:
         error_if_nonfinite: bool,
         foreach: bool | None,
     ) -> torch.Tensor:
-        """Combines the norms of the partitions and slices. Collective: MP_GROUP."""
-        runtime, order = self._runtime, float(norm_type)
         split = self._gradients_of_slices()
-        slices = [each for each in tensors if id(each) in split]
-        rest = [each for each in tensors if id(each) not in split]
-        own: torch.Tensor = self._torch_get_total_norm(rest, order, False, foreach)
-        if not rest and order < 0:
-            own = torch.tensor(float("inf"))  # what is not here must not be the smallest
-        # Tensor-parallel ranks hold the same of what is not split: it counts once.
-        counts = runtime.coordinates.tp_rank == 0
-        nothing = float("inf") if order < 0 else 0.0
-        part = torch.full((2,), nothing, dtype=torch.float64, device=runtime.device)
-        if counts:
-            part[0] = own
-        if order == 0 and runtime.topology.tp_size > 1:
-            number = self._number_not_zero(slices)
-            part[1] = number if counts else 0
-        elif slices:
-            part[1] = self._torch_get_total_norm(slices, order, False, foreach)
-        parts = [torch.empty_like(part) for _ in range(runtime.topology.mp_size)]
-        members = runtime.topology.members(CommGroup.MP_GROUP, runtime.rank)
-        with runtime.peers.blaming(members, "combining the norms of gradients with"):
-            dist.all_gather(parts, part, group=runtime.process_groups[CommGroup.MP_GROUP])
-        together = torch.cat(parts)
-        # Of order 0 is the number of tensors that are not all zero.
-        whole = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
-        if error_if_nonfinite and not whole.isfinite():
-            raise RuntimeError(
-                f"the total norm of order {order} of the gradients of all partitions is "
-                f"{whole.item()}, so they cannot be clipped. To scale them all the same, pass "
-                "error_if_nonfinite=False."
+        return norm_over_ranks(
+            self._runtime,
+            [each for each in tensors if id(each) not in split],
+            [each for each in tensors if id(each) in split],
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+        )
+
+
+def norm_over_ranks(
+    runtime: TorchRuntime,
+    whole: Sequence[torch.Tensor],
+    slices: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Returns the norm of the gradients of a whole model, of which each rank has some.
+
+    Collective: MP_GROUP; with sharded optimizer state WORLD, as a gradient is on one rank then.
+
+    Args:
+        runtime: the state of the library in this process.
+        whole: gradients on this rank that tensor-parallel ranks hold alike.
+        slices: those of which tensor-parallel ranks hold different slices.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise where it is not finite.
+        foreach: as in ``torch.nn.utils.get_total_norm``.
+
+    Raises:
+        RuntimeError: it is not finite and ``error_if_nonfinite`` is set.
+    """
+    torch_norm, order = _torchs_norm(), float(norm_type)
+    is_sharded = runtime.config.shard_optimizer_state
+    kind = CommGroup.WORLD if is_sharded else CommGroup.MP_GROUP
+    members = runtime.topology.members(kind, runtime.rank)
+    if len(members) == 1:
+        alone: torch.Tensor = torch_norm([*whole, *slices], order, error_if_nonfinite, foreach)
+        return alone.to(runtime.device)
+    own: torch.Tensor = torch_norm(whole, order, False, foreach)
+    if not whole and order < 0:
+        own = torch.tensor(float("inf"))  # what is not here must not be the smallest
+    # Tensor-parallel ranks hold the same of what is not split: it counts once.
+    counts = is_sharded or runtime.coordinates.tp_rank == 0
+    nothing = float("inf") if order < 0 else 0.0
+    part = torch.full((2,), nothing, dtype=torch.float64, device=runtime.device)
+    if counts:
+        part[0] = own
+    if order == 0 and runtime.topology.tp_size > 1:
+        if is_sharded and slices:
+            raise UnsupportedError(
+                "a norm of order 0 counts tensors, and with shard_optimizer_state their slices are "
+                "on ranks that do not match: take another order."
             )
-        return whole.to(own.dtype)
+        number = 0 if is_sharded else _number_not_zero(runtime, slices)
+        part[1] = number if counts else 0
+    elif slices:
+        part[1] = torch_norm(slices, order, False, foreach)
+    parts = [torch.empty_like(part) for _ in members]
+    with runtime.peers.blaming(members, "combining the norms of gradients with"):
+        dist.all_gather(parts, part, group=runtime.process_groups[kind])
+    together = torch.cat(parts)
+    # Of order 0 is the number of tensors that are not all zero.
+    total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients of all partitions is "
+            f"{total.item()}, so they cannot be clipped. To scale them all the same, pass "
+            "error_if_nonfinite=False."
+        )
+    return total.to(own.dtype)
+
+
+def _number_not_zero(runtime: TorchRuntime, slices: Sequence[torch.Tensor]) -> int:
+    """Returns how many tensors have an element that is not zero. Collective: TP_GROUP."""
+    group = runtime.process_groups[CommGroup.TP_GROUP]
+    flags = torch.tensor([bool(each.any()) for each in slices], device=runtime.device)
+    members = runtime.topology.members(CommGroup.TP_GROUP, runtime.rank)
+    with runtime.peers.blaming(members, "combining the norms of gradients with"):
+        found = flags.to(torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return int(found.sum())
+
+
+def _torchs_norm() -> Callable[..., torch.Tensor]:
+    """Returns torch's function, also while another one stands for it."""
+    found = work_of(torch.nn.utils.get_total_norm).cell_contents
+    stands_for = getattr(found, "__self__", None)
+    original: Callable[..., torch.Tensor] = (
+        stands_for.torch_get_total_norm if isinstance(stands_for, _WholeModelFunctions) else found
+    )
+    return original
 
 
 def over_slices(runtime: TorchRuntime, norms: torch.Tensor, order: float) -> torch.Tensor:

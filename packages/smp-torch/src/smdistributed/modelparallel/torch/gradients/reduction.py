@@ -10,6 +10,9 @@ Within a pass, autograd accumulates a gradient once, except where checkpoints di
 their own. So only parameters that an earlier pass has seen accumulate once, and none more often,
 leave within a pass.
 
+Where optimizer state is sharded, a bucket has gradients for one owner, which alone gets the means;
+on the others these gradients are gone then.
+
 A parameter that has no gradient on any replica keeps none; one that has a gradient on some counts
 as zero on the others and gets the average on all. That is what DistributedDataParallel does with
 ``find_unused_parameters``.
@@ -35,6 +38,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     when_backward_ends,
 )
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
+from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 
 #: (bucket) -> a future of the reduced tensor
@@ -55,6 +59,7 @@ class GradientReduction:
             other, whatever ``overlapping`` says.
         is_outside_step: tells whether a backward pass runs that belongs to no step function; it
             is reduced when it ends.
+        owners: who gets the gradient of each parameter; None: everybody.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class GradientReduction:
         as_bucket_view: bool,
         waits_for_end: Callable[[], bool],
         is_outside_step: Callable[[], bool],
+        owners: Owners | None = None,
     ) -> None:
         self._replicas = replicas
         self._overlapping = overlapping
@@ -75,6 +81,7 @@ class GradientReduction:
         self._as_bucket_view = as_bucket_view
         self._waits_for_end = waits_for_end
         self._is_outside_step = is_outside_step
+        self._owners = owners
         self._hook: Hook | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._watched: set[nn.Parameter] = set()
@@ -141,12 +148,27 @@ class GradientReduction:
                 self._watched.add(parameter)
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._reduced = reduced
-        self._buckets = make_buckets(reduced, self._bucket_bytes)
+        self._buckets = self._make_buckets(reduced)
         self._bucket_of = {
             parameter: index
             for index, bucket in enumerate(self._buckets)
             for parameter, _ in bucket.slots
         }
+
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
+        if self._owners is None:
+            return make_buckets(parameters, self._bucket_bytes)
+        buckets = []
+        for owner in range(self._replicas.size):
+            owned = [each for each in parameters if self._owners.of(each) == owner]
+            buckets += make_buckets(owned, self._bucket_bytes)
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+
+        def first_place(bucket: Bucket) -> int:
+            return min(places[parameter] for parameter, _ in bucket.slots)  # type: ignore[index]
+
+        # In the order in which gradients come, as one owner's are.
+        return sorted(buckets, key=first_place, reverse=True)
 
     # ------------------------------------------------------------------ a step
 
@@ -258,7 +280,9 @@ class GradientReduction:
         self._take_results()
         for bucket in self._buckets:
             for parameter, view in bucket.slots:
-                if parameter not in self._without or is_used(parameter):
+                if self._owners is not None and not self._owners.is_own(parameter):  # type: ignore[arg-type]
+                    parameter.grad = None
+                elif parameter not in self._without or is_used(parameter):
                     self._store(parameter, view)
         self._reset()
 
@@ -310,6 +334,9 @@ class GradientReduction:
         if self._replicas.divides_by_active:
             bucket.flat.mul_(self._replicas.size / len(self._active))
         with self._replicas.blaming(_REDUCING):
+            if self._owners is not None and self._replicas.size > 1:
+                owner = self._owners.of(bucket.slots[0][0])  # type: ignore[arg-type]
+                return self._replicas.start_mean(bucket.flat, owner)
             return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
 
     def _used_anywhere(self) -> Callable[[torch.Tensor], bool]:

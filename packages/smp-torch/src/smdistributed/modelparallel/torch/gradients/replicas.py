@@ -37,13 +37,14 @@ class Replicas:
 
     Attributes:
         size: how many there are.
+        own: which of them this is.
         group: torch's group of them; None in a world of one.
         device: where they communicate.
     """
 
     def __init__(self, runtime: TorchRuntime, kind: CommGroup = CommGroup.DP_GROUP) -> None:
         self._members = runtime.topology.members(kind, runtime.rank)
-        self._own = self._members.index(runtime.rank)
+        self.own = self._members.index(runtime.rank)
         self._joinable: _JoinableReplicas | None = None
         self._peers = runtime.peers
         self.size = len(self._members)
@@ -72,6 +73,39 @@ class Replicas:
             with self.blaming("sharing parameters and buffers with"):
                 for tensor in tensors:
                     dist.broadcast(tensor.data, self._members[source], group=self.group)
+
+    @torch.no_grad()
+    def broadcast_flat(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Gives all replicas the values of one, in few messages. Collective: the replicas.
+
+        Args:
+            tensors: the same shapes and types on every replica.
+            source: which of them.
+        """
+        if self.size == 1:
+            return
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            chosen = [each for each in tensors if each.dtype is dtype]
+            flat = torch.cat([each.detach().reshape(-1) for each in chosen])
+            with self.blaming("sharing updated parameters with"):
+                dist.broadcast(flat, self._members[source], group=self.group)
+            if source != self.own:
+                parts = torch.split(flat, [each.numel() for each in chosen])
+                for tensor, part in zip(chosen, parts, strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+    def start_mean(self, flat: torch.Tensor, target: int) -> torch.futures.Future[torch.Tensor]:
+        """Starts a mean over the replicas that one of them gets. Collective: the replicas.
+
+        Args:
+            flat: where it arrives; on the others it holds nothing of use afterwards.
+            target: which of them.
+        """
+        flat.div_(self.size)
+        work = dist.reduce(flat, self._members[target], group=self.group, async_op=True)
+        assert work is not None
+        arrived: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: flat)
+        return arrived
 
     def blaming(self, doing: str) -> Blaming:
         """Inside, errors of torch become errors that name the missing replica's ranks."""
@@ -127,7 +161,7 @@ class Replicas:
         """
         votes = torch.full((self.size,), -1, dtype=torch.int32, device=self.device)
         if exchange is not None:
-            votes[self._own] = exchange
+            votes[self.own] = exchange
         with self.blaming("joining"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
             words = votes.tolist()

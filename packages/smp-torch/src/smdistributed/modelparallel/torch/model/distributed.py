@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.execute.starts import differentiate
 from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
     DataParallelOptions,
@@ -28,15 +29,18 @@ from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
+from smdistributed.modelparallel.torch.model.local_queries import LocalQueries
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
-from smdistributed.modelparallel.torch.model.shell import JobsOwn, ModuleShell
+from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, ModuleShell
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.plan.placement import Placement
+from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
+from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
-class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
+class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     """The user's model, split over the ranks of the pipeline.
 
     Use it in place of the model in the rest of the script: call it and its ``backward`` inside a
@@ -65,7 +69,10 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
             )
         super().__init__()
         module = with_distributed_modules(runtime, module)
-        self.module = ModuleShell(module)
+        cast_model(runtime.config, module, runtime.delayed)
+        half = half_type(runtime.config)
+        self.module = ModuleShell(module if half is None else FP16_Module(module, half))
+        self.scaled_by: LossScale | None = None
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
         self._post_partition_hooks = OnceHooks()
@@ -97,6 +104,8 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
             )
         if self._runtime.current_step is None and self._runtime.tensor_group.is_prescaled:
             self.check_outside_steps()
+        if isinstance(self.module.module, FP16_Module):
+            args, kwargs = self.module.module.cast(args), self.module.module.cast(kwargs)
         return self.get_module()(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
@@ -127,7 +136,19 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
                 "decorated with @smp.step."
             )
         else:
-            torch.autograd.backward(tensors, grad_tensors)
+            scale = self.apply_loss_scale()
+            differentiate(tensors, grad_tensors, 1.0 if scale is None else scale)
+
+    def apply_loss_scale(self) -> torch.Tensor | None:
+        """Returns what losses are multiplied by, and notes that the gradients to come carry it.
+
+        Shape: scalar, on the device. None: by nothing.
+        """
+        if not self._runtime.config.fp16:
+            return None
+        optimizer = self._find_optimizer()
+        self.scaled_by = None if optimizer is None else optimizer.applied_loss_scale
+        return None if self.scaled_by is None else self.scaled_by.scale
 
     def compile(self, **options: Any) -> None:
         """Compiles the model in place, as ``torch.nn.Module.compile`` does.
@@ -272,56 +293,6 @@ class DistributedModel(TensorParallelQueries, JobsOwn, nn.Module):
 
     def _find_optimizer(self) -> Any:
         return next((each for each in self._runtime.live_optimizers() if each.serves(self)), None)
-
-    # ------------------------------------------------------------------ what is here
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields name and parameter of the modules on this rank; names of the whole model.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return self.holder.named_parameters()
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters of the modules on this rank; there may be none.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return (tensor for _, tensor in self.local_named_parameters())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and buffer of the modules on this rank.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return self.holder.named_buffers()
-
-    def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers of the modules on this rank.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return self.holder.buffers()
-
-    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields name and module of the modules on this rank.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return self.holder.named_modules()
-
-    def local_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules on this rank.
-
-        Raises:
-            NotPartitionedError: the model is not partitioned yet.
-        """
-        return (module for _, module in self.local_named_modules())
 
     # ------------------------------------------------------------------ state
 

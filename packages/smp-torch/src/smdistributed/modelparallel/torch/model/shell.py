@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.model.absence import WHOLE_MODEL
+from smdistributed.modelparallel.torch.precision.casting import cast_inputs
 
 
 class ModuleShell(nn.Module):
@@ -26,6 +28,31 @@ class ModuleShell(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the user's model."""
         return self.module(*args, **kwargs)
+
+
+class FP16_Module(ModuleShell):  # noqa: N801 - the name that scripts know
+    """A model whose tensors were cast to half precision, between ``model.module`` and it.
+
+    Floating-point arguments of a call are cast; what the model returns stays as it is.
+
+    Args:
+        module: the model.
+        dtype: its type.
+
+    Source: model-parallel-extended-features-pytorch-fp16.md.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the user's model with its arguments in half precision."""
+        return self.module(*self.cast(args), **self.cast(kwargs))
+
+    def cast(self, structure: Any) -> Any:
+        """Returns arguments in the type of the model."""
+        return cast_inputs(structure, self.dtype)
 
 
 class JobsOwn(nn.Module):

@@ -55,11 +55,10 @@ class SlicedTensors:
         """The ranks that hold the model together."""
         return CommGroup.MP_GROUP if self._slices else CommGroup.PP_GROUP
 
-    @property
-    def tp_ranks(self) -> list[int]:
-        """The tensor-parallel rank of each rank of ``group``."""
+    def tp_ranks(self, group: CommGroup) -> list[int]:
+        """Returns the tensor-parallel rank of each rank of a group."""
         topology = self._runtime.topology
-        members = topology.members(self.group, self._runtime.rank)
+        members = topology.members(group, self._runtime.rank)
         return [topology.coordinates(rank).tp_rank for rank in members]
 
     def cut(self, name: str, structure: Any) -> Any:
@@ -107,11 +106,13 @@ class SlicedTensors:
 
         return map_tensors(structures[ranks[0]], of_one)
 
-    def merge(self, parts: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns by name what the ranks of ``group`` gave, with slices joined."""
+    def merge(
+        self, parts: list[Mapping[str, Any]], group: CommGroup | None = None
+    ) -> dict[str, Any]:
+        """Returns by name what the ranks of a group gave, by default ``group``; slices joined."""
         merged: dict[str, Any] = {}
         slices: dict[str, dict[int, Any]] = {}
-        for tp_rank, part in zip(self.tp_ranks, parts, strict=True):
+        for tp_rank, part in zip(self.tp_ranks(group or self.group), parts, strict=True):
             for name, value in part.items():
                 if name in self._slices:
                     slices.setdefault(name, {})[tp_rank] = value

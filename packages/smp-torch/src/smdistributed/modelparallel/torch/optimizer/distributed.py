@@ -5,6 +5,7 @@ Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -18,11 +19,10 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.model.slices import SlicedTensors
-from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
-from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
+from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
-from smdistributed.modelparallel.torch.record.nested import map_tensors
+from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
+from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
@@ -34,9 +34,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Attributes that are not its own are those of the wrapped optimizer, and torch's learning rate
     schedulers take either of the two.
 
+    With ``fp16``, ``bf16`` or ``shard_optimizer_state`` the wrapped optimizer updates masters: in
+    its parameter groups they take the places of parameters, from the first ``step`` on, or when
+    state is read or loaded. Those that other ranks update are not in its groups then.
+
     Args:
         runtime: the state of the library in this process.
         optimizer: the torch optimizer to wrap.
+        loss_scale: of fp16: a fixed factor, or how it follows.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        fp16_optimizer: what it updates by with ``fp16`` or ``bf16``; else None.
 
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
@@ -50,26 +59,58 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # Compatibility: Accelerate, through which the Trainer of Transformers passes every optimizer,
     # leaves this one as it is; its wrapper would hide what is not torch's own.
     _is_accelerate_prepared = True
-    step_was_skipped = False
 
     # Not initialised by the base class: groups and state are the wrapped optimizer's.
-    def __init__(self, runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: float | DynamicLossScale = 1.0,
+    ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 "DistributedOptimizer takes a torch.optim.Optimizer; received "
                 f"{type(optimizer).__name__}."
             )
-        if isinstance(optimizer, torch.optim.LBFGS) and runtime.topology.pp_size > 1:
+        config = runtime.config
+        has_masters = config.fp16 or config.bf16 or config.shard_optimizer_state
+        if isinstance(optimizer, torch.optim.LBFGS) and (
+            runtime.topology.pp_size > 1 or has_masters
+        ):
             raise UnsupportedError(
                 "LBFGS searches along the gradient of the whole model, of which a rank has a part; "
-                "use it with pipeline_parallel_degree 1."
+                "use it with pipeline_parallel_degree 1, and without fp16, bf16 and "
+                "shard_optimizer_state."
             )
         self.optimizer = optimizer
         self._runtime = runtime
+        self.fp16_optimizer: FP16_Optimizer | None = None
+        self._masters: MasterUpdate | None = None
+        if config.fp16 or config.bf16:
+            scale = LossScale(runtime, loss_scale) if config.fp16 else None
+            self.fp16_optimizer = FP16_Optimizer(runtime, optimizer, self._models_of(self), scale)
+            self._masters = self.fp16_optimizer
+        elif has_masters:
+            self._masters = MasterUpdate(runtime, optimizer, self._models_of(self))
         self._check_duplicates()
-        if isinstance(optimizer, FusedOptimizer) and runtime.topology.tp_size > 1:
-            optimizer.whole_norms = self._whole_norms
+        if (
+            isinstance(optimizer, FusedOptimizer)
+            and self._masters is None
+            and runtime.topology.tp_size > 1
+        ):
+            optimizer.whole_norms = functools.partial(_whole_norms, runtime, self._models_of(self))
         runtime.optimizers.append(weakref.ref(self))
+
+    @staticmethod
+    def _models_of(this: DistributedOptimizer) -> Callable[[], list[Any]]:
+        """Returns what finds the models, without a cycle: who lives must not depend on a cycle."""
+        found = weakref.ref(this)
+
+        def models() -> list[Any]:
+            own = found()
+            return [] if own is None else own._models()
+
+        return models
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -93,50 +134,122 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def serves(self, model: DistributedModel) -> bool:
         """Tells whether it holds a parameter of ``model``."""
-        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        own = {id(parameter) for group in self._groups() for parameter in group}
         return any(id(parameter) in own for parameter in model.parameters())
+
+    def _groups(self) -> list[list[torch.Tensor]]:
+        """Returns the parameters that the script gave, by parameter group."""
+        if self._masters is None:
+            return [list(group["params"]) for group in self.optimizer.param_groups]
+        store = self._masters.store
+        groups: list[list[torch.Tensor]] = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            if number >= len(store.groups):  # not taken yet
+                groups.append(list(group["params"]))
+                continue
+            given: dict[int, torch.Tensor] = {id(each): each for each in store.groups[number]}
+            for each in map(store.parameter_of, group["params"]):
+                given.setdefault(id(each), each)
+            groups.append(list(given.values()))
+        return groups
+
+    @property
+    def applied_loss_scale(self) -> Any:
+        """What ``model.backward`` multiplies losses by; None for nothing."""
+        return None if self._masters is None else self._masters.loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was left out, on all ranks, as a gradient was not finite.
+
+        It waits for the device. Without ``fp16`` and ``bf16`` it is the wrapped one's, or False.
+
+        Source: model-parallel-extended-features-pytorch-fp16.md.
+        """
+        if self.fp16_optimizer is None:
+            return bool(getattr(self.optimizer, "overflow", False))
+        return self.fp16_optimizer.overflow
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """The same as ``overflow``, as Accelerate asks for it."""
+        return self.overflow
+
+    @property
+    def loss_scale(self) -> Any:
+        """The factor of losses under fp16, for which it waits; else the wrapped optimizer's."""
+        scale = self.applied_loss_scale
+        return self.optimizer.loss_scale if scale is None else scale.scale.item()  # type: ignore[attr-defined]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the gradients that the step function left; call it outside the step function.
 
-        A process without parameters of its own does nothing.
+        A process without parameters of its own does nothing. Under fp16 it is left out on all ranks
+        where a gradient is not finite on one; see ``overflow``. Collective: WORLD, with ``fp16`` or
+        ``shard_optimizer_state``.
 
         Raises:
-            SMPError: called inside a step function, whose body runs once a microbatch.
+            SMPError: called inside a step function, whose body runs once a microbatch; under fp16,
+                gradients did not come from ``model.backward``, or are not finite with the least
+                loss scale.
+            UnsupportedError: FusedLamb or FusedNovoGrad with masters, which take norms of whole
+                tensors, has parameters that are split over tensor-parallel ranks.
         """
         if self._runtime.current_step is not None:
             raise SMPError(
                 "optimizer.step was called inside a step function, which runs once for each "
                 "microbatch; call it after the step function has returned."
             )
+        self._check_slices()
+        if self._masters is not None:
+            return self._masters.step(closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def _whole_norms(
-        self, parameters: Sequence[torch.Tensor], norms: torch.Tensor, order: float
-    ) -> torch.Tensor:
-        """Combines norms of slices, in place of which it puts those of the whole tensors."""
-        split = {id(each) for model in self._models() for each in model.split_parameters()}
-        places = [place for place, each in enumerate(parameters) if id(each) in split]
-        if places:
-            norms[places] = over_slices(self._runtime, norms[places], order)
-        return norms
+    def _check_slices(self) -> None:
+        takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
+        if self._masters is None or not takes_norms:
+            return
+        own = {id(each) for group in self._groups() for each in group}
+        for model in self._models():
+            if not own.isdisjoint(map(id, model.split_parameters())):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
+                    "masters of parameters that are split over tensor-parallel ranks: use "
+                    "smp.optimizers.FusedAdam, or one of torch that works number by number."
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
         self.optimizer.zero_grad(set_to_none)
+        if self._masters is not None:
+            self._masters.store.forget_gradients(set_to_none)
 
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> None:
-        """Clips the master gradients of half precision, which is not there yet.
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the fp32 gradients of the next update, so that their norm is at most ``max_norm``.
+
+        Call it before ``step``. Collective: MP_GROUP; with ``shard_optimizer_state``, and under
+        fp16, WORLD.
+
+        Shape: the norm is a scalar.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm before clipping, over the whole model, without the loss scale.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: neither ``fp16`` nor ``bf16`` is configured.
 
         Source: model-parallel-extended-features-pytorch-fp16.md.
         """
-        raise UnsupportedError(
-            "clip_master_grads needs fp16, which is not supported yet: clip with "
-            "smp.clip_grad_norm_, which takes the norm over all partitions together."
-        )
+        if self.fp16_optimizer is None:
+            raise UnsupportedError(
+                "clip_master_grads needs fp16 or bf16 in the configuration: without, clip with "
+                "smp.clip_grad_norm_, which takes the norm over all partitions together."
+            )
+        return self.fp16_optimizer.clip(max_norm, norm_type)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as torch's.
@@ -149,15 +262,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def _named(self) -> NamedState:
+        models = self._models()
+        return NamedState(self._runtime, self.optimizer, self._masters, models, self._groups())
+
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Returns the state of this rank's parameters, and whether that is only a part.
 
-        It has torch's form, with the names of parameters in place of their numbers.
+        It has torch's form, with the names of parameters in place of their numbers. With half
+        precision the state of a parameter has its fp32 value as ``master`` besides, and the whole
+        has ``loss_scale``.
 
         Shape: those of the wrapped optimizer's tensors: the parameter's own, or a scalar.
 
         Args:
-            gather_if_shard: without effect: optimizer state is not sharded yet.
+            gather_if_shard: with ``shard_optimizer_state``, bring the shards of the DP_GROUP
+                together on each of its ranks, which is collective over it; False: the own shard.
 
         Raises:
             NotPartitionedError: the model is not partitioned yet.
@@ -169,16 +290,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "which part of the optimizer state belongs to this rank is known after the first "
                 "call of a step function, which partitions the model."
             )
-        groups = self._group_names()
-        state = optimizer_state.to_names(self.optimizer.state_dict(), groups, self._own_names())
-        is_part = self._runtime.topology.pp_size > 1 or bool(self._sliced())
-        return {**state, PARTIAL_KEY: is_part}
+        return self._named.local(gather=gather_if_shard)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """Returns the state over all partitions in torch's own form.
 
         A torch optimizer over the same parameters of the plain model can load it. Collective:
-        every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP.
+        every rank of the PP_GROUP; with tensor parallelism of the MP_GROUP; with
+        ``shard_optimizer_state`` of WORLD.
 
         Args:
             gather_to_rank0: give every process but rank 0 an empty dict.
@@ -192,19 +311,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         models = self._models()
         for model in models:
             model.holder.check_nothing_waits()
-        runtime = self._runtime
-        sliced = self._sliced()
-        is_split = runtime.topology.pp_size > 1 or bool(sliced)
-        state = self.optimizer.state_dict()
-        if is_split and all(model.partitioned for model in models):
-            local = self.local_state_dict()
-            local["state"] = sliced.to_send(local["state"])
-            own = map_tensors(local, torch.Tensor.cpu)
-            parts = collect(runtime, own, sliced.group, to_rank0=gather_to_rank0)
-            if parts:
-                merged = self._merged(sliced, parts)
-                state = optimizer_state.to_numbers(merged, self._ordered(merged))
-        return {} if gather_to_rank0 and runtime.rank != 0 else state
+        if not all(model.partitioned for model in models):
+            state = self.optimizer.state_dict()
+        else:
+            state = self._named.whole(to_rank0=gather_to_rank0)
+        return {} if gather_to_rank0 and self._runtime.rank != 0 else state
 
     def orig_state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's own ``state_dict``: this rank's, by number."""
@@ -214,12 +325,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads the state of the whole model, or the parts that the ranks give together.
 
         The settings of the parameter groups are loaded at once, the state of parameters as soon as
-        the model is partitioned. Collective for a partial state: every rank of the PP_GROUP.
+        the model is partitioned. Collective for a partial state: every rank of the PP_GROUP; with
+        ``shard_optimizer_state`` of WORLD.
 
         Args:
             state_dict: from ``state_dict``, ``local_state_dict``, or a torch optimizer over the
                 same parameters in the same order.
-            gather_if_shard: without effect: optimizer state is not sharded yet.
+            gather_if_shard: accepted; a state says itself what it is part of.
 
         Raises:
             ValueError: it is for other numbers of parameters.
@@ -227,42 +339,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
         """
-        groups = self._group_names()
-        state: Mapping[str, Any] = state_dict
-        if not optimizer_state.is_named(state):
-            state = optimizer_state.to_names(
-                state, groups, {name for each in groups for name in each}
-            )
-        if len(state["param_groups"]) != len(groups):
-            raise ValueError(
-                f"the state has {len(state['param_groups'])} parameter groups, the optimizer has "
-                f"{len(groups)}."
-            )
-        bare = {"state": {}, "param_groups": state["param_groups"]}
-        self.optimizer.load_state_dict(optimizer_state.to_numbers(bare, groups))
-        self._when_partitioned(lambda: self._load(state))
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        groups, own = self._group_names(), self._own_names()
-        if state.get(PARTIAL_KEY, False):
-            given = {name for names in optimizer_state.names_in(state) for name in names}
-            # Under the same partition every rank has what it needs, and nothing travels.
-            group = self._sliced().group
-            if any(self._runtime.communicator.allgather(not own <= given, group)):
-                part = map_tensors(dict(state), torch.Tensor.cpu)
-                sliced = self._sliced()
-                state = self._merged(sliced, collect(self._runtime, part, sliced.group))
-        optimizer_state.check_covers(state, groups, own)
-        # A copy, as torch would go on with the given tensors themselves.
-        sliced = self._sliced()
-        values = {
-            name: map_tensors(sliced.cut(name, value), torch.Tensor.clone)
-            for name, value in state["state"].items()
-            if name in own
-        }
-        # The settings are those of now: the script may have changed them since they were loaded.
-        now = {"state": values, "param_groups": self.optimizer.state_dict()["param_groups"]}
-        self.optimizer.load_state_dict(optimizer_state.to_numbers(now, groups))
+        state = self._named.load_settings(state_dict)
+        self._when_partitioned(lambda: self._named.load(state))
 
     def _when_partitioned(self, action: Callable[[], None]) -> None:
         waiting = [model for model in self._models() if not model.partitioned]
@@ -276,60 +354,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _models(self) -> list[DistributedModel]:
         return [model for model in models_of(self._runtime) if self.serves(model)]
 
-    def _names(self) -> dict[int, str]:
-        """Returns the name of each parameter of the models, by id."""
-        models = self._models()
-        if not models and self._runtime.topology.pp_size > 1:
-            raise SMPError(
-                "the optimizer holds no parameter of a DistributedModel: make the model before "
-                "the state of its optimizer is read or loaded."
-            )
-        return {
-            id(parameter): f"{number}.{name}" if len(models) > 1 else name
-            for number, model in enumerate(models)
-            for name, parameter in model.get_module().named_parameters()
-        }
-
-    def _sliced(self) -> SlicedTensors:
-        """Returns the parameters that are split over tensor-parallel ranks."""
-        models = self._models()
-        prefixes = [f"{number}." if len(models) > 1 else "" for number in range(len(models))]
-        holders = {prefix: model.holder for prefix, model in zip(prefixes, models, strict=True)}
-        return SlicedTensors.of(self._runtime, holders)
-
-    @staticmethod
-    def _merged(sliced: SlicedTensors, parts: list[Any]) -> dict[str, Any]:
-        """Returns the union of the states that ranks gave, with slices joined."""
-        merged = optimizer_state.merge(parts)
-        return {**merged, "state": sliced.merge([part["state"] for part in parts])}
-
-    def _group_names(self) -> list[list[str]]:
-        """Returns the names of the parameters of each group, of all ranks."""
-        names = self._names()
-        return [
-            # A parameter of no model goes by its place; every rank has it.
-            [
-                names.get(id(each), f"#{number}.{place}")
-                for place, each in enumerate(group["params"])
-            ]
-            for number, group in enumerate(self.param_groups)
-        ]
-
-    def _own_names(self) -> set[str]:
-        """Returns the names of the parameters that are on this rank."""
-        here = {id(each) for model in self._models() for each in model.local_parameters()}
-        foreign = {name for key, name in self._names().items() if key not in here}
-        return {name for names in self._group_names() for name in names} - foreign
-
-    def _ordered(self, merged: Mapping[str, Any]) -> Sequence[Sequence[str]]:
-        """Returns the groups of a merged state in the order of the whole optimizer."""
-        own, found = self._group_names(), optimizer_state.names_in(merged)
-        if all(set(names) == set(others) for names, others in zip(own, found, strict=True)):
-            return own
-        # Built over the parameters of this rank alone: the order of the model.
-        places = {name: place for place, name in enumerate(self._names().values())}
-        return [sorted(names, key=lambda name: places.get(name, len(places))) for names in found]
-
     def _check_duplicates(self) -> None:
         names = {
             id(parameter): name
@@ -337,8 +361,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for name, parameter in model.get_module().named_parameters()
         }
         seen: set[int] = set()
-        for number, group in enumerate(self.param_groups):
-            for place, parameter in enumerate(group["params"]):
+        for number, group in enumerate(self._groups()):
+            for place, parameter in enumerate(group):
                 if id(parameter) in seen:
                     name = names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
                     raise ValueError(
@@ -351,3 +375,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def optimizers_of(runtime: TorchRuntime) -> list[DistributedOptimizer]:
     """Returns the optimizers of this process that exist, in order of creation."""
     return cast(list[DistributedOptimizer], runtime.live_optimizers())
+
+
+def _whole_norms(
+    runtime: TorchRuntime,
+    models: Callable[[], list[Any]],
+    parameters: Sequence[torch.Tensor],
+    norms: torch.Tensor,
+    order: float,
+) -> torch.Tensor:
+    """Combines norms of slices, in place of which it puts those of the whole tensors."""
+    split = {id(each) for model in models() for each in model.split_parameters()}
+    places = [place for place, each in enumerate(parameters) if id(each) in split]
+    if places:
+        norms[places] = over_slices(runtime, norms[places], order)
+    return norms

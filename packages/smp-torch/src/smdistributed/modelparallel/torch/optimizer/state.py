@@ -15,6 +15,10 @@ from smdistributed.modelparallel.common.errors import CheckpointError
 State = Mapping[str, Any]
 #: The names of the parameters of each parameter group.
 Groups = Sequence[Sequence[str]]
+#: What the fp32 value of a parameter is called in its state.
+MASTER = "master"
+#: What the state of the loss scale is called.
+LOSS_SCALE = "loss_scale"
 
 
 def is_named(state: State) -> bool:
@@ -73,6 +77,29 @@ def to_numbers(state: State, groups: Groups) -> dict[str, Any]:
     }
 
 
+def without_half(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Takes a named state apart.
+
+    Returns:
+        What an optimizer itself keeps, and what half precision adds, in the same form; None if
+        that is nothing.
+    """
+    masters = {
+        name: {MASTER: values[MASTER]}
+        for name, values in state["state"].items()
+        if MASTER in values
+    }
+    rest = {
+        name: {key: value for key, value in values.items() if key != MASTER}
+        for name, values in state["state"].items()
+    }
+    kept = {key: value for key, value in state.items() if key != LOSS_SCALE}
+    bare = {**kept, "state": {name: values for name, values in rest.items() if values}}
+    if not masters and LOSS_SCALE not in state:
+        return bare, None
+    return bare, {**state, "state": masters}
+
+
 def merge(parts: Sequence[State]) -> dict[str, Any]:
     """Returns the union of named states of several ranks.
 
@@ -84,8 +111,14 @@ def merge(parts: Sequence[State]) -> dict[str, Any]:
         raise CheckpointError(
             f"every rank must have the same parameter groups; the parts have {counts}."
         )
+    state: dict[str, Any] = {}
+    for part in parts:
+        for name, values in part["state"].items():
+            state[name] = {**state[name], **values} if name in state else values
+    scales = [part[LOSS_SCALE] for part in parts if LOSS_SCALE in part]
     return {
-        "state": {name: values for part in parts for name, values in part["state"].items()},
+        **({LOSS_SCALE: scales[0]} if scales else {}),
+        "state": state,
         "param_groups": [
             {
                 **groups[0],

@@ -47,6 +47,9 @@ class FusedLamb(FusedOptimizer):
     model-parallel-customize-training-script-pt.md.
     """
 
+    #: Read by ``DistributedOptimizer``, of which masters in slices have other norms.
+    takes_norms_of_tensors = True
+
     def __init__(
         self,
         params: Any,

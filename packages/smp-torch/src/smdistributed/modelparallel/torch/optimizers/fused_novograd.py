@@ -48,6 +48,9 @@ class FusedNovoGrad(FusedOptimizer):
     Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
     """
 
+    #: Read by ``DistributedOptimizer``, of which masters in slices have other norms.
+    takes_norms_of_tensors = True
+
     def __init__(
         self,
         params: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,15 +29,27 @@ class Replicated(Protocol):
     def is_joining(self) -> bool:
         """Whether replicas may have run out of batches."""
 
+    def updates(self) -> Mapping[nn.Parameter, bool]:
+        """Returns for each parameter on this rank whether this rank updates it."""
+
+    def share_updates(self) -> None:
+        """Gives all ranks the parameters that their owners have updated."""
+
 
 class Model(Protocol):
     """A DistributedModel.
 
     Attributes:
         place_in_keys: its number in the keys of random numbers.
+        scaled_by: the loss scale that its gradients carry; None without.
     """
 
     place_in_keys: int
+    scaled_by: Any
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether it is known which of its parameters are on this rank."""
 
     @property
     def data_parallel(self) -> Replicated:
@@ -58,6 +70,10 @@ class Optimizer(Protocol):
     """
 
     optimizer: torch.optim.Optimizer
+
+    @property
+    def applied_loss_scale(self) -> Any:
+        """What the losses of its models are multiplied by; None for nothing."""
 
     def serves(self, model: Any) -> bool:
         """Tells whether it holds a parameter of ``model``."""

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
@@ -93,18 +92,10 @@ class EagerStep:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
         self._calls += 1
-        scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
-            grad_tensors = None if grad_tensors is None else [grad_tensors]
-        starts = [
-            None
-            if tensor.numel() != 1 and start is None
-            else torch.full_like(tensor, scale)
-            if start is None
-            else start * scale
-            for tensor, start in zip(tensors, grad_tensors or [None] * len(tensors), strict=True)
-        ]
+        scale: Scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
+        loss_scale = model.apply_loss_scale()
+        if loss_scale is not None:
+            scale = loss_scale * scale
         self.runtime.random.enter_pass(self._microbatch, backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
         is_last = self._is_last and self._calls == self._usual_calls
@@ -113,7 +104,7 @@ class EagerStep:
                 each.data_parallel.enter_last_pass()
             else:
                 each.data_parallel.enter_pass(frozenset())
-        torch.autograd.backward(tensors, starts)
+        differentiate(tensors, grad_tensors, scale)
         self.runtime.random.enter_pass(self._microbatch, backward=False)
 
     @contextlib.contextmanager

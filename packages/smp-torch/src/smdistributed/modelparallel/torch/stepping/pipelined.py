@@ -27,6 +27,7 @@ from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
 from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.passes import Passed
@@ -103,7 +104,8 @@ class PipelinedStep:
                 self._inputs.exchange(batch, prepared.needed_inputs), constants, strict=True
             )
         ]
-        made = self._execute(prepared, batch, tensors, _scale(passed))
+        scales = _scales(passed, batch.weights)
+        made = self._execute(prepared, batch, tensors, scales)
         runtime = self.runtime
         results = share_results(
             runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
@@ -161,7 +163,7 @@ class PipelinedStep:
         prepared: Prepared,
         batch: MiniBatch,
         inputs: Sequence[Sequence[torch.Tensor]],
-        scale: str,
+        scales: Sequence[Scale],
     ) -> list[dict[int, torch.Tensor]]:
         models = self._models_of(prepared.modules)
         for model in models:
@@ -179,7 +181,6 @@ class PipelinedStep:
             for each in reduced:
                 each.enter_pass(completes)
 
-        scales = [weight if scale == "mean" else 1.0 for weight in batch.weights]
         try:
             with without_autocast(("cpu", self.runtime.device.type)):
                 results, times = prepared.executor.run(inputs, scales, enter_pass)
@@ -192,18 +193,29 @@ class PipelinedStep:
         return results
 
 
-def _scale(passed: Sequence[Passed]) -> str:
-    """Returns how the gradients of microbatches combine."""
-    scales = {
-        entry.target.data_parallel.gradient_scale
-        for each in passed
-        if each.way is not None
-        for entry in each.way.entries
-        if entry.kind is EntryKind.BACKWARD
-    }
-    if len(scales) > 1:
+def _scales(passed: Sequence[Passed], weights: Sequence[float]) -> list[Scale]:
+    """Returns by what the losses of each microbatch count."""
+    models: list[DistributedModel] = list(
+        dict.fromkeys(
+            entry.target
+            for each in passed
+            if each.way is not None
+            for entry in each.way.entries
+            if entry.kind is EntryKind.BACKWARD
+        )
+    )
+    kinds = {model.data_parallel.gradient_scale for model in models}
+    if len(kinds) > 1:
         raise UnsupportedError(
             "models with different average_grads_across_microbatches were differentiated in one "
             "step function; give them the same value."
         )
-    return scales.pop() if scales else "mean"
+    loss_scales = {id(each): each for each in (model.apply_loss_scale() for model in models)}
+    if len(loss_scales) > 1:
+        raise UnsupportedError(
+            "models with different loss scales were differentiated in one step function; give "
+            "them one DistributedOptimizer."
+        )
+    (loss_scale,) = loss_scales.values() or (None,)
+    shares = [weight if kinds != {"sum"} else 1.0 for weight in weights]
+    return [share if loss_scale is None else loss_scale * share for share in shares]

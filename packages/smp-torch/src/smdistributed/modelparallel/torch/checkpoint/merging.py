@@ -1,0 +1,52 @@
+"""The weights of a partial checkpoint as one state, without a job.
+
+Source: published example scripts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles
+from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
+from smdistributed.modelparallel.torch.optimizer.state import MASTER
+
+
+def full_state_dict(
+    folder: str | os.PathLike[str], tag: str | int | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """See ``sharded_data_parallel_checkpoint``."""
+    directory = CheckpointDirectory(folder, rank=0, gather=lambda obj: [obj])
+    checkpoint = directory.resolve(tag, partial=True)
+    files = CheckpointFiles(checkpoint)
+    stored = files.layout()
+    state = files.whole_model(stored)
+    if state is None:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.tag}' in {directory.path} holds no model: it was saved "
+            "without one."
+        )
+    del state[PARTIAL_KEY]
+    optimizer = files.whole_optimizer(stored) or {"state": {}}
+    masters = {
+        _place(state[name]): values[MASTER]
+        for name, values in optimizer["state"].items()
+        if MASTER in values and name in state
+    }
+    return {name: _value(value, masters, dtype) for name, value in state.items()}
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Returns what tied tensors of one file have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def _value(value: Any, masters: dict[Any, torch.Tensor], dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return masters.get(_place(value), value).to(dtype)

@@ -1,0 +1,252 @@
+"""The state of a DistributedOptimizer by the names of parameters, over all ranks.
+
+A rank has the state of the parameters that it updates. What is split, over partitions, slices or
+the owners of sharded state, is brought together by name. The fp32 master of a parameter is part of
+its state, as ``master``, so it travels and is cut as the rest is.
+
+Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.model.slices import SlicedTensors
+from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
+from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
+from smdistributed.modelparallel.torch.optimizer.state import LOSS_SCALE, MASTER
+from smdistributed.modelparallel.torch.precision.master_update import MasterUpdate
+from smdistributed.modelparallel.torch.record.nested import map_tensors
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+class NamedState:
+    """Reads and writes the state of one optimizer by name.
+
+    Args:
+        runtime: the state of the library in this process.
+        optimizer: the wrapped optimizer.
+        masters: what it updates by; None: the parameters themselves.
+        models: whose parameters it holds.
+        groups: the parameters that the script gave, by parameter group.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        optimizer: torch.optim.Optimizer,
+        masters: MasterUpdate | None,
+        models: Sequence[DistributedModel],
+        groups: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._masters = masters
+        self._models = models
+        self._groups = groups
+        prefixes = [f"{number}." if len(models) > 1 else "" for number in range(len(models))]
+        holders = {prefix: model.holder for prefix, model in zip(prefixes, models, strict=True)}
+        self._sliced = SlicedTensors.of(runtime, holders)
+
+    # ------------------------------------------------------------------ reading
+
+    def local(self, *, gather: bool) -> dict[str, Any]:
+        """Returns the state of this rank's parameters, and whether that is only a part.
+
+        Collective with sharded state and ``gather``: DP_GROUP.
+        """
+        if self._masters is not None:
+            self._masters.adopt()
+        named = optimizer_state.to_names(
+            self._optimizer.state_dict(), self._held_names(), self._own_names()
+        )
+        names = self._names()
+        for parameter, value in self._master_values().items():
+            kept = named["state"].get(names[id(parameter)], {})
+            named["state"][names[id(parameter)]] = {**kept, MASTER: value}
+        is_sharded = self._runtime.config.shard_optimizer_state
+        if is_sharded and gather:
+            named = self._with_shards(named)
+        is_part = self._is_split or (is_sharded and not gather)
+        return {**named, **self._loss_scale(), PARTIAL_KEY: is_part}
+
+    def whole(self, *, to_rank0: bool) -> dict[str, Any]:
+        """Returns the state over all partitions in torch's form, if with ``to_rank0`` on rank 0.
+
+        Collective: the ranks that hold the model together.
+        """
+        if not self._is_split and self._masters is None:
+            return self._optimizer.state_dict()
+        local = self.local(gather=True)
+        if self._is_split:
+            local["state"] = self._sliced.to_send(local["state"])
+            own = map_tensors(local, torch.Tensor.cpu)
+            parts = collect(self._runtime, own, self._sliced.group, to_rank0=to_rank0)
+            if not parts:
+                return {}
+            local = self._merged(parts, self._sliced.group)
+        numbered = optimizer_state.to_numbers(local, self._ordered(local))
+        return {**numbered, **self._loss_scale()}
+
+    @property
+    def _is_split(self) -> bool:
+        return self._runtime.topology.pp_size > 1 or bool(self._sliced)
+
+    def _master_values(self) -> dict[nn.Parameter, torch.Tensor]:
+        return {} if self._masters is None else self._masters.store.values()
+
+    def _loss_scale(self) -> dict[str, Any]:
+        scale = None if self._masters is None else self._masters.loss_scale
+        return {} if scale is None else {LOSS_SCALE: scale.state_dict()}
+
+    def _with_shards(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state with what the owners have. Collective: DP_GROUP."""
+        topology = self._runtime.topology
+        own = map_tensors(dict(named), torch.Tensor.cpu)
+        parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
+        members = topology.members(CommGroup.DP_GROUP, self._runtime.rank)
+        for rank, part in zip(members, parts, strict=True):
+            if topology.coordinates(rank).tp_rank != self._runtime.coordinates.tp_rank:
+                part["state"] = {
+                    name: each for name, each in part["state"].items() if name not in self._sliced
+                }
+        return optimizer_state.merge(parts)
+
+    def _merged(self, parts: list[Any], group: CommGroup) -> dict[str, Any]:
+        """Returns the union of the states that the ranks of a group gave, with slices joined."""
+        merged = optimizer_state.merge(parts)
+        states = self._sliced.merge([part["state"] for part in parts], group)
+        return {**merged, "state": states}
+
+    # ------------------------------------------------------------------ writing
+
+    def load_settings(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads the settings of parameter groups; returns the state by name.
+
+        Raises:
+            ValueError: it is for other numbers of parameters.
+        """
+        groups = self._group_names()
+        if not optimizer_state.is_named(state):
+            every = {name for each in groups for name in each}
+            scale = {key: state[key] for key in (LOSS_SCALE,) if key in state}
+            state = {**optimizer_state.to_names(state, groups, every), **scale}
+        if len(state["param_groups"]) != len(groups):
+            raise ValueError(
+                f"the state has {len(state['param_groups'])} parameter groups, the optimizer has "
+                f"{len(groups)}."
+            )
+        bare = {"state": {}, "param_groups": state["param_groups"]}
+        self._optimizer.load_state_dict(optimizer_state.to_numbers(bare, self._held_names()))
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Loads the state of the parameters that this rank updates, once that is known.
+
+        Collective for a partial state: the ranks that hold the model, and its state, together.
+
+        Raises:
+            CheckpointError: a parameter of this rank is not in it.
+        """
+        if self._masters is not None:
+            self._masters.adopt()
+        own = self._own_names()
+        if state.get(PARTIAL_KEY, False):
+            given = {name for names in optimizer_state.names_in(state) for name in names}
+            # Under the same partition every rank has what it needs, and nothing travels.
+            is_sharded = self._runtime.config.shard_optimizer_state
+            group = CommGroup.WORLD if is_sharded else self._sliced.group
+            if any(self._runtime.communicator.allgather(not own <= given, group)):
+                part = map_tensors(dict(state), torch.Tensor.cpu)
+                state = self._merged(collect(self._runtime, part, group), group)
+        optimizer_state.check_covers(state, self._group_names(), own)
+        # A copy, as torch would go on with the given tensors themselves.
+        values = {
+            name: dict(map_tensors(self._sliced.cut(name, value), torch.Tensor.clone))
+            for name, value in state["state"].items()
+            if name in own
+        }
+        masters = {name: each.pop(MASTER) for name, each in values.items() if MASTER in each}
+        values = {name: each for name, each in values.items() if each}
+        # The settings are those of now: the script may have changed them since they were loaded.
+        now = {"state": values, "param_groups": self._optimizer.state_dict()["param_groups"]}
+        self._optimizer.load_state_dict(optimizer_state.to_numbers(now, self._held_names()))
+        self._load_masters(masters)
+        if self._masters is not None and self._masters.loss_scale and LOSS_SCALE in state:
+            self._masters.loss_scale.load_state_dict(state[LOSS_SCALE])
+
+    @torch.no_grad()
+    def _load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self._named_parameters())
+        by_parameter = {parameters[name]: value for name, value in masters.items()}
+        if self._masters is not None:
+            self._masters.store.load(by_parameter)
+            for model in self._models:
+                model.data_parallel.share_updates()
+            return
+        for parameter, value in by_parameter.items():
+            parameter.copy_(value)
+
+    # ------------------------------------------------------------------ names
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{number}.{name}" if len(self._models) > 1 else name, parameter)
+            for number, model in enumerate(self._models)
+            for name, parameter in model.get_module().named_parameters()
+        ]
+
+    def _names(self) -> dict[int, str]:
+        """Returns the name of each parameter of the models, by id."""
+        if not self._models and self._runtime.topology.pp_size > 1:
+            raise SMPError(
+                "the optimizer holds no parameter of a DistributedModel: make the model before "
+                "the state of its optimizer is read or loaded."
+            )
+        return {id(parameter): name for name, parameter in self._named_parameters()}
+
+    def _group_names(self) -> list[list[str]]:
+        """Returns the names of the parameters of each group, of all ranks."""
+        names = self._names()
+        return [
+            # A parameter of no model goes by its place; every rank has it.
+            [names.get(id(each), f"#{number}.{place}") for place, each in enumerate(group)]
+            for number, group in enumerate(self._groups)
+        ]
+
+    def _held_names(self) -> list[list[str]]:
+        """Returns the names of what the wrapped optimizer has in its groups now."""
+        if self._masters is None:
+            return self._group_names()
+        name_of = {
+            id(each): name
+            for group, names in zip(self._groups, self._group_names(), strict=True)
+            for each, name in zip(group, names, strict=True)
+        }
+        parameter_of = self._masters.store.parameter_of
+        return [
+            [name_of[id(parameter_of(each))] for each in group["params"]]
+            for group in self._optimizer.param_groups
+        ]
+
+    def _own_names(self) -> set[str]:
+        """Returns the names of the parameters that this rank updates."""
+        here = {id(each) for model in self._models for each in model.local_parameters()}
+        foreign = {name for key, name in self._names().items() if key not in here}
+        return {name for names in self._held_names() for name in names} - foreign
+
+    def _ordered(self, merged: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        """Returns the groups of a merged state in the order of the whole optimizer."""
+        own, found = self._group_names(), optimizer_state.names_in(merged)
+        if all(set(names) == set(others) for names, others in zip(own, found, strict=True)):
+            return own
+        # Built over the parameters of this rank alone: the order of the model.
+        places = {name: place for place, name in enumerate(self._names().values())}
+        return [sorted(names, key=lambda name: places.get(name, len(places))) for names in found]

@@ -1,0 +1,212 @@
+"""What an optimizer updates in place of the parameters of a model.
+
+A parameter of a model is what the forward pass reads. What is updated is its *master*: with half
+precision a copy in fp32, where state is sharded on one of the ranks that hold the parameter only,
+and otherwise the parameter itself. The wrapped optimizer gets the masters of this rank in its
+parameter groups, so that whatever it computes, it computes on them; each update ends by writing the
+masters back to the parameters.
+
+Source: model-parallel-extended-features-pytorch-fp16.md;
+model-parallel-extended-features-pytorch-optimizer-state-sharding.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import copy_all
+
+
+@dataclass(eq=False)
+class Master:
+    """What is updated for one parameter of the model.
+
+    Attributes:
+        parameter: of the model.
+        tensor: what the wrapped optimizer updates; the parameter itself where it is as precise.
+        version: of the parameter when the master was last written to it.
+    """
+
+    parameter: nn.Parameter
+    tensor: nn.Parameter
+    version: int
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it has memory of its own."""
+        return self.tensor is not self.parameter
+
+
+class MasterStore:
+    """The masters of one optimizer on this rank.
+
+    Args:
+        optimizer: the wrapped one, whose parameter groups get masters in place of parameters.
+        here: gives the parameters of models on this rank, each with whether this rank updates it.
+        foreign: tells whether a parameter is one of a model, and not on this rank.
+        half: the type of parameters that have masters in fp32; None where there are none.
+
+    Attributes:
+        groups: the parameters that the script gave, by parameter group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        here: Callable[[], Mapping[nn.Parameter, bool]],
+        foreign: Callable[[nn.Parameter], bool],
+        half: torch.dtype | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._here = here
+        self._foreign = foreign
+        self._half = half
+        self._of_tensor: dict[int, Master] = {}
+        self._seen: set[int] = set()
+        self.groups: list[list[nn.Parameter]] = []
+
+    def __iter__(self) -> Iterator[Master]:
+        return iter(self._of_tensor.values())
+
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter of the model behind what the wrapped optimizer holds."""
+        master = self._of_tensor.get(id(tensor))
+        return tensor if master is None else master.parameter
+
+    # ------------------------------------------------------------------ taking them
+
+    def adopt(self) -> None:
+        """Puts masters in the places of parameters, also of those that came since.
+
+        A parameter that has been written to since the last update counts: its master follows.
+        """
+        here = self._here()
+        for number, group in enumerate(self._optimizer.param_groups):
+            if number == len(self.groups):
+                self.groups.append([])
+            kept = []
+            for each in group["params"]:
+                if id(each) in self._of_tensor:
+                    kept.append(each)
+                    continue
+                if id(each) not in self._seen:
+                    self._seen.add(id(each))
+                    self.groups[number].append(each)
+                kept += self._kept(each, here)
+            group["params"][:] = kept
+        for master in self:
+            if master.is_copy and master.parameter._version != master.version:
+                self._read(master)
+
+    def _kept(self, parameter: nn.Parameter, here: Mapping[nn.Parameter, bool]) -> list[Any]:
+        """Returns what the wrapped optimizer holds for a parameter: one tensor or none."""
+        if parameter not in here:
+            if not self._foreign(parameter):
+                return [parameter]  # of no model
+        elif not parameter.requires_grad:
+            return [parameter]  # frozen: it is not updated, and may be set free
+        elif here[parameter]:
+            return [self._make(parameter).tensor]
+        self._optimizer.state.pop(parameter, None)
+        return []
+
+    @torch.no_grad()
+    def _make(self, parameter: nn.Parameter) -> Master:
+        tensor = parameter
+        if parameter.dtype is self._half:
+            tensor = nn.Parameter(parameter.detach().float())
+            if parameter in self._optimizer.state:
+                state = self._optimizer.state.pop(parameter)
+                self._optimizer.state[tensor] = {
+                    key: value.float() if _is_half(value) else value for key, value in state.items()
+                }
+        master = Master(parameter, tensor, parameter._version)
+        self._of_tensor[id(tensor)] = master
+        return master
+
+    @torch.no_grad()
+    def _read(self, master: Master) -> None:
+        master.tensor.copy_(master.parameter)
+        master.version = master.parameter._version
+
+    # ------------------------------------------------------------------ an update
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Gives each master the gradient of its parameter.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        for master in self:
+            gradient = master.parameter.grad
+            if not master.is_copy:
+                continue
+            if gradient is None:
+                master.tensor.grad = None
+            elif gradient.is_sparse:
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(master.parameter.shape)} has a sparse gradient, "
+                    "which half precision does not take; use sparse=False."
+                )
+            else:
+                master.tensor.grad = gradient.float()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that the wrapped optimizer is about to use."""
+        return [
+            each.grad
+            for group in self._optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Writes the masters to their parameters."""
+        copies = [master for master in self if master.is_copy]
+        if copies:
+            copy_all([each.parameter for each in copies], [each.tensor for each in copies])
+        for master in copies:
+            master.version = master.parameter._version
+
+    def forget_gradients(self, set_to_none: bool) -> None:
+        """Clears the gradients of the parameters that the script gave, and of masters."""
+        for parameter in (each for group in self.groups for each in group):
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Frees the gradients of masters with memory of their own."""
+        for master in self:
+            if master.is_copy:
+                master.tensor.grad = None
+
+    # ------------------------------------------------------------------ state
+
+    def values(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns what the masters hold, by parameter, of those with memory of their own."""
+        return {each.parameter: each.tensor.detach() for each in self if each.is_copy}
+
+    @torch.no_grad()
+    def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Gives masters and their parameters values that ``values`` gave."""
+        for master in self:
+            if master.is_copy and master.parameter in values:
+                master.tensor.copy_(values[master.parameter])
+        self.publish()
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

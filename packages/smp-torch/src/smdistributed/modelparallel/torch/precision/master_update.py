@@ -1,0 +1,194 @@
+"""An update by way of masters: gradients in, one update, parameters out.
+
+Source: model-parallel-extended-features-pytorch-fp16.md;
+model-parallel-extended-features-pytorch-optimizer-state-sharding.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.private import multiply_all, norms_of_all
+from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks
+from smdistributed.modelparallel.torch.precision import fused_update
+from smdistributed.modelparallel.torch.precision.casting import half_type
+from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
+from smdistributed.modelparallel.torch.precision.master_store import MasterStore
+from smdistributed.modelparallel.torch.runtime.protocols import Model
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+class MasterUpdate:
+    """Updates the parameters of models through masters, together with the other ranks.
+
+    Args:
+        runtime: the state of the library in this process.
+        optimizer: the wrapped one.
+        models: gives the models whose parameters it holds.
+
+    Attributes:
+        store: the masters.
+        loss_scale: what losses are multiplied by; None where nothing is.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        optimizer: torch.optim.Optimizer,
+        models: Callable[[], list[Model]],
+    ) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._models = models
+        self.loss_scale: LossScale | None = None
+        half = half_type(runtime.config)
+        self.store = MasterStore(optimizer, self._here, self._is_foreign, half)
+        #: The gradients that are with the masters, so that clipping and updating share them.
+        self._taken: list[tuple[torch.Tensor | None, int]] | None = None
+
+    def _here(self) -> Mapping[nn.Parameter, bool]:
+        return {
+            parameter: updates
+            for model in self._models()
+            for parameter, updates in model.data_parallel.updates().items()
+        }
+
+    def _is_foreign(self, parameter: nn.Parameter) -> bool:
+        return any(parameter is each for model in self._models() for each in model.parameters())
+
+    def adopt(self) -> None:
+        """Brings masters up to date, once the models are partitioned; before, does nothing."""
+        if all(model.partitioned for model in self._models()):
+            self.store.adopt()
+
+    # ------------------------------------------------------------------ an update
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Makes one update. Collective: WORLD."""
+        self.adopt()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take()
+        found = self._found()
+        if fused_update.update(self._optimizer, found):
+            self.store.publish()
+        for model in self._models():
+            model.data_parallel.share_updates()
+        self._end(found)
+        return loss
+
+    def _found(self) -> torch.Tensor | None:
+        return None if self.loss_scale is None else self.loss_scale.found
+
+    def _end(self, found: torch.Tensor | None) -> None:
+        self._taken = None
+        self.store.release_gradients()
+        for model in self._models():
+            model.scaled_by = None
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Bounds the norm of the gradients that the next update uses. Collective: WORLD.
+
+        Returns:
+            The norm before, over the whole model. Shape: scalar.
+        """
+        self.adopt()
+        self._take()
+        slices = {id(each) for model in self._models() for each in model.split_parameters()}
+        tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    tensors[id(self.store.parameter_of(each)) in slices].append(each.grad)
+        norm = norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
+        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
+        nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Brings gradients to the masters, unless those there are the newest."""
+        given = [each.grad for group in self.store.groups for each in group]
+        now = [(each, 0 if each is None else each._version) for each in given]
+        if self._taken is None or not all(
+            one is other and version == since
+            for (one, version), (other, since) in zip(self._taken, now, strict=True)
+        ):
+            self.store.take_gradients()
+            self._unscale()
+            self._taken = now
+
+    def _unscale(self) -> None:
+        """Takes the loss scale out of the masters' gradients."""
+
+
+class FP16_Optimizer(MasterUpdate):  # noqa: N801 - the name that scripts know
+    """What ``DistributedOptimizer`` updates by under fp16: masters, and a loss scale.
+
+    Args:
+        runtime: the state of the library in this process.
+        optimizer: the wrapped one.
+        models: gives the models whose parameters it holds.
+        loss_scale: of these models; None for bf16, which needs none.
+
+    Source: model-parallel-extended-features-pytorch-fp16.md.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        optimizer: torch.optim.Optimizer,
+        models: Callable[[], list[Model]],
+        loss_scale: LossScale | None,
+    ) -> None:
+        super().__init__(runtime, optimizer, models)
+        self.loss_scale = loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was left out, as gradients were not finite on some rank."""
+        return self.loss_scale is not None and bool(self.loss_scale.found.item())
+
+    def _unscale(self) -> None:
+        scale = self.loss_scale
+        if scale is None:
+            return
+        self._check_scaled(scale)
+        gradients = self.store.gradients()
+        if gradients:
+            multiply_all(gradients, scale.scale.double().reciprocal().float())
+            scale.vote(norms_of_all(gradients).isfinite().all())
+        else:
+            scale.vote(torch.ones((), dtype=torch.bool, device=scale.scale.device))
+
+    def _check_scaled(self, scale: LossScale) -> None:
+        """Raises if gradients lack the factor that is about to be taken out.
+
+        Raises:
+            SMPError: a backward pass was not made by ``model.backward``.
+        """
+        for model in self._models():
+            has_gradients = any(each.grad is not None for each in model.parameters())
+            if has_gradients and model.scaled_by is not scale and not scale.is_one:
+                raise SMPError(
+                    "under fp16 losses are differentiated by model.backward(loss), which applies "
+                    "the loss scale; there are gradients that came in another way, by "
+                    "loss.backward() or through another model: call model.backward, or set "
+                    "static_loss_scale=1.0."
+                )
+
+    def _end(self, found: torch.Tensor | None) -> None:
+        super()._end(found)
+        if self.loss_scale is None:
+            return
+        self.loss_scale.update()
+        if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            self.loss_scale.check()  # the host has waited already

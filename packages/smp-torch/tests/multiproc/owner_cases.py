@@ -1,0 +1,128 @@
+"""Sharded optimizer state: each parameter is updated by one rank, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from half_cases import adam, batches, momentum, net, same_bits
+from reference import own_share, run_plain
+from torch import nn
+from torch.nn import functional as F
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+TOLERANCE = 1e-6
+
+
+def body(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(inputs), targets)
+    model.backward(loss)
+    return loss
+
+
+def trained(make: Any, max_norm: float | None) -> None:
+    """Losses, norms and parameters of one process, over ten steps."""
+    reference, model = net(), smp.DistributedModel(net())
+    plain = make(reference.parameters())
+    optimizer = smp.DistributedOptimizer(make(model.parameters()))
+    step = smp.step(body)
+    for data in batches(10):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        want = run_plain(reference, body, data)
+        got = step(model, *own_share(data, [0, 0]))
+        for one, other in zip(got.outputs, want, strict=True):
+            assert one.item() == pytest.approx(other.item(), rel=TOLERANCE)
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            expected = nn.utils.clip_grad_norm_(list(reference.parameters()), max_norm)
+            assert norm.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+        plain.step()
+        optimizer.step()
+    values = dict(reference.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        assert torch.allclose(parameter, values[name], rtol=1e-5, atol=1e-6), name
+        same_bits(parameter.detach(), smp.allgather(parameter.detach(), smp.DP_GROUP)[0], name)
+
+
+def case_every_parameter_has_one_owner() -> None:
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(adam(model.parameters()))
+    data = own_share(batches(1)[0], [0, 0])
+    smp.step(body)(model, *data)
+    names = dict(model.local_named_parameters())
+    with_gradient = [name for name, each in names.items() if each.grad is not None]
+    optimizer.step()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    owned = [name for name, each in names.items() if id(each) in held]
+    assert sorted(owned) == sorted(with_gradient)  # the others' gradients are gone
+    assert set(optimizer.state) == {names[name] for name in owned}
+    everywhere = smp.allgather(owned, smp.DP_GROUP)
+    assert sorted(name for each in everywhere for name in each) == sorted(names)
+    sizes = [sum(names[name].numel() for name in each) for each in everywhere]
+    largest = max(each.numel() for each in names.values())
+    assert max(sizes) - min(sizes) <= largest
+
+
+def case_state_is_that_of_one_process() -> None:
+    """A plain optimizer goes on with the whole state; a wrapped one with its part or the whole."""
+    reference, model = net(), smp.DistributedModel(net())
+    plain = adam(reference.parameters())
+    optimizer = smp.DistributedOptimizer(adam(model.parameters()))
+    step = smp.step(body)
+    data = batches(4)
+    for each in data[:3]:
+        plain.zero_grad()
+        optimizer.zero_grad()
+        run_plain(reference, body, each)
+        step(model, *own_share(each, [0, 0]))
+        plain.step()
+        optimizer.step()
+    whole = copy.deepcopy(optimizer.state_dict())
+    for number, values in plain.state_dict()["state"].items():
+        for key, value in values.items():
+            assert torch.allclose(whole["state"][number][key], value, rtol=1e-4, atol=1e-7)
+    fresh = adam(reference.parameters())
+    fresh.load_state_dict(whole)
+    own = copy.deepcopy(optimizer.local_state_dict(gather_if_shard=False))
+    gathered = copy.deepcopy(optimizer.local_state_dict())
+    assert set(own["state"]) < set(gathered["state"])
+    assert set(gathered["state"]) == {name for name, _ in model.local_named_parameters()}
+    weights = copy.deepcopy(model.state_dict())
+
+    def go(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        step(model, *own_share(data[3], [0, 0]))
+        optimizer.step()
+        return [each.detach().clone() for each in model.local_parameters()]
+
+    want = go(model, optimizer)
+    for state in (whole, own, gathered):
+        other = smp.DistributedModel(net())
+        its_optimizer = smp.DistributedOptimizer(adam(other.parameters()))
+        other.load_state_dict(weights)
+        its_optimizer.load_state_dict(state)
+        for one, two in zip(go(other, its_optimizer), want, strict=True):
+            same_bits(one, two, "parameter")
+
+
+def case_what_needs_every_gradient_is_refused() -> None:
+    model = smp.DistributedModel(net())
+    with pytest.raises(UnsupportedError, match="a gradient goes to the one that updates"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(UnsupportedError, match="give every rank the same number"), model.join():
+        pass
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "adam": lambda: trained(adam, None),
+    "momentum_clipped": lambda: trained(momentum, 0.05),
+    "every_parameter_has_one_owner": case_every_parameter_has_one_owner,
+    "state_is_that_of_one_process": case_state_is_that_of_one_process,
+    "what_needs_every_gradient_is_refused": case_what_needs_every_gradient_is_refused,
+}
