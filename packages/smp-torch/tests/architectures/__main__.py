@@ -29,6 +29,11 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=100, help="time limit of a trial (100)")
     parser.add_argument("--directory", type=Path, help="keep records and report.{txt,json} here")
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="split modules over the ranks by auto=True, not the model",
+    )
     parser.add_argument("--verbose", action="store_true", help="show stacks and all differences")
     parser.add_argument("--list", action="store_true", help="show the names")
     options = parser.parse_args()
@@ -70,7 +75,14 @@ def _run(trials: list[Trial], directory: Path, options: argparse.Namespace) -> i
             print(verdict.details, flush=True)
         survey_report.write(directory, found, options.ranks)
 
-    verdicts = survey(trials, options.ranks, directory, seconds=options.seconds, on_verdict=note)
+    verdicts = survey(
+        trials,
+        options.ranks,
+        directory,
+        seconds=options.seconds,
+        on_verdict=note,
+        tensor_parallel=options.tensor_parallel,
+    )
     print(survey_report.write(directory, verdicts, options.ranks))
     print(f"{time.monotonic() - started:.0f} s")
     return int(any(each.kind in (Kind.WRONG, Kind.UNUSABLE) for each in verdicts.values()))

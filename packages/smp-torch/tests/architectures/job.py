@@ -33,7 +33,7 @@ def start(config: Mapping[str, object]) -> None:
 def attempt(trial: Trial) -> Record:
     """Runs a trial; a failure is in the record."""
     record = Record()
-    plain = smp.pp_size() == 1 and trial.variant is Variant.NO_DROPOUT
+    plain = smp.size() == 1 and trial.variant is Variant.NO_DROPOUT
     try:
         run_trial(trial, record, plain=plain)
     except AbsentError as error:

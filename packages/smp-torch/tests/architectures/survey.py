@@ -6,6 +6,7 @@ the next one; a trial that hangs ends its job when its time is up.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +28,10 @@ ENVIRONMENT = {
 _POLL_SECONDS = 2.0
 
 
-def config_of(num_ranks: int) -> dict[str, object]:
+def config_of(num_ranks: int, *, tensor_parallel: bool = False) -> dict[str, object]:
     """Returns what ``smp.init`` is given."""
+    if tensor_parallel and num_ranks > 1:
+        return {"tensor_parallel_degree": num_ranks, "ddp": True, "microbatches": 1}
     return {"pipeline_parallel_degree": num_ranks, "microbatches": 2}
 
 
@@ -40,6 +43,7 @@ class Job:
     trials: Sequence[Trial]
     directory: Path
     seconds: float
+    tensor_parallel: bool = False
 
     def run(self) -> None:
         """Runs every trial that has no record yet, in as many jobs as it takes."""
@@ -61,7 +65,12 @@ class Job:
                 launcher="python" if self.num_ranks == 1 else "smprun",
                 timeout=60 + self.seconds * len(trials),
                 env=ENVIRONMENT,
-                args=[config_of(self.num_ranks), trials, self.directory, self.seconds],
+                args=[
+                    config_of(self.num_ranks, tensor_parallel=self.tensor_parallel),
+                    trials,
+                    self.directory,
+                    self.seconds,
+                ],
             )
         except RanksFailedError as error:
             return error
@@ -102,6 +111,7 @@ def survey(
     *,
     seconds: float = 100.0,
     on_verdict: Callable[[Trial, Verdict], None] = lambda trial, verdict: None,
+    tensor_parallel: bool = False,
 ) -> dict[Trial, Verdict]:
     """Runs trials and judges each as soon as both sides have run it.
 
@@ -111,15 +121,17 @@ def survey(
         directory: keeps the records; a trial that has one is not run again.
         seconds: what a trial may take.
         on_verdict: told each verdict.
+        tensor_parallel: split modules over the ranks by ``auto=True``; False: the model.
 
     A difference in float32 may be rounding, which a ReLU or a selection makes larger: such a trial
     is repeated in float64, and exact if it is exact there.
     """
-    verdicts = _survey(trials, num_ranks, directory, seconds, on_verdict)
+    of = functools.partial(_survey, tensor_parallel=tensor_parallel)
+    verdicts = of(trials, num_ranks, directory, seconds, on_verdict)
     doubtful = [trial for trial, verdict in verdicts.items() if verdict.differs]
     if doubtful:
         again = {replace(trial, in_double=True): trial for trial in doubtful}
-        for double, verdict in _survey(list(again), num_ranks, directory, seconds).items():
+        for double, verdict in of(list(again), num_ranks, directory, seconds).items():
             trial = again[double]
             if verdict.kind is Kind.EXACT:
                 reason = f"in float64; in float32 {verdicts[trial].reason}"
@@ -134,9 +146,11 @@ def _survey(
     directory: Path,
     seconds: float,
     on_verdict: Callable[[Trial, Verdict], None] = lambda trial, verdict: None,
+    *,
+    tensor_parallel: bool,
 ) -> dict[Trial, Verdict]:
     reference = Job(1, trials, directory / "reference", seconds)
-    distributed = Job(num_ranks, trials, directory / f"ranks-{num_ranks}", seconds)
+    distributed = Job(num_ranks, trials, directory / f"ranks-{num_ranks}", seconds, tensor_parallel)
     verdicts: dict[Trial, Verdict] = {}
 
     def look() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import random
 from collections.abc import Callable
@@ -92,11 +93,30 @@ class Step:
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What was made of the linear maps and blocks of a model.
+
+    Attributes:
+        families: modules that a map of a family replaced.
+        groups: blocks that were split as they are.
+        linears: other linear maps that are split alone.
+        whole: linear maps that every rank has.
+    """
+
+    families: int
+    groups: int
+    linears: int
+    whole: int
+
+
 @dataclass
 class Record:
     """What a trial gave on one rank.
 
     Attributes:
+        split: the dim along which each parameter is split over tensor-parallel ranks that is.
+        parts: what was made of the model by ``tensor_parallelism(auto=True)``.
         steps: three of training and one of evaluation.
         buffers: at the end, those on this rank.
         num_elements: of the parameters on this rank.
@@ -108,6 +128,8 @@ class Record:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     num_elements: int = 0
     visits: list[int] = field(default_factory=list)
+    split: dict[str, int] = field(default_factory=dict)
+    parts: Parts | None = None
     failure: Failure | None = None
 
 
@@ -193,18 +215,29 @@ def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     architecture = registry.ARCHITECTURES[trial.name]
     _seed(0)
     variant = trial.variant
-    module = architecture.build(
-        dropout=variant is not Variant.NO_DROPOUT, cache=variant is Variant.CACHE
-    )
+    with smp.tensor_parallelism(auto=True) if smp.is_initialized() else contextlib.nullcontext():
+        module = architecture.build(
+            dropout=variant is not Variant.NO_DROPOUT, cache=variant is Variant.CACHE
+        )
     config: Any = module.config
     batches = [_batch(architecture, config, index, variant) for index in (*range(len(SHAPES)), 0)]
     _check_applicable(variant, config, batches[0])
     train_body, evaluate_body = bodies(architecture)
-    optimizer: Any = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
     wrap = _plain_step if plain else _smp_step
-    model: Any = _Plain(module) if plain else smp.DistributedModel(module)
+    if not plain and smp.tp_size() > 1:
+        module = smp.DistributedModel(module)  # makes other parameters
+    optimizer: Any = torch.optim.SGD(module.parameters(), LEARNING_RATE, momentum=0.9)
+    is_wrapped = isinstance(module, smp.DistributedModel)
+    model: Any = _Plain(module) if plain else module if is_wrapped else smp.DistributedModel(module)
     optimizer = optimizer if plain else smp.DistributedOptimizer(optimizer)
     train, evaluate = wrap(train_body), wrap(evaluate_body)
+    if smp.is_initialized() and smp.tp_size() > 1:
+        record.parts = _parts(model.get_module())
+        record.split = {
+            name: dim
+            for name, parameter in model.local_named_parameters()
+            if (dim := model.split_dim(parameter)) is not None
+        }
     _seed(1)
     for batch in batches[:-1]:
         optimizer.zero_grad()
@@ -251,12 +284,36 @@ def _batch(architecture: Architecture, config: Any, index: int, variant: Variant
             else value
             for name, value in batch.items()
         }
+    if smp.is_initialized() and smp.tp_size() > 1:
+        # A rank's own examples are what is a microbatch on one process.
+        batch = {
+            name: value.chunk(MICROBATCHES)[smp.tp_rank()]
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in batch.items()
+        }
     return {
         name: value.to(torch.get_default_dtype())
         if isinstance(value, torch.Tensor) and value.is_floating_point()
         else value
         for name, value in batch.items()
     }
+
+
+def _parts(module: nn.Module) -> Parts:
+    def number(kind: str) -> int:
+        return sum(kind in (each.__name__ for each in type(m).__mro__) for m in module.modules())
+
+    transformers = sum(type(each).__name__ == "SplitLinear" for each in module.modules())
+    groups = number("ClosedGroup")
+    distributed = number("DistributedModule")
+    linears = number("DistributedLinear")
+    return Parts(
+        families=int(distributed > groups + transformers + linears),
+        groups=groups,
+        linears=linears,
+        whole=sum(type(each) is nn.Linear for each in module.modules()),
+    )
 
 
 def _visits(train: Any) -> list[int]:

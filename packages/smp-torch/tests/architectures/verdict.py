@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from trial import Failure, Record
+from trial import Failure, Parts, Record, Step
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
@@ -15,6 +15,10 @@ GRADIENT_TOLERANCE = 1e-5
 #: in exact arithmetic (of a bias of all keys, say, which a softmax does not see) is a sum of terms
 #: of about that size.
 ROUNDING = torch.finfo(torch.float32).eps
+
+
+#: An error that names what tensor-parallel ranks do differently, because their data say so.
+_OF_RANKS = "the ranks of a tensor-parallel group must"
 
 
 class Kind(enum.Enum):
@@ -60,9 +64,12 @@ def judge(reference: Record, ranks: Sequence[Record]) -> Verdict:
         return Verdict(kind, reference.failure.reason, reference.failure.details)
     failure = _first_failure(ranks)
     if failure:
-        kind = Kind.REFUSED if failure.kind == "refused" else Kind.WRONG
+        told = _OF_RANKS in "".join(each.failure.reason for each in ranks if each.failure)
+        kind = Kind.REFUSED if failure.kind == "refused" or told else Kind.WRONG
         reason = failure.reason if kind is Kind.REFUSED else f"{failure.kind}: {failure.reason}"
         return Verdict(kind, _line(reason), failure.details)
+    if ranks[0].parts is not None:
+        return _judge_slices(reference, ranks, ranks[0].parts)
     visits = tuple(ranks[0].visits)
     empty = [rank for rank, record in enumerate(ranks) if not record.num_elements]
     if empty or set(visits) != set(range(len(ranks))):
@@ -77,6 +84,49 @@ def judge(reference: Record, ranks: Sequence[Record]) -> Verdict:
         visits,
         comparison.largest,
     )
+
+
+def _judge_slices(reference: Record, ranks: Sequence[Record], parts: Parts) -> Verdict:
+    """Holds ranks that split modules, each with examples of its own, against one process."""
+    comparison = _Comparison()
+    named = parts.families == 0  # a family's map gives other names
+    joined = [_joined(ranks, number, named=named) for number in range(len(ranks[0].steps))]
+    steps = [replace(step, gradients=step.gradients if named else {}) for step in reference.steps]
+    if any(
+        not torch.equal(buffer, each.buffers[name])
+        for name, buffer in reference.buffers.items()
+        for each in ranks
+        if name in each.buffers
+    ):
+        # Statistics of batches are of own examples, as with any data parallelism; the evaluation
+        # goes by them.
+        del steps[-1], joined[-1]
+    comparison.compare(Record(steps=steps), [Record(steps=joined)])
+    kind = Kind.WRONG if comparison.complaints else Kind.EXACT
+    made = ", ".join(f"{number} {what}" for what, number in vars(parts).items() if number)
+    return Verdict(
+        kind,
+        "; ".join([*comparison.complaints[:1], made]),
+        "\n".join(comparison.complaints),
+        (0,),
+        comparison.largest,
+    )
+
+
+def _joined(ranks: Sequence[Record], number: int, *, named: bool) -> Step:
+    """Returns what a step gave, with the examples of all ranks and whole gradients."""
+    steps = [each.steps[number] for each in ranks]
+    results = {
+        name: [tensor for each in steps for tensor in each.results[name]]
+        for name in steps[0].results
+    }
+    gradients: dict[str, torch.Tensor | None] = {}
+    for name, first in steps[0].gradients.items() if named else ():
+        parts = [each.gradients[name] for each in steps]
+        dim = ranks[0].split.get(name)
+        given = [each for each in parts if each is not None]
+        gradients[name] = first if dim is None or len(given) < len(parts) else torch.cat(given, dim)
+    return Step(results, gradients)
 
 
 def _first_failure(ranks: Sequence[Record]) -> Failure | None:

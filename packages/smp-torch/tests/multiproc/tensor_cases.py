@@ -191,11 +191,22 @@ def local_part(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether two tensors are equal, wherever each is."""
+    return torch.equal(got.to(want.device), want)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, about: str, **tolerance: float) -> None:
+    torch.testing.assert_close(
+        got.to(want.device), want, msg=lambda text: f"{about}: {text}", **tolerance
+    )
+
+
 def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, about: str, of: float) -> None:
     """Relative to the gradient itself, or where that is none but noise, to the model's."""
     assert got is not None, about
     assert want is not None, about
-    difference = (got - want).norm().item()
+    difference = (got.to(want.device) - want).norm().item()
     assert difference <= TOLERANCE * max(want.norm().item(), 1e-3 * of), (about, difference, of)
 
 
@@ -208,6 +219,14 @@ def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
         assert_near(parameter.grad, local_part(want, parameter), name, of)
+
+
+def drop_noise(*modules: nn.Module) -> None:
+    """Sets gradients to zero that are none: optimizers that adapt would follow their rounding."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= parameter.grad.abs() > 1e-6
 
 
 def step_of(loss: Loss) -> Any:
@@ -258,16 +277,13 @@ def equality_case(name: str, *, even: bool = False) -> None:
             state = model.state_dict()
             assert state.keys() == reference.state_dict().keys()
             for key, value in reference.state_dict().items():
-                assert torch.equal(state[key].to(value.device), value), key
+                assert same(state[key], value), key
         for got, want in zip(found.outputs, expected[dp_rank], strict=True):
             assert abs(got.item() - want) <= 2e-6 * abs(want) * (1 + 10 * round_), (got, want)
         if round_:
             continue  # updates of an adaptive optimizer amplify noise where gradients are none
         compare_gradients(model, reference)
-        for parameters in (model.parameters(), reference.parameters()):
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad *= parameter.grad.abs() > 1e-6
+        drop_noise(model, reference)
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
@@ -293,7 +309,7 @@ def replaced_linears() -> None:
     step_of(states_loss)(model, *share_of(feeders()[1], batch, even=True).values())
     state = model.state_dict()
     for key, value in reference.state_dict().items():
-        assert torch.equal(state[key], value), key
+        assert same(state[key], value), key
     compare_gradients(model, reference)
     queries = {
         name: (model.is_distributed_parameter(each), model.is_scaled_batch_parameter(each))
@@ -375,7 +391,7 @@ def registered() -> None:
     whole = model.state_dict()["inner.weight"]
     states = torch.randn(3, 8)
     result = model(states, doubled=True)["out"]
-    assert torch.allclose(result, 2 * F.linear(states, whole), atol=1e-5)
+    assert_close(result, 2 * F.linear(states, whole.to(states.device)), "out", rtol=0, atol=1e-5)
     with pytest.raises(TypeError, match=r"signature of the original.*received"):
         smp.tp_register_with_module(Original, ByHand, init_hook=lambda size: ((), {}))
     with pytest.raises(TypeError, match=r"subclass of smp\.nn\.DistributedModule"):
@@ -385,22 +401,60 @@ def registered() -> None:
 def clipping() -> None:
     """The norm is that of the whole model, each number counted once."""
     build, loss = MODELS["gpt2"]
+    torch.manual_seed(5)
+    model = smp.DistributedModel(build())
+    torch.manual_seed(5)
+    with alone():
+        reference = build()
+        batch = data()
+        run_reference(reference, loss, batch, even=True)
+    step_of(loss)(model, *share_of(feeders()[1], batch, even=True).values())
+    own = [each for each in model.parameters() if each.grad is not None]
+    gradients = [each.grad.clone() for each in own]
+    wanted = [each.grad for each in reference.parameters() if each.grad is not None]
     for order in (2.0, 1.0, float("inf"), 0.0):
+        got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order)
+        norms = torch.stack([torch.linalg.vector_norm(each, order) for each in wanted])
+        want = torch.linalg.vector_norm(norms, order)
+        assert abs(got.item() - want.item()) <= 2e-5 * want.item(), (order, got, want)
+        for each, gradient in zip(own, gradients, strict=True):
+            each.grad = gradient.clone()
+
+
+def norms_of_tensors() -> None:
+    """Optimizers that take norms of whole tensors take those of the whole ones, not of slices."""
+    build, loss = MODELS["gpt2"]
+    for make in (
+        lambda given: smp.optimizers.FusedLamb(
+            given, lr=0.1, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5
+        ),
+        lambda given: smp.optimizers.FusedNovoGrad(given, lr=0.01, weight_decay=0.1),
+        lambda given: smp.optimizers.FusedNovoGrad(given, lr=0.01, norm_type=0),
+    ):
         torch.manual_seed(5)
         model = smp.DistributedModel(build())
         torch.manual_seed(5)
         with alone():
             reference = build()
-            batch = data()
-            run_reference(reference, loss, batch, even=True)
-        step_of(loss)(model, *share_of(feeders()[1], batch, even=True).values())
-        got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order)
-        for each in reference.parameters():
-            each.grad = None if each.grad is None else each.grad.clone()
-        wanted = [each for each in reference.parameters() if each.grad is not None]
-        norms = torch.stack([torch.linalg.vector_norm(each.grad, order) for each in wanted])
-        want = torch.linalg.vector_norm(norms, order)
-        assert abs(got.item() - want.item()) <= 2e-5 * want.item(), (order, got, want)
+        former = {key: each.clone() for key, each in reference.state_dict().items()}
+        optimizer = smp.DistributedOptimizer(make(model.parameters()))
+        plain = make(reference.parameters())
+        train = step_of(loss)
+        for _ in range(2):
+            with alone():
+                batch = data()
+                reference.zero_grad()
+                run_reference(reference, loss, batch, even=True)
+            model.zero_grad()
+            train(model, *share_of(feeders()[1], batch, even=True).values())
+            drop_noise(model, reference)
+            optimizer.step()
+            plain.step()
+        state = model.state_dict()
+        for key, value in reference.state_dict().items():
+            moved = (value - former[key]).norm().item()
+            difference = (state[key].to(value.device) - value).norm().item()
+            assert difference <= 1e-3 * moved, (key, difference, moved)
 
 
 def errors() -> None:
@@ -447,7 +501,7 @@ def checkpointed() -> None:
         del model  # the next has its place in the keys of random numbers
     assert losses[0] == losses[1]
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+        assert_close(gradients[1][name], gradient, name)
 
 
 def delayed() -> None:
@@ -465,7 +519,7 @@ def delayed() -> None:
         step_of(loss)(model, *share_of(feeders()[1], batch, even=False).values())
         state = model.state_dict()
         for key, value in reference.state_dict().items():
-            assert torch.equal(state[key], value), key
+            assert same(state[key], value), key
         with alone():
             run_reference(reference, loss, batch, even=False)
         compare_gradients(model, reference)
@@ -489,27 +543,37 @@ def whole_states() -> None:
     got, want = optimizer.state_dict(), plain.state_dict()
     for number, values in want["state"].items():
         for key, value in values.items():
-            torch.testing.assert_close(got["state"][number][key], value)
+            assert_close(got["state"][number][key], value, key)
     state = model.state_dict()
     for key, value in reference.state_dict().items():
-        assert torch.equal(state[key], value), key
+        assert same(state[key], value), key
     part = model.local_state_dict()
     assert part.pop("_smp_is_partial")
     other = smp.DistributedModel(language_model(**CAUSAL))
     other.load_state_dict({**part, "_smp_is_partial": True})
     step_of(lm_loss)(other, *share_of(feeders()[1], batch, even=True).values())
     for key, value in other.state_dict().items():
-        assert torch.equal(state[key], value), key
+        assert same(state[key], value), key
     with pytest.raises(RuntimeError, match="its whole shape is"):
         model.load_state_dict({**state, "word_embedding.weight": torch.zeros(2, 2)})
 
 
 def saved_losses(path: str, *, resume: bool) -> list[float]:
     """Trains two steps with a checkpoint between them, or only the second after resuming."""
-    torch.manual_seed(4)
-    model = smp.DistributedModel(language_model(**CAUSAL))
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return language_model(**CAUSAL)
+
+    return losses_around_checkpoint(make, lm_loss, path, resume=resume)
+
+
+def losses_around_checkpoint(
+    make: Callable[[], nn.Module], loss: Loss, path: str, *, resume: bool
+) -> list[float]:
+    model = smp.DistributedModel(make())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    train = step_of(lm_loss)
+    train = step_of(loss)
     share = share_of(feeders()[1], data(), even=True)
     if resume:
         with torch.no_grad():
@@ -567,6 +631,7 @@ BEHAVIOUR = {
     "marks": marks,
     "registered": registered,
     "clipping": clipping,
+    "norms_of_tensors": norms_of_tensors,
     "errors": errors,
     "checkpointed": checkpointed,
     "delayed": delayed,
@@ -576,6 +641,8 @@ BEHAVIOUR = {
 PIPELINED = {
     name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
 } | {"different_ways": different_ways}
+#: What is tried in a pipeline at each change; the rest has a test without one.
+QUICK = ("clipping", "delayed", "different_ways")
 
 
 def dropout_losses() -> list[float]:
@@ -627,5 +694,6 @@ def joined() -> None:
                 for microbatch in zip(*parts, strict=True):
                     (lm_loss(reference, *microbatch) / MICROBATCHES / smp.dp_size()).backward()
             plain.step()
+    state = model.state_dict()
     for key, value in reference.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-6)
+        assert_close(state[key], value, key, rtol=1e-4, atol=1e-6)

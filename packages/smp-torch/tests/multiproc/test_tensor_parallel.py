@@ -44,7 +44,7 @@ FEW = {
     "tp2-prescaled": ("gpt2", "linear", "embedding"),
     "tp2-dp2": ("gpt2",),
     "tp4": (),
-    "pp2-tp2": ("gpt2", "cross", "gptj"),
+    "pp2-tp2": ("gpt2",),
     "pp2-tp2-simple": (),
     "pp2-tp2-dp2": (),
     "pp2-tp2-prescaled": (),
@@ -82,7 +82,13 @@ def test_behaviour(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["tp2"], run_behaviour, case)
 
 
-@pytest.mark.parametrize("case", tensor_cases.PIPELINED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in tensor_cases.QUICK else pytest.mark.slow)
+        for case in tensor_cases.PIPELINED
+    ],
+)
 def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
 
@@ -119,7 +125,7 @@ LAYOUTS = {
     "dp4": world_of(4, {"microbatches": tensor_cases.MICROBATCHES, "ddp": True}),
     "pp2": world_of(2, {"microbatches": 2, "ddp": True, "pipeline_parallel_degree": 2}),
 }
-QUICK = (("tp2", "pp2-tp2"), ("pp2-tp2", "tp2"), ("tp2", "tp2"))
+QUICK = (("tp2", "pp2-tp2"),)
 
 
 @pytest.mark.parametrize(

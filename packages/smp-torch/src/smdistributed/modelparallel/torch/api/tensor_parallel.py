@@ -32,7 +32,13 @@ def tensor_parallelism(enabled: bool = True, **tensor_parallel_config: Any) -> I
     Args:
         enabled: False leaves the modules whole.
         tensor_parallel_config: arguments for the distributed modules, which win over those that a
-            module was made with. What no distributed module takes is logged.
+            module was made with. What no distributed module takes is logged. Besides, beyond the
+            documents, ``auto=True`` splits the attention and feed-forward blocks of any model as
+            they are, each proven before use, whole against slices; ``sample_inputs`` says what the
+            model can be called with: a dict of keywords, or a tuple of arguments.
+
+    Raises:
+        TypeError: ``auto`` is neither True nor False.
 
     Source: smd_model_parallel_pytorch_tensor_parallel.rst, Enabling Tensor Parallelism.
     """
@@ -48,7 +54,7 @@ def set_tensor_parallelism(
     Call it on every process, before DistributedModel.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Module``.
+        TypeError: ``module`` is no ``nn.Module``; or ``auto`` is neither True nor False.
         RuntimeError: it belongs to a DistributedModel already.
 
     Source: smd_model_parallel_pytorch_tensor_parallel.rst, Enabling Tensor Parallelism.

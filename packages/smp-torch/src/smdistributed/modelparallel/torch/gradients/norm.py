@@ -221,6 +221,28 @@ def _torchs_norm() -> Callable[..., torch.Tensor]:
     return original
 
 
+def over_slices(runtime: TorchRuntime, norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Returns the norms of whole tensors, of which every rank has a slice. Collective: TP_GROUP.
+
+    Shape: ``(n,)``.
+
+    Args:
+        runtime: the state of the library in this process.
+        norms: of the own slices; the same tensors on every rank.
+        order: of the norms: 2, or infinite.
+    """
+    is_largest = order == float("inf")
+    found = norms.clone() if is_largest else norms.double().square()
+    members = runtime.topology.members(CommGroup.TP_GROUP, runtime.rank)
+    with runtime.peers.blaming(members, "combining the norms of slices with"):
+        dist.all_reduce(
+            found,
+            dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM,
+            group=runtime.process_groups[CommGroup.TP_GROUP],
+        )
+    return found if is_largest else found.sqrt().to(norms.dtype)
+
+
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 

@@ -5,8 +5,9 @@ Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,10 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
+from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -90,6 +93,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif has_masters:
             self._masters = MasterUpdate(runtime, optimizer, self._models_of(self))
         self._check_duplicates()
+        if (
+            isinstance(optimizer, FusedOptimizer)
+            and self._masters is None
+            and runtime.topology.tp_size > 1
+        ):
+            optimizer.whole_norms = functools.partial(_whole_norms, runtime, self._models_of(self))
         runtime.optimizers.append(weakref.ref(self))
 
     @staticmethod
@@ -183,8 +192,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             SMPError: called inside a step function, whose body runs once a microbatch; under fp16,
                 gradients did not come from ``model.backward``, or are not finite with the least
                 loss scale.
-            UnsupportedError: FusedLamb or FusedNovoGrad, which take norms of whole tensors, has
-                parameters that are split over tensor-parallel ranks.
+            UnsupportedError: FusedLamb or FusedNovoGrad with masters, which take norms of whole
+                tensors, has parameters that are split over tensor-parallel ranks.
         """
         if self._runtime.current_step is not None:
             raise SMPError(
@@ -197,15 +206,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _check_slices(self) -> None:
-        if not getattr(self.optimizer, "takes_norms_of_tensors", False):
+        takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
+        if self._masters is None or not takes_norms:
             return
         own = {id(each) for group in self._groups() for each in group}
         for model in self._models():
             if not own.isdisjoint(map(id, model.split_parameters())):
                 raise UnsupportedError(
                     f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
-                    "parameters that are split over tensor-parallel ranks: use smp.optimizers."
-                    "FusedAdam, or an optimizer of torch that works number by number."
+                    "masters of parameters that are split over tensor-parallel ranks: use "
+                    "smp.optimizers.FusedAdam, or one of torch that works number by number."
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -365,3 +375,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def optimizers_of(runtime: TorchRuntime) -> list[DistributedOptimizer]:
     """Returns the optimizers of this process that exist, in order of creation."""
     return cast(list[DistributedOptimizer], runtime.live_optimizers())
+
+
+def _whole_norms(
+    runtime: TorchRuntime,
+    models: Callable[[], list[Any]],
+    parameters: Sequence[torch.Tensor],
+    norms: torch.Tensor,
+    order: float,
+) -> torch.Tensor:
+    """Combines norms of slices, in place of which it puts those of the whole tensors."""
+    split = {id(each) for model in models() for each in model.split_parameters()}
+    places = [place for place, each in enumerate(parameters) if id(each) in split]
+    if places:
+        norms[places] = over_slices(runtime, norms[places], order)
+    return norms

@@ -5,16 +5,16 @@ Source: model-parallel-customize-training-script-pt.md, Unsupported Framework Fe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
 
 from smdistributed.modelparallel.torch.optimizers.arguments import check_moments
+from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(FusedOptimizer):
     """Adam with the arguments of apex's class, computed by torch's fused kernel.
 
     Wrap it in ``smp.DistributedOptimizer`` like any optimizer of torch. Needs no apex.
@@ -57,28 +57,14 @@ class FusedAdam(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.adam_w_mode = adam_w_mode
-        self.set_grad_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def _update(self, groups: list[tuple[list[torch.Tensor], dict[str, Any]]]) -> None:
+        for parameters, group in groups:
+            self._update_group(parameters, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the gradients; see ``torch.optim.Optimizer.step``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            updated = [each for each in group["params"] if each.grad is not None]
-            if updated:
-                self._update(updated, group)
-        return loss
-
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update_group(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(each) for each in parameters]
         steps = [each["step"] for each in states]
         if not group["bias_correction"]:

@@ -7,21 +7,23 @@ Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.torch.optimizers.arguments import check_moments
+from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 
 
-class FusedLamb(torch.optim.Optimizer):
+class FusedLamb(FusedOptimizer):
     """LAMB with the arguments of apex's class, in plain PyTorch.
 
-    Gradients are clipped by their norm over the whole model, of all partitions. Wrap it in
+    Gradients are clipped by their norm over the whole model, of all partitions; a parameter that is
+    split over tensor-parallel ranks has the norms of the whole one. Wrap it in
     ``smp.DistributedOptimizer`` like any optimizer of torch. Needs no apex.
 
-    Collective: every rank of the PP_GROUP calls ``step``, if ``max_grad_norm`` is above 0.
+    Collective: every rank of the MP_GROUP calls ``step``, if ``max_grad_norm`` is above 0; else
+    those of the TP_GROUP, if parameters are split.
 
     Args:
         params: parameters, or groups of them.
@@ -45,7 +47,7 @@ class FusedLamb(torch.optim.Optimizer):
     model-parallel-customize-training-script-pt.md.
     """
 
-    #: Read by ``DistributedOptimizer``: slices of tensors have other norms.
+    #: Read by ``DistributedOptimizer``, of which masters in slices have other norms.
     takes_norms_of_tensors = True
 
     def __init__(
@@ -73,29 +75,30 @@ class FusedLamb(torch.optim.Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.adam_w_mode = adam_w_mode
-        self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the gradients; see ``torch.optim.Optimizer.step``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _update(self, groups: list[tuple[list[torch.Tensor], dict[str, Any]]]) -> None:
         limit = self.defaults["max_grad_norm"]
         scale = self._scale(limit) if limit > 0 else 1.0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad * scale, group)
-        return loss
+        for parameters, group in groups:
+            # Slices wait for one another, as one exchange has the norms of all.
+            waits = self.whole_norms is not None
+            for some in [parameters] if waits else [[each] for each in parameters]:
+                self._move(some, scale, group)
+
+    def _move(
+        self, parameters: list[torch.Tensor], scale: torch.Tensor | float, group: dict[str, Any]
+    ) -> None:
+        updates = [self._direction(each, scale, group) for each in parameters]
+        rates = [group["lr"]] * len(parameters)
+        if group["weight_decay"] or self.use_nvlamb:
+            norms = self._norms([*parameters] * 2, [*parameters, *updates], 2.0)
+            pairs = zip(norms[: len(parameters)], norms[len(parameters) :], strict=True)
+            rates = [group["lr"] * _ratio(norm, move) for norm, move in pairs]
+        for parameter, rate, update in zip(parameters, rates, updates, strict=True):
+            parameter -= (rate * update).to(parameter.dtype)
 
     def _scale(self, limit: float) -> torch.Tensor | float:
         """Returns what gradients are multiplied by. Collective: PP_GROUP."""
@@ -109,9 +112,12 @@ class FusedLamb(torch.optim.Optimizer):
         norm = torch.nn.utils.get_total_norm(gradients)
         return (limit / norm).clamp(max=1.0)
 
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _direction(
+        self, parameter: torch.Tensor, scale: torch.Tensor | float, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Moves the moments of a parameter, and returns where it is to go."""
+        assert parameter.grad is not None
+        gradient = parameter.grad * scale
         state, decay = self.state[parameter], group["weight_decay"]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -128,17 +134,14 @@ class FusedLamb(torch.optim.Optimizer):
         corrections = (1.0, 1.0)
         if group["bias_correction"]:
             corrections = (1 - beta1**steps, 1 - beta2**steps)
-        update = (mean / corrections[0]) / ((square / corrections[1]).sqrt() + group["eps"])
+        update: torch.Tensor = (mean / corrections[0]) / (
+            (square / corrections[1]).sqrt() + group["eps"]
+        )
         if self.adam_w_mode:
             update += decay * parameter
-        rate = group["lr"]
-        if decay or self.use_nvlamb:
-            rate = rate * _ratio(parameter, update)
-        parameter -= (rate * update).to(parameter.dtype)
+        return update
 
 
-def _ratio(parameter: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Returns the trust ratio: how large the parameter is beside its update; 1 if one is zero."""
-    norms = torch.linalg.vector_norm(parameter.float()), torch.linalg.vector_norm(update.float())
-    is_usable = (norms[0] > 0) & (norms[1] > 0)
-    return torch.where(is_usable, norms[0] / norms[1], torch.ones_like(norms[0]))
+def _ratio(norm: torch.Tensor, move: torch.Tensor) -> torch.Tensor:
+    """Returns the trust ratio: how large a parameter is beside its update; 1 if one is zero."""
+    return torch.where((norm > 0) & (move > 0), norm / move, torch.ones_like(norm))

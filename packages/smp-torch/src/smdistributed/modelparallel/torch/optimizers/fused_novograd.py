@@ -8,22 +8,24 @@ Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.torch.optimizers.arguments import check_moments
+from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 
 #: The norms that the second moment may follow, as ``norm_type`` numbers them.
 _ORDERS = {2: 2.0, 0: float("inf")}
 
 
-class FusedNovoGrad(torch.optim.Optimizer):
+class FusedNovoGrad(FusedOptimizer):
     """NovoGrad with the arguments of apex's class, in plain PyTorch.
 
-    A tensor must be whole on its rank: not split by tensor parallelism. Wrap it in
-    ``smp.DistributedOptimizer`` like any optimizer of torch. Needs no apex.
+    A parameter that is split over tensor-parallel ranks has the second moment of the whole one.
+    Wrap it in ``smp.DistributedOptimizer`` like any optimizer of torch. Needs no apex.
+
+    Collective: every rank of the TP_GROUP calls ``step``, if parameters are split.
 
     Args:
         params: parameters, or groups of them.
@@ -46,7 +48,7 @@ class FusedNovoGrad(torch.optim.Optimizer):
     Source: smd_model_parallel_pytorch.rst, Context Managers and Util Functions.
     """
 
-    #: Read by ``DistributedOptimizer``: slices of tensors have other norms.
+    #: Read by ``DistributedOptimizer``, of which masters in slices have other norms.
     takes_norms_of_tensors = True
 
     def __init__(
@@ -80,32 +82,24 @@ class FusedNovoGrad(torch.optim.Optimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.reg_inside_moment = reg_inside_moment
-        self.set_grad_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def _update(self, groups: list[tuple[list[torch.Tensor], dict[str, Any]]]) -> None:
+        for parameters, group in groups:
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            norms = self._norms(parameters, gradients, _ORDERS[group["norm_type"]])
+            for parameter, gradient, norm in zip(parameters, gradients, norms, strict=True):
+                self._move(parameter, gradient, norm, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Applies the gradients; see ``torch.optim.Optimizer.step``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    def _move(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        norm: torch.Tensor,
+        group: dict[str, Any],
     ) -> None:
         state, decay = self.state[parameter], group["weight_decay"]
-        norm = torch.linalg.vector_norm(gradient.float(), _ORDERS[group["norm_type"]])
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter)

@@ -38,6 +38,8 @@ from smdistributed.modelparallel.torch.compat.private import (
 
 #: Of a draw: the module's name, the number of its call, the number of the draw in that.
 _Key = tuple[str, int, int]
+#: How many calls there have been, and draws in the innermost if these are counted.
+Place = tuple[collections.Counter[tuple[str, int]], int | None]
 
 
 def draw_step_seed() -> int:
@@ -210,6 +212,36 @@ class StepRandom:
         if not self._under_way:
             return contextlib.nullcontext()
         return self._seeded(self._under_way[-1], lane)
+
+    def place(self) -> Place:
+        """Returns how many calls and draws there have been."""
+        entered = self.entered[-1] if self.entered else None
+        draws = entered.draws if isinstance(entered, DrawByDraw) else None
+        return self._counted().copy(), draws
+
+    @contextlib.contextmanager
+    def computing_for(self, lane: int, place: Place) -> Iterator[None]:
+        """Draws what another lane draws, in the call in progress and those that it makes.
+
+        Args:
+            lane: which.
+            place: where to count calls and draws from: every lane makes the same ones.
+        """
+        counted, entered = self._counted(), self.entered[-1] if self.entered else None
+        counted.clear()
+        counted.update(place[0])
+        by_draw = isinstance(entered, DrawByDraw)
+        if isinstance(entered, DrawByDraw) and place[1] is not None:
+            entered.draws = place[1]
+        former, self._lane = self._lane, lane
+        try:
+            with contextlib.nullcontext() if by_draw else self.as_lane(lane):
+                yield
+        finally:
+            self._lane = former
+
+    def _counted(self) -> collections.Counter[tuple[str, int]]:
+        return self._calls if self._repeated_calls is None else self._repeated_calls
 
     def _seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
         seeded = _Seeded(self._generators, self._seed_of(*key, lane), key, self._under_way)

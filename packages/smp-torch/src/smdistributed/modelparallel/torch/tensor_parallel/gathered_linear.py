@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
+from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
@@ -69,6 +70,17 @@ def used_slice(group: TensorGroup, parameter: torch.Tensor) -> torch.Tensor:
     return used
 
 
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that autograd's functions may return to code that changes it in place.
+
+    It has the memory of the given one, which is not to be used any more.
+    """
+    if is_fake(tensor):
+        return tensor.clone()
+    memory = tensor.untyped_storage()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _apply(*args: Any) -> torch.Tensor:
     result: torch.Tensor = _SlicedLinear.apply(*args)  # type: ignore[no-untyped-call]
     return result
@@ -92,7 +104,7 @@ class _SlicedLinear(torch.autograd.Function):
         ctx.share, ctx.collectives, ctx.sizes = share, collectives, sizes
         if collectives is not None and sizes is not None:
             tensor = collectives.gather(tensor, sizes)
-        return F.linear(tensor, weight, bias)
+        return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,12 @@ class Lanes(Protocol):
 
     def as_lane(self, lane: int) -> contextlib.AbstractContextManager[object]:
         """Inside, the draw in progress is the one that another rank makes for its examples."""
+
+    def place(self) -> Any:
+        """Returns how many calls and draws there have been."""
+
+    def computing_for(self, lane: int, place: Any) -> contextlib.AbstractContextManager[object]:
+        """Inside, calls and draws are those that another rank makes, counted from a place."""
 
 
 #: Masks of examples, where there are any.
@@ -61,6 +67,8 @@ class TensorGroup:
         self.is_prescaled = is_prescaled
         self.keeps_gathered = keeps_gathered
         self._known: list[tuple[int, ...]] = []
+        #: The forms of calls that all ranks know, by a number for each; for ``auto``.
+        self.known_calls: dict[int, Any] = {}
 
         def handle() -> TensorGroup:
             return self
@@ -126,9 +134,9 @@ class TensorGroup:
         everyones = self.collectives.compare(numbers)
         sizes = tuple(each[0] for each in everyones)
         if any(each[1] != numbers[1] for each in everyones):
-            self._refuse("must call the same distributed modules in the same way", kind)
+            self.refuse("must call the same distributed modules in the same way", kind)
         if self.is_prescaled and len(set(sizes)) > 1:
-            self._refuse(
+            self.refuse(
                 "must bring the same examples, as prescaled_batch is on", f"{own} examples: {kind}"
             )
         common = []
@@ -137,12 +145,17 @@ class TensorGroup:
             theirs = [each[first : first + _MOST_DIMS + 1] for each in everyones]
             if len({each[0] for each in theirs} - {0}) > 1:
                 text = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
-                self._refuse("must give masks of one number of dims", f"{text}: {kind}")
+                self.refuse("must give masks of one number of dims", f"{text}: {kind}")
             widest = [max(each) for each in zip(*theirs, strict=True)]
             common.append(_widened(mask, widest, tensor))
         return sizes, common
 
-    def _refuse(self, rule: str, mine: str) -> None:
+    def refuse(self, rule: str, mine: str) -> None:
+        """Raises an error with what each rank has received. Collective: TP_GROUP.
+
+        Raises:
+            SMPError: always.
+        """
         everyones = self.collectives.compare_texts(mine)
         listed = "; ".join(f"tp_rank {rank}: {text}" for rank, text in enumerate(everyones))
         raise SMPError(f"the ranks of a tensor-parallel group {rule}; received {listed}.")

@@ -49,6 +49,7 @@ class TensorMarks:
 
     def set(self, module: nn.Module, enabled: bool, config: dict[str, Any]) -> None:
         """Marks a module and all modules below it."""
+        _check(config)
         mark = Mark(enabled, config)
         for inner in module.modules() if self.is_used else ():
             self._of[inner] = mark
@@ -56,6 +57,7 @@ class TensorMarks:
     @contextlib.contextmanager
     def creating(self, enabled: bool, config: dict[str, Any]) -> Iterator[None]:
         """Marks the modules that are created inside; the innermost context wins."""
+        _check(config)
         if not self.is_used:
             yield
             return
@@ -72,3 +74,11 @@ class TensorMarks:
         finally:
             nn.Module.__init__ = init  # type: ignore[method-assign]
             self._open.pop()
+
+
+def _check(config: dict[str, Any]) -> None:
+    if not isinstance(config.get("auto", False), bool):
+        raise TypeError(
+            f"auto must be True or False; received {config['auto']!r}. What the model can be "
+            "called with goes to sample_inputs."
+        )

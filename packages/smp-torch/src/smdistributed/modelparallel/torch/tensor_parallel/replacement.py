@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,10 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
+from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import AutoPlan, plan_groups
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import cut
+from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import SplitLinear
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -83,7 +87,9 @@ class _Replacing:
         self._marks = marks
         self._built_in = built_in
         self._group = group
+        self._delayed = delayed
         self._values = ValuesOfFirst(group, delayed)
+        self._auto = AutoPlan()
         self._done: dict[nn.Module, nn.Module] = {}
         self._seen: list[Mark] = []
         self._holders: dict[int, set[nn.Module]] = {}
@@ -93,6 +99,7 @@ class _Replacing:
                     self._holders.setdefault(id(parameter), set()).add(module)
 
     def run(self) -> nn.Module:
+        self._auto = self._find_groups()
         replaced = self._visit(self._model, "")
         for mark in self._seen:
             unused = sorted(set(mark.config) - mark.used)
@@ -115,17 +122,88 @@ class _Replacing:
         if mark is not None:
             if mark not in self._seen:
                 self._seen.append(mark)
+                mark.used.add("auto")
             registration = registration_of(module) or self._built_in(module)
             if mark.enabled and registration is not None:
                 made = self._replaced(module, name, mark, registration)
                 if made is not None:
                     self._done[module] = made
                     return made
+        if module in self._auto.groups:
+            self._close(module, self._auto.groups[module])
+            return module
         for child_name, child in list(module.named_children()):
             inside = self._visit(child, f"{name}.{child_name}" if name else child_name)
             if inside is not child:
                 module._modules[child_name] = inside
         return module
+
+    def _find_groups(self) -> AutoPlan:
+        """Returns the modules that are split as they are, and how."""
+        candidates: dict[nn.Module, str] = {}
+        inputs = None
+        for module, name in self._open_modules(self._model, ""):
+            mark = self._marks.of(module)
+            if mark is None or not mark.enabled or not mark.config.get("auto"):
+                continue
+            mark.used.add("sample_inputs")
+            inputs = mark.config.get("sample_inputs", inputs)
+            candidates[module] = name
+        if not candidates:
+            return AutoPlan()
+        delayed = self._delayed
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            return delayed.compute(tensor) if delayed.holds(tensor) else tensor
+
+        return plan_groups(
+            self._model,
+            candidates,
+            inputs,
+            self._group,
+            value_of,
+            self._is_free,
+            has_values=not any(map(delayed.holds, self._model.parameters())),
+        )
+
+    def _open_modules(self, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """Yields the modules that no distributed version takes the place of, outermost first."""
+        if not self._is_taken(module):
+            yield module, name
+            for child_name, child in module.named_children():
+                yield from self._open_modules(child, f"{name}.{child_name}" if name else child_name)
+
+    def _is_taken(self, module: nn.Module) -> bool:
+        """Whether a distributed version takes the place of a module."""
+        registration = registration_of(module) or self._built_in(module)
+        mark = self._marks.of(module)
+        if mark is None or not mark.enabled or registration is None:
+            return False
+        if registration.needed is not None:
+            return False
+        return registration.refusal is None or registration.refusal(module) is None
+
+    def _is_free(self, module: nn.Module) -> bool:
+        """Whether a module may be part of a group: marked, and its parameters are its own."""
+        mark = self._marks.of(module)
+        return (
+            mark is not None
+            and mark.enabled
+            and not isinstance(module, DistributedModule)
+            and self._shared_weight(module) is None
+            and (type(module) is nn.Linear or registration_of(module) is None)
+        )
+
+    def _close(self, module: nn.Module, found: Found) -> None:
+        """Splits a module as it is."""
+
+        def fill(inner: str, linear: nn.Linear, made: SplitLinear) -> None:
+            whole = self._values.translated(dict(linear.state_dict(keep_vars=True)), None)
+            for each, tensor in whole.items():
+                self._values.put(made, each, tensor, linear.get_parameter(each))
+
+        gate = cut(module, found.plan, self._group.size, fill)
+        close(module, found, gate)
 
     def _replaced(
         self, module: nn.Module, name: str, mark: Mark, registration: Registration
@@ -138,6 +216,8 @@ class _Replacing:
         reason = self._shared_weight(module)
         if reason is None and registration.refusal is not None:
             reason = registration.refusal(module)
+        if reason is None:
+            reason = self._auto.kept_whole.get(module)
         arguments = None if reason is not None else registration.arguments(module)
         if reason is None and arguments is None:
             reason = "it was made before its class was registered"

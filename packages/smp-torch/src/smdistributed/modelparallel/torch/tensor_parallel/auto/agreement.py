@@ -1,0 +1,138 @@
+"""What the ranks of a group tell each other when they call a module that was split as it is."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
+from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+
+#: So many sizes travel with the first comparison of a call.
+_SIZES = 40
+#: So many forms of calls are remembered.
+_MOST_KNOWN = 1000
+
+
+@dataclass(frozen=True)
+class LaneCall:
+    """The call of one rank.
+
+    Attributes:
+        call: with holes for its tensors.
+        shapes: of these.
+    """
+
+    call: Call
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def forms(self) -> list[TensorForm]:
+        """The forms of its tensors."""
+        pairs = zip(self.shapes, self.call.holes, strict=True)
+        return [TensorForm(shape, hole.dtype) for shape, hole in pairs]
+
+    def at(self, path: str) -> tuple[tuple[int, ...], Hole] | None:
+        """Returns shape and kind of the tensor at a path; None where this call has none."""
+        paths = list(self.call.paths)
+        if path not in paths:
+            return None
+        return self.shapes[paths.index(path)], self.call.holes[paths.index(path)]
+
+
+def agreed(group: TensorGroup, who: str, call: Call, *, training: bool) -> list[LaneCall]:
+    """Returns the calls of all ranks, which may differ in sizes and in what they leave out.
+
+    Collective: TP_GROUP.
+
+    Args:
+        group: the ranks.
+        who: is called.
+        call: the own.
+        training: whether the module trains.
+
+    Raises:
+        SMPError: the ranks call different modules; or with a prescaled batch in different ways.
+    """
+    tensors = call.tensors
+    own = tuple(tuple(each.shape) for each in tensors)
+    if any(map(is_fake, tensors)):
+        return [LaneCall(call, own)] * group.size
+    text = base64.b64encode(pickle.dumps(call.skeleton())).decode()
+    sizes = [size for each in own for size in each]
+    about = zlib.crc32(repr((who, training, torch.is_grad_enabled())).encode())
+    form = zlib.crc32(f"{call.structure}{call.holes}{_plain(call)}".encode())
+    first = [about, form, len(sizes), *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
+    everyones = group.collectives.compare(first)
+    if any(each[0] != about for each in everyones):
+        group.refuse(
+            "must call the same distributed modules in the same way",
+            f"{who} with {[(tuple(each.shape), each.dtype) for each in tensors]}",
+        )
+    most = max(each[2] for each in everyones)
+    listed = [each[3:] for each in everyones]
+    if most > _SIZES:
+        rest = sizes[_SIZES:]
+        rests = group.collectives.compare([*rest, *[0] * (most - _SIZES - len(rest))])
+        listed = [[*some, *more] for some, more in zip(listed, rests, strict=True)]
+    known = group.known_calls
+    if any(each[1] not in known for each in everyones):
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        texts = group.collectives.compare_texts(text)
+        for each, theirs in zip(everyones, texts, strict=True):
+            known[each[1]] = Call(pickle.loads(base64.b64decode(theirs)))
+    lanes = [_lane(known[each[1]], theirs) for each, theirs in zip(everyones, listed, strict=True)]
+    if group.is_prescaled and any(
+        (each[1], lane.shapes) != (form, own) for each, lane in zip(everyones, lanes, strict=True)
+    ):
+        group.refuse("must bring the same examples, as prescaled_batch is on", f"{who}: {own}")
+    return lanes
+
+
+def exchanged(
+    group: TensorGroup, who: str, call: Call, lanes: list[LaneCall]
+) -> list[dict[str, torch.Tensor]]:
+    """Gives every rank the tensors of all calls, by path. Collective: TP_GROUP.
+
+    Raises:
+        SMPError: tensors in one place have different types.
+    """
+    own = dict(zip(call.paths, call.tensors, strict=True))
+    found: list[dict[str, torch.Tensor]] = [{} for _ in lanes]
+    for path in dict.fromkeys(path for lane in lanes for path in lane.call.paths):
+        theirs = [lane.at(path) for lane in lanes]
+        kinds = {each[1].dtype for each in theirs if each is not None}
+        if len(kinds) > 1:
+            mine = own[path].dtype if path in own else "nothing"
+            group.refuse("must call modules with the same types", f"{who} with {mine}")
+        tensor = own.get(path)
+        if tensor is None:  # this rank takes part all the same
+            tensor = torch.empty(0, dtype=kinds.pop(), device=next(iter(own.values())).device)
+        needed = any(each is not None and each[1].requires_grad for each in theirs)
+        if needed and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+        shapes = tuple((0,) if each is None else each[0] for each in theirs)
+        parts = to_lanes(group, tensor, shapes)
+        for lane, each, part in zip(found, theirs, parts, strict=False):
+            if each is not None:
+                lane[path] = part
+    return found
+
+
+def _lane(call: Call, sizes: list[int]) -> LaneCall:
+    shapes, start = [], 0
+    for hole in call.holes:
+        shapes.append(tuple(sizes[start : start + hole.num_dims]))
+        start += hole.num_dims
+    return LaneCall(call, tuple(shapes))
+
+
+def _plain(call: Call) -> list[object]:
+    return [leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]

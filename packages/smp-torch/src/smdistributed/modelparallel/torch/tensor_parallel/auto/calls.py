@@ -1,0 +1,163 @@
+"""What a module is called with: tensors and plain values, and the form of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import pytree
+
+_CONTAINERS = (tuple, list, dict)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+#: Samples of calls have so many examples, and sequences of this length.
+_EXAMPLES, _LENGTH = 2, 6
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """The form of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> object:
+        """What calls must have in common that are computed in one way; sizes may differ."""
+        return self.dtype, tuple(size == 1 for size in self.shape)
+
+    def sample(self, draws: torch.Generator) -> torch.Tensor:
+        """Returns random values, in single precision."""
+        if self.dtype == torch.bool:
+            mask = torch.rand(self.shape, generator=draws) < 0.7
+            if mask.dim():
+                mask[..., :1] = True  # a row without any would be undefined
+            return mask
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            return torch.randint(0, 2, self.shape, generator=draws).to(self.dtype)
+        wide = torch.complex64 if self.dtype.is_complex else torch.float32
+        return torch.randn(self.shape, generator=draws, dtype=wide)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Stands for a tensor in what ranks tell each other of their calls."""
+
+    dtype: torch.dtype
+    num_dims: int
+    requires_grad: bool
+
+
+class Call:
+    """The arguments of a call, or its result, taken apart.
+
+    Args:
+        given: arguments by position and by keyword, or a result; with tensors, or holes for them.
+
+    Raises:
+        UnsupportedError: there are objects in it that a call cannot be repeated with.
+
+    Attributes:
+        leaves: tensors and plain values, in order.
+        paths: where each tensor is.
+    """
+
+    def __init__(self, given: Any) -> None:
+        listed, self._spec = pytree.tree_flatten_with_path(
+            given, is_leaf=lambda each: type(each) not in _CONTAINERS
+        )
+        self.leaves: list[Any] = []
+        self.paths: dict[str, int] = {}
+        for place, (path, leaf) in enumerate(listed):
+            if isinstance(leaf, torch.Tensor | Hole):
+                self.paths[pytree.keystr(path)] = place
+            elif _is_empty_cache(leaf):
+                leaf = None  # stays empty: keys and values lie on several ranks
+            elif not isinstance(leaf, _PLAIN):
+                raise UnsupportedError(
+                    "a module that is split takes and returns tensors and plain values, and no "
+                    "cache that is filled (use_cache=False); received a "
+                    f"{type(leaf).__qualname__}."
+                )
+            self.leaves.append(leaf)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in it."""
+        return [self.leaves[place] for place in self.paths.values()]
+
+    @property
+    def forms(self) -> list[TensorForm]:
+        """Their forms."""
+        return [TensorForm(tuple(each.shape), each.dtype) for each in self.tensors]
+
+    @property
+    def holes(self) -> list[Hole]:
+        """What stands for them."""
+        return [
+            each
+            if isinstance(each, Hole)
+            else Hole(each.dtype, each.dim(), each.requires_grad and torch.is_grad_enabled())
+            for each in (self.leaves[place] for place in self.paths.values())
+        ]
+
+    @property
+    def structure(self) -> str:
+        """What is the same for calls of one form, but for the tensors."""
+        rest = [
+            "tensor"
+            if isinstance(leaf, torch.Tensor | Hole)
+            else type(leaf).__name__
+            if isinstance(leaf, int | float) and not isinstance(leaf, bool)
+            else repr(leaf)
+            for leaf in self.leaves
+        ]
+        return f"{self._spec}{rest}"
+
+    def skeleton(self) -> Any:
+        """Returns the whole with holes in it."""
+        return self.filled(self.holes)
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """Returns the whole with other tensors in it."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.paths.values(), tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def sample(self, forms: Sequence[TensorForm], draws: torch.Generator) -> Any:
+        """Returns arguments of this form, with random values."""
+        return self.filled([form.sample(draws) for form in forms])
+
+
+def shrunk(forms: Sequence[TensorForm], kept: frozenset[int]) -> list[TensorForm]:
+    """Returns the forms of a call with fewer examples, and shorter sequences if they are long.
+
+    Args:
+        forms: of the tensors; the first one has the examples along dim 0, and if it has three
+            dims or more the sequence along dim 1.
+        kept: sizes that mean something else: of weights, and of heads.
+    """
+    if not forms or not forms[0].shape:
+        return list(forms)
+    sizes = {}
+    first = forms[0].shape
+    if len(first) > 2 and first[1] > 4 * _LENGTH and first[1] not in kept:
+        sizes[first[1]] = _LENGTH
+    if first[0] > _EXAMPLES and first[0] not in kept and first[0] not in first[1:]:
+        sizes[first[0]] = _EXAMPLES
+    return [
+        TensorForm(tuple(sizes.get(size, size) for size in form.shape), form.dtype)
+        for form in forms
+    ]
+
+
+def _is_empty_cache(leaf: object) -> bool:
+    """Whether an object is a cache of Transformers that has nothing yet."""
+    if not type(leaf).__module__.startswith("transformers."):
+        return False
+    length = getattr(leaf, "get_seq_length", None)
+    return length is not None and int(length()) == 0

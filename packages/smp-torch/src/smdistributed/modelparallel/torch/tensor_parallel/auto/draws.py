@@ -1,0 +1,168 @@
+"""Dropout of tensors whose channels or heads lie on several ranks.
+
+The mask of the whole tensor is drawn on every rank, from the same random numbers, and cut: each
+rank drops what one process would drop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from smdistributed.modelparallel.common.errors import SMPError
+
+_DROPOUTS = frozenset({F.dropout, torch.dropout})
+_ATTENTION = F.scaled_dot_product_attention
+_ATTENTION_ARGUMENTS = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in (
+            *(("query", None), ("key", None), ("value", None), ("attn_mask", None)),
+            *(("dropout_p", 0.0), ("is_causal", False), ("scale", None), ("enable_gqa", False)),
+        )
+    ]
+)
+
+
+class NotedDraws(TorchFunctionMode):
+    """Notes the shape of all that would be dropped from, and drops nothing.
+
+    Attributes:
+        shapes: in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            tensor = args[0] if args else kwargs["input"]
+            self.shapes.append(tuple(tensor.shape))
+            return tensor
+        if func is _ATTENTION:
+            given = _given(args, kwargs)
+            self.shapes.append(_scores_shape(given))
+            return func(**{**given, "dropout_p": 0.0})
+        return func(*args, **kwargs)
+
+
+class SplitDraws(TorchFunctionMode):
+    """Draws for whole tensors, of which a rank has slices.
+
+    Args:
+        dims: along which the tensor of each dropout is split, in the order of the calls; None: it
+            is whole.
+        size: how many ranks there are.
+        rank: which of them this is.
+        is_keyed: the ranks draw the same numbers for the same call; False outside of steps.
+    """
+
+    def __init__(self, dims: Sequence[int | None], size: int, rank: int, *, is_keyed: bool) -> None:
+        super().__init__()
+        self._is_keyed = is_keyed
+        self._dims = dims
+        self._size, self._rank = size, rank
+        self._number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return self._dropout(self._next(), func, *args, **kwargs)
+        if func is _ATTENTION:
+            dim, given = self._next(), _given(args, kwargs)
+            if dim is None or not given["dropout_p"]:
+                return func(*args, **kwargs)
+            return self._attention(dim, **given)
+        return func(*args, **kwargs)
+
+    def _check_keyed(self) -> None:
+        if not self._is_keyed:
+            raise SMPError(
+                "a module that is split drops from what every rank has alike, and can only be "
+                "trained inside a function decorated with @smp.step: the ranks must draw the same "
+                "random numbers."
+            )
+
+    def _next(self) -> int | None:
+        if self._number == len(self._dims):
+            raise SMPError(
+                "a module that is split draws more often than when its slices were proven; exclude "
+                "it: smp.set_tensor_parallelism(module, enabled=False)."
+            )
+        self._number += 1
+        return self._dims[self._number - 1]
+
+    def _dropout(
+        self,
+        dim: int | None,
+        function: Any,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Any:
+        if not training or not p:
+            return input
+        if dim is None:
+            self._check_keyed()
+            return function(input, p, training, *[inplace] * inplace)
+        mask = self._mask(dim, input, p)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _mask(self, dim: int, tensor: torch.Tensor, p: float) -> torch.Tensor:
+        """Returns the own slice of the whole tensor's mask, which follows its order in memory."""
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        shape = list(tensor.shape)
+        shape[dim] *= self._size
+        like = {"dtype": tensor.dtype, "device": tensor.device}
+        ones = torch.ones([shape[each] for each in order], **like)  # type: ignore[call-overload]
+        places = [order.index(each) for each in range(tensor.dim())]
+        whole = F.dropout(ones, p).permute(places)
+        return whole.narrow(dim, self._rank * tensor.shape[dim], tensor.shape[dim])
+
+    def _attention(
+        self,
+        dim: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Attends as torch's own function says, with its probabilities where they can be cut."""
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
+        scores = query @ key.transpose(-2, -1)
+        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+            scores = scores.masked_fill(~seen, -math.inf)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        probabilities = scores.softmax(-1)
+        return (probabilities * self._mask(dim, probabilities, dropout_p)) @ value
+
+
+def _given(args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = _ATTENTION_ARGUMENTS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _scores_shape(given: dict[str, Any]) -> tuple[int, ...]:
+    query, key = given["query"], given["key"]
+    return (*query.shape[:-1], key.shape[-2])

@@ -1,0 +1,174 @@
+"""A module that was split as it is: its own forward runs, on slices, once for each rank's call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
+    LaneCall,
+    agreed,
+    exchanged,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
+from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
+    joined,
+    summed,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
+    SAME,
+    SUM,
+    Plan,
+    Proof,
+    RefutedError,
+    Template,
+    prove,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+
+
+@dataclass
+class Found:
+    """How a module of the user's model can be split.
+
+    Attributes:
+        plan: what of it is split.
+        template: to prove other forms of calls with.
+        proofs: of the forms of calls that were seen.
+    """
+
+    plan: Plan
+    template: Template
+    proofs: dict[object, Proof] = field(default_factory=dict)
+
+    def proof_of(self, who: str, size: int, lane: LaneCall, *, training: bool) -> Proof:
+        """Returns what is known of calls of this form, which is proven when it is new.
+
+        Raises:
+            SMPError: slices do not compute what the whole does.
+        """
+        key = key_of(lane.call, lane.forms, training=training)
+        if key not in self.proofs:
+            self.template.module.train(training)
+            try:
+                self.proofs[key] = prove(self.template, self.plan, size, lane.call, lane.forms)
+            except RefutedError as error:
+                raise SMPError(
+                    f"{who} was split, and is called in a way in which its slices do not compute "
+                    f"what it computes whole: {error}. Exclude it: "
+                    "smp.set_tensor_parallelism(module, enabled=False)."
+                ) from error
+        return self.proofs[key]
+
+
+def key_of(call: Call, forms: Sequence[TensorForm], *, training: bool) -> object:
+    """Returns what calls have in common that one proof serves."""
+    return call.structure, tuple(form.key for form in forms), training
+
+
+class ClosedGroup(DistributedModule):
+    """The part of a split module's class that runs its forward on slices.
+
+    Every rank computes the calls of all ranks, each on its slices; sums, or what is put side by
+    side, are the result of the own call. Forward and backward are collective: TP_GROUP.
+    """
+
+    _smp_found: Found
+    _smp_gate: Gate
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module. Collective: TP_GROUP.
+
+        Raises:
+            SMPError: the ranks call different modules, or this one in different ways.
+        """
+        group = self.tensor_group
+        call = Call((args, kwargs))
+        lanes = agreed(group, self.place, call, training=self.training)
+        is_fake_run = any(map(is_fake, call.tensors))
+        proofs = [self._proof(lane, is_fake_run=is_fake_run) for lane in lanes]
+        given = exchanged(group, self.place, call, lanes)
+        numbers = [group.rank] if group.is_prescaled else list(range(group.size))
+        place = None if group.random is None else group.random.place()
+        results = []
+        for number, tensors in zip(numbers, given, strict=False):
+            lane_call = lanes[number].call
+            own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
+            with contextlib.ExitStack() as stack:
+                if group.random is not None:
+                    stack.enter_context(group.random.computing_for(number, place))
+                if self.training:
+                    is_keyed = group.random is not None and group.random.is_active
+                    stack.enter_context(
+                        SplitDraws(proofs[number].draws, group.size, group.rank, is_keyed=is_keyed)
+                    )
+                self._smp_gate.is_open = True
+                try:
+                    results.append(Call(super().forward(*own_args, **own_kwargs)))
+                finally:
+                    self._smp_gate.is_open = False
+        return self._own(results, [proofs[number] for number in numbers])
+
+    def _own(self, results: list[Call], proofs: list[Proof]) -> Any:
+        """Returns the result of the own call."""
+        group = self.tensor_group
+        own = 0 if group.is_prescaled else group.rank
+        outputs = proofs[own].outputs
+        if any(
+            each.outputs != outputs or len(result.paths) != len(outputs)
+            for each, result in zip(proofs, results, strict=True)
+        ):
+            raise SMPError(
+                f"{self.place} returns other tensors than where its slices were proven, or others "
+                "on each rank: exclude it by smp.set_tensor_parallelism(module, enabled=False)."
+            )
+        made = []
+        for number, kind in enumerate(outputs):
+            parts = [each.tensors[number] for each in results]
+            if kind == SAME:
+                made.append(parts[own])
+            elif kind == SUM:
+                made.append(summed(group, parts))
+            else:
+                made.append(joined(group, parts, int(kind)))
+        return results[own].filled(made)
+
+    def _proof(self, lane: LaneCall, *, is_fake_run: bool) -> Proof:
+        found = self._smp_found
+        if is_fake_run:
+            # The code that is recorded cannot run aside; the real call will prove it.
+            known = found.proofs.get(key_of(lane.call, lane.forms, training=self.training))
+            return known or next(iter(found.proofs.values()))
+        return found.proof_of(self.place, self.tensor_group.size, lane, training=self.training)
+
+
+#: Attributes that a closed group has besides its own.
+TAKEN = ("_slices", "place", "translations")
+
+
+def close(module: nn.Module, found: Found, gate: Gate) -> None:
+    """Makes a module whose linear maps were cut one that the ranks compute together."""
+    kind: Any = type(module)
+    module.__class__ = _closed(kind)
+    vars(module).update(
+        _slices={},
+        place=type(module).__name__,
+        translations=None,
+        _smp_found=found,
+        _smp_gate=gate,
+    )
+
+
+@functools.cache
+def _closed(kind: Any) -> Any:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (ClosedGroup, kind), names)

@@ -1,0 +1,111 @@
+"""The exchanges of a module that is called once for each rank of its group, in *lanes*.
+
+Lane ``r`` is the call of rank ``r``, with what that rank has given, on every rank: each computes
+its slices of all calls. Sizes may differ between lanes. With a prescaled batch all ranks make the
+same call, which is the only lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter, leave, to_examples
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import no_view
+from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    """Gives every rank what each rank has for its call; gradients are summed.
+
+    Args:
+        group: the ranks.
+        tensor: of the own call.
+        shapes: of this tensor in each call.
+    """
+    if group.is_prescaled:
+        return [enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1])]
+    found: Any = _ToLanes.apply(tensor, group.handle, shapes)  # type: ignore[no-untyped-call]
+    return list(found)
+
+
+def summed(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the result of the own call, of which every rank has a share of the sum."""
+    if group.is_prescaled:
+        return leave(group, lanes[0], [])
+    found: torch.Tensor = _Summed.apply(group.handle, *lanes)  # type: ignore[no-untyped-call]
+    return found
+
+
+def joined(group: TensorGroup, lanes: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Returns the result of the own call, of which every rank has a slice along a dim."""
+    if group.is_prescaled:
+        return to_examples(group, lanes[0].movedim(dim, -1), []).movedim(-1, dim)
+    found: torch.Tensor = _Joined.apply(group.handle, dim, *lanes)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _gathered(
+    collectives: Collectives, tensor: torch.Tensor, shapes: Shapes
+) -> tuple[torch.Tensor, ...]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    if not sum(sizes):
+        return tuple(tensor.new_empty(shape) for shape in shapes)
+    is_bool = tensor.dtype == torch.bool
+    flat = tensor.contiguous().view(-1)
+    together = collectives.gather(flat.view(torch.uint8) if is_bool else flat, sizes)
+    parts = torch.split(together.view(torch.bool) if is_bool else together, sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+    sizes = [each.numel() for each in lanes]
+    own = lanes[collectives.rank]
+    if not sum(sizes):
+        return own.clone()
+    flat = torch.cat([each.reshape(-1) for each in lanes])
+    total = collectives.scatter_sum(flat, sizes)
+    return no_view(total.view(own.shape))
+
+
+class _ToLanes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, shapes: Shapes) -> Any:
+        ctx.collectives = handle().collectives
+        return _gathered(ctx.collectives, tensor, shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _scattered(ctx.collectives, gradients), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, *lanes: torch.Tensor) -> torch.Tensor:
+        ctx.collectives = handle().collectives
+        ctx.shapes = tuple(tuple(each.shape) for each in lanes)
+        return _scattered(ctx.collectives, lanes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, *_gathered(ctx.collectives, gradient, ctx.shapes)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, dim: int, *lanes: torch.Tensor) -> torch.Tensor:
+        ctx.collectives, ctx.dim = handle().collectives, dim
+        ctx.shapes = [each.shape for each in lanes]
+        own = lanes[ctx.collectives.rank].shape
+        slices = ctx.collectives.swap(lanes, [own] * ctx.collectives.size)
+        return torch.cat(slices, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        slices = gradient.chunk(ctx.collectives.size, dim=ctx.dim)
+        return None, None, *ctx.collectives.swap(slices, ctx.shapes)

@@ -1,0 +1,295 @@
+"""Which modules of a model are split as they are, and how: ``tensor_parallelism(auto=True)``.
+
+A *closed group* is a module whose linear maps that read its arguments can be split along their
+outputs, over channels or heads, and those that read what they made along their inputs. It is found
+by following tensors through one call, its attributes that count heads are tried divided, and every
+plan is proven before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
+from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
+    calls_within,
+    chosen_by_data,
+    guesses,
+    inputs_of_transformers,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.group import TAKEN, Found, key_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
+    SAME,
+    Plan,
+    RefutedError,
+    Template,
+    alone,
+    prove,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+
+logger = logging.getLogger(__name__)
+
+#: Blocks of more linear maps than this are not one group.
+_MOST_LINEARS = 8
+_COUNTS_HEADS = re.compile(r"head")
+_NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
+_OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
+
+
+@dataclass
+class AutoPlan:
+    """How the modules of a model are split.
+
+    Attributes:
+        groups: the modules that are closed groups.
+        kept_whole: linear maps that are not split alone either: the reason.
+        reasons: why others are not: name of the module, reason.
+    """
+
+    groups: dict[nn.Module, Found] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    kept_whole: dict[nn.Module, str] = field(default_factory=dict)
+
+
+def plan_groups(
+    model: nn.Module,
+    candidates: dict[nn.Module, str],
+    inputs: Any,
+    group: TensorGroup,
+    value_of: Callable[[torch.Tensor], torch.Tensor],
+    is_free: Callable[[nn.Module], bool],
+    *,
+    has_values: bool,
+) -> AutoPlan:
+    """Finds the closed groups of a model; the same on every rank. Collective: TP_GROUP.
+
+    Args:
+        model: the user's.
+        candidates: the modules of it that may be split, and their names.
+        inputs: what the model can be called with; None if that is not known.
+        group: the ranks.
+        value_of: gives a buffer its values where they are delayed.
+        is_free: tells whether a module may be part of a group.
+        has_values: whether its parameters have values.
+
+    Raises:
+        SMPError: the ranks come to different plans.
+    """
+    # Of modules around the same linear maps the innermost.
+    ordered = list(reversed(candidates))
+    ordered.sort(key=_number_of_linears)
+    ordered = [each for each in ordered if 2 <= _number_of_linears(each) <= _MOST_LINEARS]
+    ordered = [each for each in ordered if all(map(is_free, each.modules()))]
+    given = inputs_of_transformers(model) if inputs is None else inputs
+    trial = None
+    kept_whole: dict[nn.Module, str] = {}
+    if given is not None:
+        trial = calls_within(model, ordered, given, has_values=has_values)
+    failure = None if trial is None else trial.failure
+    if failure is not None and inputs is not None:
+        logger.warning(
+            "the model cannot be called with sample_inputs, so how its modules are called is "
+            "guessed: %s: %s",
+            type(failure).__name__,
+            failure,
+        )
+    elif trial is not None and failure is None:
+        ordered = [each for each in ordered if each in trial.calls]
+        kept_whole = _kept_whole(model, trial.called)
+        ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
+    search = _Search(group, value_of, candidates, {} if trial is None else trial.calls)
+    # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
+    for closes in (True, False):
+        for module in ordered:
+            search.try_one(module, closes=closes)
+    plan = search.plan
+    plan.kept_whole = kept_whole
+    texts = [(candidates[module], found.plan) for module, found in plan.groups.items()]
+    digests = group.collectives.compare([zlib.crc32(repr(texts).encode())])
+    if any(each != digests[0] for each in digests):
+        raise SMPError(
+            "the ranks of a tensor-parallel group come to different plans for auto=True: build the "
+            "same model on each."
+        )
+    for name, reason in plan.reasons.items():
+        logger.info("%s is no group for tensor parallelism: %s", name or "the model", reason)
+    return plan
+
+
+def _kept_whole(model: nn.Module, called: set[nn.Module]) -> dict[nn.Module, str]:
+    """Returns the linear maps that no rank may have a slice of, and why."""
+    chosen = chosen_by_data(model, called)
+    found: dict[nn.Module, str] = {}
+    for each in model.modules():
+        if type(each) is not nn.Linear:
+            continue
+        if each in chosen:
+            found[each] = "of modules like it a trial run has called some only, as data may say"
+        elif each not in called:
+            found[each] = "a trial run has not called it, so that code may read its weight"
+    return found
+
+
+class _Search:
+    def __init__(
+        self,
+        group: TensorGroup,
+        value_of: Callable[[torch.Tensor], torch.Tensor],
+        names: Mapping[nn.Module, str],
+        calls: Mapping[nn.Module, Call],
+    ) -> None:
+        self._group = group
+        self._value_of = value_of
+        self._names = names
+        self._calls = calls
+        self._refused: dict[object, str] = {}
+        self.plan = AutoPlan()
+
+    def try_one(self, module: nn.Module, *, closes: bool) -> None:
+        """Adds a module to the plan if it is a group.
+
+        Args:
+            module: none of whose modules, and that is in none that, is a group.
+            closes: look for sums alone; else for results that leave split.
+        """
+        inner = set(module.modules())
+        if any(each in inner or module in set(each.modules()) for each in self.plan.groups):
+            return
+        signature = closes, _signature(module)
+        if signature in self._refused:
+            self.plan.reasons[self._names[module]] = self._refused[signature]
+            return
+        try:
+            self.plan.groups[module] = self._found(module, closes=closes)
+        except RefutedError as error:
+            self._refused[signature] = str(error)
+            self.plan.reasons[self._names[module]] = str(error)
+        else:
+            for each in inner:
+                self.plan.reasons.pop(self._names.get(each, ""), None)
+
+    def _found(self, module: nn.Module, *, closes: bool) -> Found:
+        if "forward" in vars(module):
+            raise RefutedError("its forward was replaced")
+        if any(hasattr(module, name) for name in TAKEN):
+            raise RefutedError(f"it has an attribute named {', '.join(TAKEN[:-1])} or {TAKEN[-1]}")
+        if self._group.is_prescaled and _has_more_than_linears(module):
+            raise RefutedError("prescaled_batch is on, and it has parameters of its own")
+        try:
+            template = Template(module, self._value_of)
+        except Exception as error:  # copying runs the code of any class
+            raise RefutedError(f"it cannot be copied: {error}") from error
+        template.module.train(module.training)
+        reason = "nothing is known of how it is called"
+        for call in self._calls_of(module):
+            try:
+                return self._proven(template, call, closes=closes)
+            except RefutedError as error:
+                reason = str(error)
+        raise RefutedError(reason)
+
+    def _calls_of(self, module: nn.Module) -> Iterable[Call]:
+        if module in self._calls:
+            return [self._calls[module]]
+        linear = next(each for each in module.modules() if type(each) is nn.Linear)
+        return guesses(module, linear.in_features)
+
+    def _proven(self, template: Template, call: Call, *, closes: bool) -> Found:
+        size = self._group.size
+        columns, rows = alone(lambda: _roles(template, call))
+        if bool(rows) is not closes:
+            raise RefutedError("none of its linear maps sums what others have split")
+        for names, what in ((columns, "out_features"), (rows, "in_features")):
+            for name in names:
+                number = getattr(template.linears[name], what)
+                if number % size:
+                    raise RefutedError(
+                        f"tensor_parallel_degree ({size}) must divide {what} ({number}) of {name}"
+                    )
+        reason = ""
+        widths = {template.linears[name].out_features for name in columns}
+        widths |= {template.linears[name].in_features for name in rows}
+        for divided in _divisions(template.module, widths, size):
+            plan = Plan(columns, rows, divided)
+            try:
+                proof = prove(template, plan, size, call, call.forms)
+            except RefutedError as error:
+                reason = reason or str(error)
+                continue
+            if self._group.is_prescaled and SAME in proof.outputs:
+                raise RefutedError("prescaled_batch is on, and it returns what it does not split")
+            key = key_of(call, call.forms, training=template.module.training)
+            return Found(plan, template, {key: proof})
+        raise RefutedError(reason)
+
+
+def _roles(template: Template, call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the linear maps that read arguments, and those that read what these made."""
+    draws = torch.Generator().manual_seed(2)
+    module = template.made(draws)
+    args, kwargs = call.sample(call.forms, draws)
+    origins = Origins(module)
+    try:
+        with torch.no_grad(), NotedDraws(), origins:
+            module(*args, **kwargs)
+    except Exception as error:  # any code may run here
+        first = (str(error).splitlines() or [""])[0]
+        raise RefutedError(f"a trial call failed: {type(error).__name__}: {first}") from error
+    columns = tuple(name for name, read in origins.read_by.items() if not read)
+    rows = tuple(name for name, read in origins.read_by.items() if read)
+    if not columns:
+        raise RefutedError("none of its linear maps reads its arguments alone")
+    deep = [name for name in rows if not origins.read_by[name] <= set(columns)]
+    if deep:
+        raise RefutedError(f"{deep[0]} reads what another sum has made")
+    return columns, rows
+
+
+def _divisions(
+    module: nn.Module, widths: set[int], size: int
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yields sets of attributes to divide: none, those that count heads, these and widths."""
+    heads, more = [], []
+    for owner, inner in module.named_modules():
+        if type(inner) is nn.Linear:
+            continue
+        for name, value in vars(inner).items():
+            if type(value) is not int or value % size or value <= 1:
+                continue
+            if _COUNTS_HEADS.search(name) and not _NOT_COUNTS.search(name):
+                heads.append((owner, name))
+            elif value in widths and not _OF_ONE_HEAD.search(name):
+                more.append((owner, name))
+    yield ()
+    if heads:
+        yield tuple(heads)
+    if more:
+        yield (*heads, *more)
+
+
+def _number_of_linears(module: nn.Module) -> int:
+    return sum(type(each) is nn.Linear for each in module.modules())
+
+
+def _has_more_than_linears(module: nn.Module) -> bool:
+    return any(
+        next(each.parameters(recurse=False), None) is not None and type(each) is not nn.Linear
+        for each in module.modules()
+    )
+
+
+def _signature(module: nn.Module) -> object:
+    shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+    return type(module), shapes, module.training

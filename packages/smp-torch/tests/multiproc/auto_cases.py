@@ -1,0 +1,403 @@
+"""Models that are split by ``auto=True`` must compute what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+from torch import nn
+from torch.nn import functional as F
+from world import generator
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import SMPError
+
+WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
+MICROBATCHES = tensor_cases.MICROBATCHES
+
+
+class FeedForward(nn.Module):
+    def __init__(self, inner: int = 40) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, inner), nn.Linear(WIDTH, inner, bias=False)
+        self.down = nn.Linear(inner, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropout(F.silu(self.gate(x)) * self.up(x)))
+
+
+class Attention(nn.Module):
+    """Counts its heads; drops probabilities, and from what it returns; may have a mask."""
+
+    def __init__(self, rate: float = 0.2) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH // HEADS)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        shape = (*x.shape[:2], self.num_heads, WIDTH // HEADS)
+        query, key, value = (
+            each(x).view(shape).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        rate = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(
+            self.norm(query), self.norm(key), value, mask, dropout_p=rate
+        )
+        return self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x), mask)
+        return x + self.dropout(self.feed_forward(self.norms[1](x)))
+
+
+class Own(nn.Module):
+    """A user's model, of which nobody knows the blocks; its batches may bring a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor, padded: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(ids)
+        mask = None if padded is None else ~padded.bool()[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def own_loss(model: Any, ids: Any, hidden: Any, states: Any, kinds: Any) -> torch.Tensor:
+    hidden = hidden.clone()
+    hidden[:, :1] = 0  # a row without any key would be undefined
+    loss: torch.Tensor = model(ids, hidden)
+    return loss
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+    return module
+
+
+def groups_in(module: nn.Module) -> list[str]:
+    """Returns the names of the modules that were split as they are."""
+    return [name for name, each in module.named_modules() if "_smp_found" in vars(each)]
+
+
+def split(make: Callable[[], nn.Module], seed: int, **options: Any) -> nn.Module:
+    """Returns a marked model; what the first rank draws counts."""
+    torch.manual_seed(seed + smp.tp_rank())
+    with smp.tensor_parallelism(auto=True, **options):
+        return make()
+
+
+def whole(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+BLOCKS = [f"blocks.{n}.{name}" for n in range(2) for name in ("attention", "feed_forward")]
+
+
+def trained() -> None:
+    """Values, losses, gradients and whole states are those of one process."""
+    prescaled = smp.state.cfg.prescaled_batch
+    module = split(Own, 30)
+    model = smp.DistributedModel(without_dropout(module))
+    reference = without_dropout(whole(Own, 30))
+    # With a prescaled batch, what has parameters of its own beside linear maps is no group.
+    assert groups_in(module) == (
+        [] if smp.tp_size() == 1 else BLOCKS[1::2] if prescaled else BLOCKS
+    )
+    assert type(module.head).__name__ == "DistributedLinear"
+    batch = tensor_cases.data()
+    expected = tensor_cases.run_reference(reference, own_loss, batch, even=prescaled)
+    own = tensor_cases.feeders()[1]
+    share = tensor_cases.share_of(own, batch, even=prescaled)
+    found = tensor_cases.step_of(own_loss)(model, *share.values())
+    state = model.state_dict()
+    assert state.keys() == reference.state_dict().keys()
+    for key, value in reference.state_dict().items():
+        assert tensor_cases.same(state[key], value), key
+    for got, want in zip(found.outputs, expected[own], strict=True):
+        assert abs(got.item() - want) <= 2e-6 * abs(want), (got, want)
+    tensor_cases.compare_gradients(model, reference)
+
+
+def dropout_losses() -> list[float]:
+    """Returns the losses of all microbatches of a model that drops, as one process has them."""
+    model = smp.DistributedModel(split(Own, 31) if smp.tp_size() > 1 else whole(Own, 31))
+    train = tensor_cases.step_of(own_loss)
+    size = smp.tp_size()
+    losses: list[float] = []
+    for _ in range(2):  # in its first call a module shows what it draws
+        lanes = (MICROBATCHES, size, -1) if size > 1 else (1, 1, -1)
+        parts = [
+            each.unflatten(0, lanes)[:, smp.tp_rank()].flatten(0, 1)
+            for each in tensor_cases.data().values()
+        ]
+        own = [each.item() for each in train(model, *parts).outputs]
+        everyones = smp.allgather(own, smp.TP_GROUP)
+        losses += [loss for together in zip(*everyones, strict=True) for loss in together]
+        model.zero_grad()
+    return losses
+
+
+def checkpointed() -> None:
+    """Groups that are computed again exchange again, and draw what they drew."""
+    losses, gradients = [], []
+    for again in (False, True):
+        model = smp.DistributedModel(split(Own, 9))
+        if again:
+            smp.set_activation_checkpointing(model.get_module().blocks)
+        share = tensor_cases.share_of(tensor_cases.feeders()[1], tensor_cases.data(), even=False)
+        found = tensor_cases.step_of(own_loss)(model, *share.values())
+        losses.append([each.item() for each in found.outputs])
+        gradients.append({key: each.grad for key, each in model.local_named_parameters()})
+        del model  # the next has its place in the keys of random numbers
+    assert losses[0] == losses[1]
+    for name, gradient in gradients[0].items():
+        tensor_cases.assert_close(gradients[1][name], gradient, name)
+
+
+def delayed() -> None:
+    """Slices of delayed parameters get the values of an immediate construction."""
+    torch.manual_seed(20 + smp.tp_rank())
+    with smp.model_creation(tensor_parallelism=True, auto=True), smp.delay_param_initialization():
+        module = Own()
+    model = smp.DistributedModel(without_dropout(module))
+    assert groups_in(module) == BLOCKS
+    share = tensor_cases.share_of(tensor_cases.feeders()[1], tensor_cases.data(), even=False)
+    tensor_cases.step_of(own_loss)(model, *share.values())
+    state = model.state_dict()
+    for key, value in whole(Own, 20).state_dict().items():
+        assert tensor_cases.same(state[key], value), key
+
+
+def saved_losses(path: str, *, resume: bool) -> list[float]:
+    """Trains around a checkpoint, or resumes from it; the model needs no auto to read it."""
+
+    def make() -> nn.Module:
+        return without_dropout(split(Own, 4) if smp.tp_size() > 1 else whole(Own, 4))
+
+    return tensor_cases.losses_around_checkpoint(make, own_loss, path, resume=resume)
+
+
+class Sums(nn.Module):
+    """Its norm needs all channels: slices would be wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, 24), nn.LayerNorm(24)
+        self.down = nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+class Twice(nn.Module):
+    """Adds its input, which each rank would add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Noisy(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x + torch.rand_like(x)).relu())
+
+
+class Scores(nn.Module):
+    """Leaves split: three maps, and nothing that sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.query, self.key, self.value = (nn.Linear(WIDTH, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        weights = (query @ key.mT).softmax(-1)
+        return (weights @ value).transpose(1, 2).flatten(2), weights
+
+
+class Odd(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "closed": (FeedForward, True),
+    "split": (Scores, True),
+    "norm over channels": (Sums, False),
+    "residual": (Twice, False),
+    "random": (Noisy, False),
+    "does not divide": (Odd, False),
+    "torch's": (lambda: nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True), False),
+}
+
+
+def kinds() -> None:
+    """What slices cannot compute stays as it is but for its linear maps; all give their numbers."""
+    draws = generator(3 + smp.tp_rank())
+    for name, (make, is_group) in KINDS.items():
+        module = split(make, 6)
+        model, reference = smp.DistributedModel(module), whole(make, 6)
+        assert bool(groups_in(model.get_module())) is is_group, name
+        for each in (model, reference):
+            each.eval()
+        x = torch.randn(2 + smp.tp_rank(), 5, WIDTH, generator=draws)
+        if name == "random":
+            continue
+        got, want = model(x), reference(x)
+        for one, other in zip(
+            *(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True
+        ):
+            tensor_cases.assert_close(one, other, name, rtol=1e-4, atol=1e-5)
+
+
+class Choosy(FeedForward):
+    """Computes something else where it is told so, which slices cannot."""
+
+    def forward(self, x: torch.Tensor, normed: bool = False) -> torch.Tensor:
+        inner = F.silu(self.gate(x)) * self.up(x)
+        return self.down(F.layer_norm(inner, inner.shape[-1:]) if normed else inner)
+
+
+class Inner(nn.Module):
+    """Calls a slice from outside of the module that it belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = FeedForward()
+
+    def forward(self, x: torch.Tensor, aside: bool = False) -> torch.Tensor:
+        return self.block.up(x) if aside else self.block(x)
+
+
+def refused() -> None:
+    """Calls that slices cannot compute are errors, on every rank; nothing hangs."""
+    x = torch.randn(2, 3, WIDTH)
+    model = smp.DistributedModel(split(Choosy, 1))
+    assert groups_in(model.get_module()) == [""]
+    model(x)
+    with pytest.raises(SMPError, match=r"do not compute.*Exclude it"):
+        model(x, normed=True)
+    with pytest.raises(SMPError, match=r"same types; .*tp_rank 1: .*float64"):
+        model(x.double() if smp.tp_rank() else x)
+    with pytest.raises(SMPError, match="takes and returns tensors and plain values"):
+        model(x, normed=object())
+    with pytest.raises(SMPError, match="must call the same distributed modules"):
+        model.train(bool(smp.tp_rank()))(x)
+    inner = smp.DistributedModel(split(Inner, 1))
+    with pytest.raises(SMPError, match="code outside of that module"):
+        inner(x, aside=True)
+    # Outside of a step ranks draw numbers of their own.
+    dropping = smp.DistributedModel(split(Attention, 1))
+    with pytest.raises(SMPError, match=r"inside a function decorated with @smp\.step"):
+        dropping(x)
+    with (
+        pytest.raises(TypeError, match="auto must be True or False"),
+        smp.tensor_parallelism(auto=2),
+    ):
+        pass
+
+
+def excluded() -> None:
+    """Modules that the user excludes are whole; families keep their maps."""
+    torch.manual_seed(2)
+    with smp.tensor_parallelism(auto=True):
+        module = Own()
+    smp.set_tensor_parallelism(module.blocks[0], enabled=False)
+    smp.DistributedModel(module)
+    assert groups_in(module) == BLOCKS[2:]
+    assert type(module.blocks[0].attention.query) is nn.Linear
+
+
+class Asked(nn.Module):
+    """Its blocks take more than one tensor, which nobody could guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(0.0)
+
+    def forward(self, *, states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        mask = scale[..., None].expand(-1, 1, 1, states.shape[1])
+        return self.attention(states * scale, mask)
+
+
+def sampled() -> None:
+    """What a model is called with may be said."""
+    inputs = {"states": torch.randn(2, 6, WIDTH), "scale": torch.rand(2, 1, 1)}
+    module = split(Asked, 3, sample_inputs=inputs)
+    model, reference = smp.DistributedModel(module), whole(Asked, 3)
+    assert groups_in(module) == ["attention"]
+    tensor_cases.assert_close(
+        model.eval()(**inputs), reference.eval()(**inputs), "out", rtol=1e-4, atol=1e-5
+    )
+
+
+class Reads(nn.Module):
+    """Reads the weight of a linear map in place of calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.called(x).relu(), self.read.weight)
+
+
+class Experts(nn.Module):
+    """Chooses a block by its data, which ranks have others of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[int(x.mean() > 0)](x)
+
+
+def kept_whole() -> None:
+    """Slices of what is read, or called as data say, would be wrong: they stay whole."""
+    x = torch.ones(2, 3, WIDTH) * (1 - 2 * smp.tp_rank())
+    for make, name in ((Reads, "read"), (Experts, "experts.0.up")):
+        module = split(make, 3, sample_inputs=torch.ones(2, 3, WIDTH))
+        model, reference = smp.DistributedModel(module), whole(make, 3)
+        assert groups_in(module) == []
+        assert type(module.get_submodule(name)) is nn.Linear
+        tensor_cases.assert_close(model.eval()(x), reference.eval()(x), name, rtol=1e-4, atol=1e-5)
+
+
+BEHAVIOUR = {
+    each.__name__: each
+    for each in (kinds, refused, excluded, checkpointed, delayed, sampled, kept_whole)
+}
+PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}
