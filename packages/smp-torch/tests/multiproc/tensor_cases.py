@@ -482,6 +482,16 @@ def errors() -> None:
     model = smp.DistributedModel(language_model(**CAUSAL))
     with pytest.raises(Exception, match="register_comm_hook"):
         model.register_comm_hook(None, lambda state, bucket: None)
+    with smp.tensor_parallelism():
+        linear = nn.Linear(4, 4)
+    too_early = torch.optim.SGD(linear.parameters(), lr=0.1)
+    wrapped = smp.DistributedOptimizer(torch.optim.SGD(linear.parameters(), lr=0.1))
+    smp.DistributedModel(linear)
+    replaced = r"holds 2 parameters that tensor parallelism has replaced \(weight the first\)"
+    with pytest.raises(SMPError, match=replaced):
+        smp.DistributedOptimizer(too_early)
+    with pytest.raises(SMPError, match=replaced):
+        wrapped.step()
 
 
 def checkpointed() -> None:

@@ -18,7 +18,12 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
     group, delayed = runtime.tensor_group, runtime.delayed
     if group.size == 1:
         return module
+    before = dict(module.named_parameters())
     replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
+    kept = set(replaced.parameters())
+    for name, parameter in before.items():
+        if parameter not in kept:
+            runtime.replaced_parameters[parameter] = name
     unify_drawn(replaced, group, delayed)
     name_places(replaced)
     return replaced

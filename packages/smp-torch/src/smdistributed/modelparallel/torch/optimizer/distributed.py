@@ -50,6 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
         ValueError: a parameter is in it twice.
+        SMPError: it holds parameters that tensor parallelism has replaced.
         UnsupportedError: its update of one parameter needs the gradients of all, and the pipeline
             has several partitions.
     """
@@ -93,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif has_masters:
             self._masters = MasterUpdate(runtime, optimizer, self._models_of(self))
         self._check_duplicates()
+        self._check_replaced()
         if (
             isinstance(optimizer, FusedOptimizer)
             and self._masters is None
@@ -189,9 +191,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ``shard_optimizer_state``.
 
         Raises:
-            SMPError: called inside a step function, whose body runs once a microbatch; under fp16,
-                gradients did not come from ``model.backward``, or are not finite with the least
-                loss scale.
+            SMPError: it holds parameters that tensor parallelism has replaced since; it was called
+                inside a step function, whose body runs once a microbatch; under fp16, gradients did
+                not come from ``model.backward``, or are not finite with the least loss scale.
             UnsupportedError: FusedLamb or FusedNovoGrad with masters, which take norms of whole
                 tensors, has parameters that are split over tensor-parallel ranks.
         """
@@ -200,10 +202,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.step was called inside a step function, which runs once for each "
                 "microbatch; call it after the step function has returned."
             )
+        self._check_replaced()
         self._check_slices()
         if self._masters is not None:
             return self._masters.step(closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def _check_replaced(self) -> None:
+        """Raises if it was made of a model before tensor parallelism split that."""
+        replaced = self._runtime.replaced_parameters
+        if not replaced:
+            return
+        own = [each for group in self._groups() for each in group]
+        names = [replaced[each] for each in own if each in replaced]
+        if names:
+            raise SMPError(
+                f"the optimizer holds {len(names)} parameters that tensor parallelism has replaced "
+                f"({names[0]} the first), and would not train what stands in their places: make it "
+                "after smp.DistributedModel, from model.parameters()."
+            )
 
     def _check_slices(self) -> None:
         takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
@@ -259,6 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.optimizer.add_param_group(param_group)
         self._check_duplicates()
+        self._check_replaced()
 
     # ------------------------------------------------------------------ state
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.common import config as configuration
 from smdistributed.modelparallel.common.comm.addresses import listen_at, own_address
@@ -85,6 +86,8 @@ class TorchRuntime(Runtime):
         replacements: functions of torch that stand replaced while the library runs.
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
+        replaced_parameters: those that tensor parallelism has put others in the places of, and
+            their names.
     """
 
     device: torch.device
@@ -101,6 +104,7 @@ class TorchRuntime(Runtime):
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     models: list[weakref.ref[Model]] = field(default_factory=list)
     num_models: int = 0
+    replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
 
     def add_model(self, model: Model) -> tuple[int, int]:
