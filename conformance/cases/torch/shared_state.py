@@ -136,3 +136,36 @@ def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
             refused.add(name)
     allowed = {"counter", "buffer", "between", "global"} if adapter.smp.pp_size() > 1 else set()
     assert refused <= allowed
+
+
+@torch_case("torch.script_rules", worlds=("alone", "replicas", "pipeline"))
+def a_module_that_a_step_adds_is_trained_or_refused(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            if not hasattr(self, "third"):
+                self.third = nn.Linear(WIDTH, WIDTH).to(x.device)
+                self.third.load_state_dict(self.second.state_dict())
+            return self.third(torch.tanh(self.second(self.first(x))))
+
+    wanted = without_the_library(adapter, Growing().to(adapter.device), 2)
+    model = adapter.smp.DistributedModel(Growing())
+    step = adapter.smp.step(mean_square)
+    try:
+        for number, (losses, gradients) in enumerate(wanted):
+            model.zero_grad()
+            output = step(model, adapter.tensor(adapter.batch(8, seed=number)))
+            torch.testing.assert_close(output.outputs, losses)
+            found = {key: each.grad for key, each in model.local_named_parameters()}
+            assert found.keys() == gradients.keys()
+            for key, gradient in gradients.items():
+                torch.testing.assert_close(found[key], gradient)
+    except UnsupportedError:
+        assert adapter.smp.size() > 1

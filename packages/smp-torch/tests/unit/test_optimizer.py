@@ -25,6 +25,7 @@ def runtime(pp_size: int = 1) -> Any:
         optimizers=[],
         live_models=list,
         current_step=None,
+        replaced_parameters={},
         communicator=types.SimpleNamespace(allgather=lambda obj, group: [obj]),
     )
 

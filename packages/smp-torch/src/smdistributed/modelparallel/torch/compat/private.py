@@ -556,3 +556,10 @@ def _ends_of_backward_passes() -> None:
     )
     torch.autograd.backward(tensor.sum())
     _expect(called == [True], "the end of a backward pass can be waited for")
+
+
+def is_of_control_flow(error: BaseException) -> bool:
+    """Tells whether torch's own control flow (``torch.cond`` and the like) could not run here."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError" or (
+        "HigherOrderOperator" in str(error)
+    )

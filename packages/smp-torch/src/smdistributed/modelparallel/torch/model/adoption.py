@@ -19,7 +19,7 @@ def modules_adopted(runtime: TorchRuntime) -> Iterator[None]:
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None and runtime.random.is_active:
             for model in models_of(runtime):
-                model.drawing.adopt(parent, name, child)
+                model.adopt(parent, name, child)
 
     handle = register_module_module_registration_hook(note)
     try:

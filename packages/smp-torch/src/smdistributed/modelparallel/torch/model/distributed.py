@@ -73,6 +73,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         half = half_type(runtime.config)
         self.module = ModuleShell(module if half is None else FP16_Module(module, half))
         self.scaled_by: LossScale | None = None
+        self._has_grown = False
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
         self._post_partition_hooks = OnceHooks()
@@ -267,6 +268,32 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 self.default_reducer_named_parameters(),
                 self.scaled_batch_reducer_named_parameters(),
             )
+
+    def adopt(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        """Takes a module that code adds during a step; called before it is there.
+
+        Raises:
+            UnsupportedError: it has parameters whose gradients replicas would not average.
+        """
+        self.drawing.adopt(parent, name, child)
+        runtime, names = self._runtime, self.holder.fakes.names
+        if parent not in names or runtime.topology.pp_size > 1:
+            return  # on fakes the recorder sees to it
+        self._has_grown = True
+        known = set(map(id, self.get_module().parameters()))
+        is_new = any(each.requires_grad and id(each) not in known for each in child.parameters())
+        if is_new and runtime.config.ddp and runtime.topology.dp_size > 1:
+            raise UnsupportedError(
+                f"{name} is added to {names[parent] or 'the model'} inside a step, and replicas "
+                "would not average the gradients of its parameters in this step. Make that change "
+                "between two steps, or run the model once before it becomes a DistributedModel."
+            )
+
+    def take_growth(self) -> None:
+        """Takes the modules that were added during the step that has ended."""
+        if self._has_grown:
+            self._has_grown = False
+            self.refresh()
 
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'.

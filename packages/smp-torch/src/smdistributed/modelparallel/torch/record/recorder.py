@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    is_of_control_flow,
     quiet_fakes,
     set_grad_enabled,
 )
@@ -154,7 +155,7 @@ class Recorder(TorchFunctionMode):
                 refused = [entry for entry in self._now.new or () if entry.refusal]
                 if refused:
                     raise UnsupportedError(refused[-1].refusal) from error
-                if "HigherOrderOperator" in str(error):
+                if is_of_control_flow(error):
                     raise UnsupportedError(
                         "torch's own control flow (torch.cond, while_loop and the like) does not "
                         "run between modules of a pipelined step. Put it into a module that stays "

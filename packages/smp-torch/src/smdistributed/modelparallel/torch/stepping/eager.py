@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.torch.compat.private import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
@@ -75,18 +77,34 @@ class EagerStep:
                 self._is_last = microbatch == len(calls) - 1
                 random.enter_pass(microbatch, backward=False)
                 with self._own_draws():
-                    results.append(self._function(*call[0], **call[1]))
+                    results.append(self._result(call))
         finally:
             runtime.current_step = None
             if not random.end():
                 self._flags = None
         for model in models:
             # A backward pass through one model can reach another.
-            if model in self._reached or model.data_parallel.has_gradients:
+            has_gradients = model in self._reached or model.data_parallel.has_gradients
+            if has_gradients:
                 model.data_parallel.end_step()
+            model.take_growth()
+            if has_gradients:
                 model.run_post_step_hooks()
         self._usual_calls = self._calls
         return combine(results, weights, detach=self._detach_outputs)
+
+    def _result(self, call: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
+        """Calls the user's function for one microbatch."""
+        try:
+            return self._function(*call[0], **call[1])
+        except Exception as error:
+            if is_of_control_flow(error):
+                raise UnsupportedError(
+                    "torch's own control flow (torch.cond, while_loop and the like) does not run "
+                    "inside a step function, whose random numbers are seen call by call: put it "
+                    "into a module and call that module's compile(), or branch in Python."
+                ) from error
+            raise
 
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
