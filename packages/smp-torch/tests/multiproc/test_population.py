@@ -44,7 +44,11 @@ POPULATIONS = {
     "uses": [name for name in uses.USES if name not in KEYED],
 }
 PARTS = [
-    pytest.param(world, kind, part, marks=pytest.mark.slow if part else ())
+    # Uses in one process take seconds, and are the only ones that nothing is refused of.
+    pytest.param(
+        *(world, kind, part),
+        marks=pytest.mark.slow if part and (world, kind) != ("one", "uses") else (),
+    )
     for world in WORLDS
     for kind in POPULATIONS
     for part in range(STRIDE)

@@ -747,6 +747,10 @@ USES = {
                 x = x * 2
         """
     ),
+    "output kept by its module": Use(leaf="self.seen = x"),
+    "output kept by its module and used": Use(
+        leaf="self.seen = x", late="x = x + self.second.seen"
+    ),
     "module wrapped by the first forward": Use(
         top="""
             class Other(nn.Module):
