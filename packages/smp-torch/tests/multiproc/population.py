@@ -222,6 +222,71 @@ PLACES = {
         "BOX[0]()",
         "BOX[0] = functools.partial(float, value)",
     ),
+    "attribute of a partial": Place(
+        "import functools\nPART = functools.partial(float); PART.factor = 1.0",
+        "PART.factor",
+        "PART.factor = value",
+    ),
+    "attribute of a list": Place(
+        "class Items(list): pass\nITEMS = Items([1]); ITEMS.factor = 1.0",
+        "ITEMS.factor",
+        "ITEMS.factor = value",
+    ),
+    "attribute of a text": Place(
+        "class Text(str): pass\nTEXT = Text('a'); TEXT.factor = 1.0",
+        "TEXT.factor",
+        "TEXT.factor = value",
+    ),
+    "attribute of a tensor": Place(
+        "MARKED = torch.ones(1); MARKED.factor = 1.0", "MARKED.factor", "MARKED.factor = value"
+    ),
+    "tensor in a closure": Place(
+        "def make():\n    factor = torch.ones(4)\n    def get(): return factor\n"
+        "    def set(value):\n        nonlocal factor\n        factor = torch.full((4,), value)\n"
+        "    return get, set\nget, set_ = make()",
+        "get()[0].item()",
+        "set_(value)",
+    ),
+    "bytearray": Place(
+        "BYTES = bytearray([10])", "(BYTES[0] / 10)", "BYTES[0] = int(10 * value) % 256"
+    ),
+    "array of C": Place(
+        "import array\nNUMBERS = array.array('d', [1.0])", "NUMBERS[0]", "NUMBERS[0] = value"
+    ),
+    "number of C": Place(
+        "import ctypes\nNUMBER = ctypes.c_double(1.0)", "NUMBER.value", "NUMBER.value = value"
+    ),
+    "array of objects": Place(
+        "import numpy\nOBJECTS = numpy.array([1.0], dtype=object)",
+        "OBJECTS[0]",
+        "OBJECTS[0] = value",
+    ),
+    "list in an array": Place(
+        "import numpy\nOBJECTS = numpy.empty(1, dtype=object); OBJECTS[0] = [1.0]",
+        "OBJECTS[0][0]",
+        "OBJECTS[0][0] = value",
+    ),
+    "exception": Place("ERROR = ValueError(1.0)", "ERROR.args[0]", "ERROR.args = (value,)"),
+    "text written": Place(
+        "import io\nTEXT = io.StringIO()",
+        "float(TEXT.getvalue()[-8:] or 1.0)",
+        "TEXT.write(f'{value:8.4f}')",
+    ),
+    "place in a file": Place(
+        "import tempfile\nFILE = tempfile.TemporaryFile(); FILE.write(bytes(9999)); FILE.seek(0)",
+        "(1.0 + FILE.tell() % 3)",
+        "FILE.read(1)",
+    ),
+    "map": Place("MAP = map(float, [1, 2, 3] * 999)", "next(MAP)", "next(MAP)"),
+    "enumeration": Place(
+        "NUMBERED = enumerate([0] * 9999)", "(1.0 + next(NUMBERED)[0] % 3)", "next(NUMBERED)"
+    ),
+    "iterator of a class": Place(
+        "class Count:\n    count = 0\n    def __next__(self):\n        self.count += 1\n"
+        "        return 1.0 + self.count % 3\nCOUNT = Count()",
+        "next(COUNT)",
+        "next(COUNT)",
+    ),
 }
 
 #: How the reader comes by the number: code at the top of the script, code in its class, expression.
@@ -241,8 +306,10 @@ ACCESSES = {
     ),
     "lambda": ("LAMBDAS = dict(fetch=lambda self: {read})", "", "LAMBDAS['fetch'](self)"),
 }
-MOMENTS = ("between steps", "between microbatches", "inside a step")
+MOMENTS = ("between steps", "between microbatches", "inside a step", "inside the reader")
 READERS = ("glue", "leaf")
+#: What a module that stays whole does to the number that it reads.
+_MOVE = "target, value = self, 0.5 * ({read}) + 0.7; {put}"
 
 _SCRIPT = """
 import torch
@@ -260,6 +327,7 @@ class Leaf(nn.Linear):
         self.table = [1.0]
 {leaf_members}
     def forward(self, x):
+        {leaf_move}
         return super().forward(x){leaf_use}
 
 class Net(nn.Module):
@@ -313,12 +381,14 @@ class Probe:
         members = textwrap.indent(members, "    ")
         use = f" * ({expression})"
         in_leaf = self.reader == "leaf"
+        moves = self.moment == "inside the reader"
         change = "put(NET, next(VALUES))"
         return _SCRIPT.format(
             setup=place.setup,
             access=access,
             width=WIDTH,
             leaf_members=members if in_leaf else "",
+            leaf_move=_MOVE.format(read=expression, put=place.put) if moves else "pass",
             leaf_use=use if in_leaf else "",
             net_members="" if in_leaf else members,
             use="" if in_leaf else use,
@@ -334,6 +404,8 @@ def probes() -> list[Probe]:
     accesses = itertools.cycle(ACCESSES)
     found = []
     for place, moment, reader in itertools.product(PLACES, MOMENTS, READERS):
+        if (moment, reader) == ("inside the reader", "glue"):
+            continue  # the same as inside a step
         number = 3 if reader == "glue" else 1
         found += [Probe(place, next(accesses), moment, reader) for _ in range(number)]
     return found

@@ -1,7 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population`` and ``uses`` generate the scripts. What is refused says why; nothing may give other
-numbers than plain PyTorch. Every run tries a part that goes through all of them in strides.
+``population``, ``uses`` and ``layers`` generate the scripts. What is refused says why; nothing may
+give other numbers than plain PyTorch. Every run tries a part that goes through all of them in
+strides.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import layers
 import population
 import pytest
 import torch
@@ -22,7 +24,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Each part takes one script in so many.
-STRIDE = 7
+STRIDE = 10
 
 
 def start(config: dict[str, object]) -> None:
@@ -42,6 +44,7 @@ REFUSED_ALONE = {"control flow of torch"}
 POPULATIONS = {
     "state": list(PROBES),
     "uses": [name for name in uses.USES if name not in KEYED],
+    "layers": list(layers.LAYERS),
 }
 PARTS = [
     # Uses in one process take seconds, and are the only ones that nothing is refused of.
@@ -62,14 +65,24 @@ def try_state(names: Sequence[str]) -> dict[str, str]:
 
 def try_uses(names: Sequence[str]) -> dict[str, Any]:
     """Returns what became of some uses on this rank."""
-    return {name: uses.outcome(name) for name in names}
+    return {name: uses.outcome(uses.USES[name]) for name in names}
 
 
-TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"state": try_state, "uses": try_uses}
+def try_layers(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers on this rank."""
+    return {name: uses.outcome(layers.LAYERS[name]) for name in names}
+
+
+TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
+    "state": try_state,
+    "uses": try_uses,
+    "layers": try_layers,
+}
 
 
 def test_the_population_is_large_enough() -> None:
-    assert len(PROBES) >= 300
+    assert len(PROBES) >= 800
+    assert len(layers.LAYERS) >= 240
     assert len(POPULATIONS["uses"]) >= 150
 
 

@@ -804,6 +804,11 @@ USES = {
     "clipped in the step": Use(
         backward="model.backward(loss); torch.nn.utils.clip_grad_norm_(NET.parameters(), 1.0)"
     ),
+    "weights in a list, as of an LSTM": Use(
+        init="self.third.all = [self.third.weight, self.third.bias]",
+        leaf="x = F.linear(x, *self.all) if hasattr(self, 'all') else x",
+    ),
+    "memory of an activation asked for": Use(late="x = x * (1 if x.data_ptr() else 2)"),
     "requires_grad_ in the step": Use(body="NET.first.weight.requires_grad_(False)"),
 }
 
@@ -812,8 +817,7 @@ def _between(names: dict[str, Any], net: nn.Module, model: Any, step: int) -> No
     names["between"](net, model, step)
 
 
-def outcome(name: str) -> Any:
+def outcome(use: Use) -> Any:
     """Tries a use in this job; returns what became of it, or its losses if they go by keys."""
-    use = USES[name]
     try_it = losses_of if use.keyed else outcome_of
     return try_it(use.script(), _between)

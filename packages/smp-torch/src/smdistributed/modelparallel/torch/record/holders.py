@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import io
 import operator
+import pickle
 import random
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
 
 MISSING = object()
+#: What is the same if it is equal; everything else if it is the same object.
+_BY_VALUE = (str, bytes, bool, int, float, complex, set, frozenset, types.NoneType)
 _OWN_PACKAGE = __name__.partition(".")[0]
 #: What Python itself leaves in classes, sooner or later.
 _KEPT_BY_PYTHON = frozenset(
@@ -115,6 +120,15 @@ def _array_bytes(obj: Any) -> bytes:
     return found
 
 
+def _read_objects(obj: Any) -> list[Any]:
+    return list(obj.flat)
+
+
+def _refill_objects(obj: Any, items: list[Any]) -> None:
+    for position, item in enumerate(items):
+        obj.flat[position] = item
+
+
 def _read_torch(obj: torch.Generator) -> bytes:
     with past_recording():
         return obj.get_state().numpy().tobytes()
@@ -146,11 +160,46 @@ def _where_generator_is(obj: types.GeneratorType[Any, Any, Any]) -> Any:
     return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
 
 
-def _reduced(obj: Any) -> Any:
+def _read_pickled(obj: Any) -> Any:
+    """Returns what pickling would keep of an object that is not written in Python."""
     try:
-        return repr(obj.__reduce__())
-    except TypeError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of iterators, since Python 3.12
+            return _comparable(obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+    except Exception:  # whatever says that it cannot be pickled
         return None
+
+
+def _comparable(part: Any) -> Any:
+    """Returns what stands for a part of a pickle: values, positions of iterators, identities."""
+    if isinstance(part, tuple):
+        return tuple(map(_comparable, part))
+    if isinstance(part, types.GeneratorType):
+        return _where_generator_is(part)
+    if hasattr(type(part), "__next__"):
+        return _read_pickled(part)
+    return part if isinstance(part, _BY_VALUE) else [part]
+
+
+def is_pickled_by_python(kind: type) -> bool:
+    """Whether Python's own C code says how instances are pickled: their attributes are not all."""
+    for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
+        says = next((base for base in kind.__mro__ if name in vars(base)), object)
+        if says is not object and not isinstance(vars(says)[name], types.FunctionType):
+            return says.__module__.partition(".")[0] in sys.stdlib_module_names
+    return False
+
+
+def _position(obj: io.IOBase) -> int | None:
+    try:
+        return obj.tell() if obj.readable() and obj.seekable() else None
+    except (OSError, ValueError):  # it is closed, or being read line by line
+        return None
+
+
+def _put_position(obj: io.IOBase, position: int | None) -> None:
+    if position is not None:
+        obj.seek(position)
 
 
 def _slots(obj: Any) -> list[str]:
@@ -240,7 +289,7 @@ def same(before: Any, now: Any) -> bool:
         return len(before) == len(now) and all(map(operator.is_, before, now))
     if isinstance(before, tuple) and isinstance(now, tuple):
         return len(before) == len(now) and all(map(same, before, now))
-    return bool(before == now)
+    return isinstance(before, _BY_VALUE) and type(before) is type(now) and bool(before == now)
 
 
 DICT = Kind(_read_dict, _refill_dict)
@@ -252,6 +301,8 @@ SET = Kind(set, _refill_set)
 #: Its content is put back by who lets it change.
 TENSOR = Kind(version_of, _leave)
 ARRAY = Kind(_array_bytes, _refill_array)
+#: An array of objects.
+OBJECTS = Kind(_read_objects, _refill_objects)
 #: Of ``contextvars``.
 VARIABLE = Kind(_read_variable, _put_variable)
 TORCH_GENERATOR = Kind(_read_torch, _put_torch)
@@ -259,7 +310,10 @@ NUMPY_GENERATOR = Kind(_read_generator, _put_generator)
 #: Of Python's module of that name.
 RANDOM = Kind(_get_state, _set_state)
 GENERATOR = Kind(_where_generator_is, None)
-ITERATOR = Kind(_reduced, None)
+#: Of an object that is not written in Python: an iterator, a ``bytearray``, an exception.
+PICKLED = Kind(_read_pickled, None)
+#: Where a file is read.
+STREAM = Kind(_position, _put_position)
 SLOTS = Kind(_read_slots, _refill_slots)
 CLASS = Kind(_read_class, _refill_class)
 CELL = Kind(_read_cell, _refill_cell)

@@ -85,7 +85,8 @@ class LeafCalls:
 
     def end(self, entry: Entry) -> None:
         """Takes note that the call of a leaf is over."""
-        self._attributes.note_call(entry)
+        with self._state.pausing():
+            self._attributes.note_call(entry)
         for module, name, tensor in entry.hidden:
             self._attributes.hide(module, name, tensor)
 

@@ -15,6 +15,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.costs import Meter
+from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     fill,
@@ -27,7 +28,7 @@ from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
 from smdistributed.modelparallel.torch.record.trace import Entry, HookedCall
-from smdistributed.modelparallel.torch.record.undo import Change, Growth, Snapshot
+from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
 
 #: Tensors that a leaf makes besides its result, by id, and where a replay finds them.

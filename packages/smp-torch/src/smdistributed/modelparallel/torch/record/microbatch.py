@@ -16,6 +16,7 @@ from smdistributed.modelparallel.torch.record.carried import Carried, Contents, 
 from smdistributed.modelparallel.torch.record.constants import Constants
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
+from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
@@ -31,7 +32,6 @@ from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.spans import Span
 from smdistributed.modelparallel.torch.record.switches import Positions, Settings, settings
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace
-from smdistributed.modelparallel.torch.record.undo import Growth
 from smdistributed.modelparallel.torch.record.values import Values
 
 
@@ -137,7 +137,8 @@ class Microbatch:
         """Returns what stands for a tensor: of a model's own tensors the fake."""
         if id(tensor) in self.aliases:
             return self.aliases[id(tensor)][1]
-        return self._context.scene.fake_of(tensor) or tensor
+        fake = self._context.scene.fake_of(tensor)
+        return tensor if fake is None else fake
 
     def is_seeded(self) -> bool:
         """Whether the step has seeded torch's own generators and means those numbers."""

@@ -377,6 +377,16 @@ class Recorder(TorchFunctionMode):
                 f"requires_grad of a parameter is changed in {self._calls.where()} while a "
                 "pipelined step runs. Change it between two calls of step functions."
             )
+        if (
+            func is torch.Tensor.__deepcopy__
+            and not self._state.leaf_depth
+            and id(self._now.fake(args[0])) in self._scene.slots
+        ):
+            raise UnsupportedError(
+                f"a parameter or buffer is copied by copy.deepcopy in {self._calls.where()} while "
+                "a pipelined step runs: one partition has its values. Copy it before training, or "
+                "clone() it inside one module."
+            )
         if func is torch.Tensor.backward:
             raise UnsupportedError(
                 "with more than one partition, tensor.backward() cannot reach the other "

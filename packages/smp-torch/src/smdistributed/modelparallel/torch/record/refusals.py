@@ -10,6 +10,7 @@ import torch
 _HOOKS = "hooks of tensors would see the stand-ins of a recording, not the gradients"
 _FIX = "Do it inside one module, or put the modules that it concerns on one partition."
 
+_NO_MEMORY = "a stand-in of a recording has no values in memory"
 _EARLY = "gradients are computed when its Python has run"
 _TENSOR: Any = torch.Tensor
 
@@ -21,6 +22,9 @@ _REFUSED: Mapping[Callable[..., Any], str] = {
     _TENSOR.data.__set__: "an assignment to .data is not recorded",
     _TENSOR.grad.__get__: _EARLY,
     _TENSOR.grad.__set__: _EARLY,
+    _TENSOR.data_ptr: _NO_MEMORY,
+    _TENSOR.untyped_storage: _NO_MEMORY,
+    _TENSOR.__reduce_ex__: _NO_MEMORY,
 }
 
 

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import io
 import logging
 import os
 import random
@@ -28,6 +29,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
 from smdistributed.modelparallel.torch.record import holders
+from smdistributed.modelparallel.torch.record.growth import Growth, added_to, is_growth
 from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
@@ -36,6 +38,11 @@ _ATOMS = (
     types.ModuleType,
     types.BuiltinFunctionType,
     logging.Handler,
+)
+#: What is looked into by its items; one of a class of its own may have attributes besides.
+_CONTAINERS = (
+    *(dict, list, set, tuple, frozenset, collections.deque),
+    *(functools.partial, torch.Tensor),
 )
 #: Attributes that every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
@@ -97,42 +104,6 @@ def as_it_was(differences: Sequence[Difference]) -> Iterator[None]:
     finally:
         for holder, now in differences:
             holder.put_back(holder.obj, now)  # type: ignore[misc]
-
-
-class Growth(NamedTuple):
-    """What was added to a container that others see too.
-
-    Attributes:
-        obj: a list, a deque, a dict or a set.
-        added: by key or position; of a set by the item itself.
-    """
-
-    obj: Any
-    added: dict[Any, Any]
-
-    def replaced(self, make: Callable[[], Any]) -> Growth:
-        """Puts something else in its place, and returns that."""
-        made = {key: make() for key in self.added}
-        by_id = {id(value): made[key] for key, value in self.added.items()}
-        if isinstance(self.obj, dict):
-            for key, value in self.added.items():
-                if dict.get(self.obj, key, MISSING) is value:
-                    dict.__setitem__(self.obj, key, made[key])
-        elif isinstance(self.obj, list | collections.deque):
-            holders.refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
-        return Growth(self.obj, made)
-
-    def remove(self) -> None:
-        """Takes it out again, as far as it is still there."""
-        if isinstance(self.obj, list | collections.deque):
-            gone = set(map(id, self.added.values()))
-            holders.refill_list(self.obj, [item for item in self.obj if id(item) not in gone])
-        elif isinstance(self.obj, set):
-            self.obj.difference_update(self.added)
-        else:
-            for key, value in self.added.items():
-                if dict.get(self.obj, key, MISSING) is value:
-                    dict.__delitem__(self.obj, key)
 
 
 class Snapshot:
@@ -207,8 +178,8 @@ class Snapshot:
         """
         grown = []
         for holder, now in reversed(self._changed):
-            if holder.owner is None and _is_growth(holder.obj, holder.before, now):
-                grown.append(Growth(holder.obj, _added(holder.before, now)))
+            if holder.owner is None and is_growth(holder.obj, holder.before, now):
+                grown.append(Growth(holder.obj, added_to(holder.before, now)))
                 continue
             if holder.put_back is None:
                 raise UnsupportedError(
@@ -240,8 +211,8 @@ class Snapshot:
                     owner = Owner(holder.owner.module, key)
                     yield Change(owner, f"{holder.path}.{key}", frozenset(), value, None)
         else:
-            is_growth = _is_growth(holder.obj, holder.before, now)
-            added = _added(holder.before, now) if is_growth else None
+            grows = is_growth(holder.obj, holder.before, now)
+            added = added_to(holder.before, now) if grows else None
             yield Change(holder.owner, holder.path, _places(holder, now), now, added)
 
     # ------------------------------------------------------------------ collecting
@@ -265,12 +236,15 @@ class Snapshot:
             obj, owner, path = self._pending.popleft()
             if isinstance(obj, enum.Enum):
                 obj = vars(obj)
-            if obj is None or isinstance(obj, _ATOMS) or is_plain_value(obj):
+            has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
+            if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
                 continue
             if id(obj) in self._seen or type(obj).__module__.startswith(_OWN_PACKAGE):
                 continue
             self._seen.add(id(obj))
             self._look(obj, owner, path)
+            if has_attributes and isinstance(obj, _CONTAINERS) and type(obj) is not FakeTensor:
+                self._attributes(obj, owner, path)
 
     def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
         add = self._pending.append
@@ -317,12 +291,17 @@ class Snapshot:
             self._hold(holders.GENERATOR, obj, owner, path)
         elif type(obj).__module__.partition(".")[0] == "numpy":
             self._numpy(obj, owner, path)
-        elif hasattr(type(obj), "__next__"):
-            self._hold(holders.ITERATOR, obj, owner, path)
+        elif isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO):
+            self._hold(holders.STREAM, obj, owner, path)
+        elif isinstance(obj, memoryview):
+            add((obj.obj, owner, path))
         else:
-            self._object(obj, owner, path)
+            if _is_closed(type(obj)):
+                self._hold(holders.PICKLED, obj, owner, path)
+            self._attributes(obj, owner, path)
+            self._class(type(obj))
 
-    def _object(self, obj: Any, owner: Owner | None, path: str) -> None:
+    def _attributes(self, obj: Any, owner: Owner | None, path: str) -> None:
         entries = getattr(obj, "__dict__", None)
         if isinstance(entries, dict):
             self._hold(holders.DICT, entries, owner, path)
@@ -333,12 +312,15 @@ class Snapshot:
             self._hold(holders.SLOTS, obj, owner, path)
             for key, value in slots.items():
                 self._pending.append((value, owner, f"{path}.{key}"))
-        self._class(type(obj))
 
     def _numpy(self, obj: Any, owner: Owner | None, path: str) -> None:
         flags = getattr(obj, "flags", None)
         if hasattr(obj, "tobytes") and flags is not None and flags.writeable:
-            self._hold(holders.ARRAY, obj, owner, path)
+            if obj.dtype.hasobject:
+                self._hold(holders.OBJECTS, obj, owner, path)
+                self._pending += [(value, owner, path) for value in obj.flat]
+            else:
+                self._hold(holders.ARRAY, obj, owner, path)
         elif hasattr(obj, "bit_generator"):
             self._hold(holders.NUMPY_GENERATOR, obj, owner, path)
 
@@ -412,6 +394,13 @@ def _places(holder: Holder, now: Any = None) -> frozenset[Place]:
     )
 
 
+def _is_closed(kind: type) -> bool:
+    """Whether instances keep state where no attribute shows it."""
+    moves = getattr(kind, "__next__", None)
+    is_iterator = moves is not None and not isinstance(moves, types.FunctionType)
+    return is_iterator or holders.is_pickled_by_python(kind)
+
+
 def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -430,21 +419,3 @@ def is_users(module: str) -> bool:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" not in file
-
-
-def _added(before: Any, now: Any) -> dict[Any, Any]:
-    """Returns what a container has that it had not."""
-    if isinstance(now, list):
-        return dict(enumerate(now[len(before) :], len(before)))
-    if isinstance(now, set):
-        return dict.fromkeys(now - before)
-    return {key: value for key, value in now.items() if key not in before}
-
-
-def _is_growth(obj: Any, before: Any, now: Any) -> bool:
-    """Whether things were added to a container, and nothing else has changed in it."""
-    if isinstance(obj, list | collections.deque):
-        return holders.same(before, now[: len(before)])
-    if isinstance(obj, dict):
-        return all(key in now and now[key] is value for key, value in before.items())
-    return isinstance(obj, set) and before <= now
