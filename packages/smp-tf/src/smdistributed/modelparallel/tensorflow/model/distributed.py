@@ -105,7 +105,8 @@ class DistributedModel(KerasTraining):
         if engine.runtime.current_step is None:
             raise _OutsideStepError(
                 f"the DistributedModel {self.name} was called outside a step function: call it in "
-                "a function decorated with @smp.step."
+                "a function decorated with @smp.step; in a train_step of your own, too, the part "
+                "that computes gradients is one."
             )
         return engine.call(args, kwargs)
 

@@ -130,7 +130,8 @@ class Engine:
         progress.stage = f"the partitions of the {count} operations of {self.name}"
         plan = self._planned(traced)
         progress.stage = f"the passes of {self.name} in this process"
-        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded)
+        is_alone = runtime.transport.size == 1
+        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
         self._variables.settle(self.placement.homes, every, self._default_partition)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         if not self.is_partitioned:
@@ -200,8 +201,12 @@ class Engine:
             self.is_tracing = saved
 
     def _collect(self) -> tuple[list[Any], list[Any]]:
-        trainable, every = self.collect()
-        return [keras.variable_of(v) for v in trainable], [keras.variable_of(v) for v in every]
+        """Returns TensorFlow's variables, with those that Keras does not see (of modules)."""
+        trainable, every = ([keras.variable_of(v) for v in kind] for kind in self.collect())
+        known = {id(variable) for variable in every}
+        unseen = [variable for variable in self._variables.made if id(variable) not in known]
+        trainable += [variable for variable in unseen if variable.trainable]
+        return trainable, [*every, *unseen]
 
     def _agree(self, digest: str) -> None:
         digests = self.runtime.communicator.allgather(digest, CommGroup.PP_GROUP)
