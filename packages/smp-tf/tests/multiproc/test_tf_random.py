@@ -20,10 +20,11 @@ REPLICAS = world(
     default_partition=0,
     microbatches=MICROBATCHES // 2,
 )
-#: Each place, and most draws, once.
+#: Each kind of place, and draws of each kind.
 FEW = [
-    *(("normal", place) for place in tf_random.PLACES),
-    *((draw, "loop") for draw in ("gamma of each", "poisson", "categories", "shuffle", "dropout")),
+    *(("normal", place) for place in ("loop", "condition of a loop", "branch", "deep")),
+    *((draw, "map_fn") for draw in ("gamma of each", "categories", "shuffle")),
+    ("dropout", "recompute_grad"),
 ]
 
 
@@ -54,6 +55,10 @@ def test_every_draw_in_every_place(
     worlds: Worlds, draw: str, ways: World, seed: int | None
 ) -> None:
     assert_same(worlds, ways, tf_random.pairs_of(draw), seed)
+
+
+def test_turns_and_calls_draw_other_numbers(worlds: Worlds) -> None:
+    worlds.run(TWO_BY_HAND, tf_random.turns)
 
 
 def test_the_body_of_a_step_draws_the_same_everywhere(worlds: Worlds) -> None:

@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 MODULES = (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit)
 #: Each shows something that no other test has; the others are a population.
-FEW = {"lazy_variables", "effects_of_gradients", "stateful_recurrence", "constraints"}
+FEW = {
+    *("lazy_variables", "effects_of_gradients", "stateful_recurrence", "constraints"),
+    *("called_in_a_loop", "called_in_a_branch"),
+}
 ALL = [(module, name) for module in MODULES for name in module.NAMES]
 
 
@@ -41,7 +44,7 @@ def test_they_are_also_where_the_library_cuts(worlds: Worlds, module: object, na
 
 
 def _refuse(name: str, message: str) -> None:
-    module = tf_users_fit if hasattr(tf_users_fit, name) else tf_users_training
+    (module,) = (each for each in MODULES if hasattr(each, name))
     with pytest.raises(SMPError, match=message):
         getattr(module, name)(with_library())
 
@@ -50,6 +53,8 @@ def _refuse(name: str, message: str) -> None:
     ("name", "message"),
     [
         ("gradients_of_features", "the gradient of one result of a call of the model by another"),
+        ("called_in_a_function", "in a tf.function inside of a step function, which would be"),
+        ("vectorized", "cannot be vectorized"),
         ("own_train_step", "in a train_step of your own, too, the part that computes"),
     ],
 )

@@ -152,6 +152,30 @@ def _everyone(tensor: Any) -> Any:
     return np.concatenate(parts)
 
 
+def turns() -> None:
+    """Holds that each turn of a loop draws other numbers, and each call of a function."""
+    side = with_library()
+
+    class Turning(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="turning")
+            self.dense = tf.keras.layers.Dense(WIDTH, name="dense")
+
+        def call(self, x: Any) -> Any:
+            draw = DRAWS["normal"]
+            function = tf.function(draw)
+            with side.part(0):
+                x = self.dense(x) * 0.0
+                calls = tf.stack([function(x[0]) for _ in range(3)])
+            with side.part(1):
+                return tf.map_fn(draw, tf.zeros([5, WIDTH])), calls
+
+    model = Turning()
+    for output in side.step(lambda x: model(x))(rows()):
+        drawn = np.concatenate([each.numpy() for each in output.outputs])
+        assert len(np.unique(drawn)) == drawn.size
+
+
 def _candidates(x: Any) -> Any:
     sampled, _, _ = tf.random.uniform_candidate_sampler(tf.constant([[1]], tf.int64), 1, 4, True, 9)
     return x + _float(sampled)

@@ -210,6 +210,7 @@ def effects_of_gradients(side: Side) -> Found:
             @tf.custom_gradient  # type: ignore[untyped-decorator]
             def noting(x: Any) -> Any:
                 def gradient(dy: Any) -> Any:
+                    self.seen.assign(0.5 * self.seen)
                     self.seen.assign_add(tf.reduce_sum(tf.abs(dy)))
                     return dy
 
@@ -235,6 +236,84 @@ def effects_of_gradients(side: Side) -> Found:
     return Found(found.same, found.own | by_name(model.variables, model.variables))
 
 
+def _called(side: Side, apply: Any) -> Found:
+    """Trains a model that the body of a step calls in some place."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.first(x)
+        with side.part(1):
+            return model.second(x)
+
+    model = model_of(side, call, first=dense("first"), second=dense("second"))
+    if side.base is tf.keras.Model:
+        model(rows())
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = apply(model, x)
+            loss = tf.reduce_sum(tf.square(y))
+        return tape.gradient(loss, model.trainable_variables), loss, y
+
+    same, optimizer = [], tf.keras.optimizers.SGD(0.01)
+    for _ in range(2):
+        gradients, loss, y = compute(rows())
+        means = [each.accumulate() for each in gradients]
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+        same += [loss.stack(), y.merge()]
+    return Found(same, by_name(model.trainable_variables, model.trainable_variables))
+
+
+def called_in_a_loop(side: Side) -> Found:
+    """A loop in the body hands the model what it returned."""
+
+    def apply(model: Any, x: Any) -> Any:
+        return tf.while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, model(x)), (0, x))[1]
+
+    return _called(side, apply)
+
+
+def called_in_a_branch(side: Side) -> Found:
+    """A branch in the body calls the model on what another call returned."""
+
+    def apply(model: Any, x: Any) -> Any:
+        y = model(x)
+        return tf.cond(tf.reduce_sum(x) > 0.0, lambda: model(y), lambda: model(2.0 * y) + x)
+
+    return _called(side, apply)
+
+
+def called_for_each_row(side: Side) -> Found:
+    """``tf.map_fn`` in the body."""
+    return _called(
+        side, lambda model, x: tf.map_fn(lambda row: model(row[tf.newaxis])[0], tf.sin(x))
+    )
+
+
+def called_again_for_the_gradient(side: Side) -> Found:
+    """``tf.recompute_grad`` around the model."""
+    return _called(side, lambda model, x: tf.recompute_grad(lambda x: model(x) * 2.0)(x))
+
+
+def called_in_a_function(side: Side) -> Found:
+    """A ``tf.function`` in the body."""
+    function = tf.function(lambda model, x: model(x))
+    return _called(side, function)
+
+
+def vectorized(side: Side) -> Found:
+    """A Jacobian of the model."""
+
+    def apply(model: Any, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x)
+        return tape.batch_jacobian(y, x)
+
+    return _called(side, apply)
+
+
 #: What gives the numbers of TensorFlow.
 NAMES = (
     "autograph",
@@ -245,4 +324,8 @@ NAMES = (
     "compiled_by_xla",
     "custom_gradients",
     "effects_of_gradients",
+    "called_in_a_loop",
+    "called_in_a_branch",
+    "called_for_each_row",
+    "called_again_for_the_gradient",
 )

@@ -176,6 +176,8 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
         for name in module.NAMES
     },
     "gradients of features": tf_users_training.gradients_of_features,
+    "called in a function": tf_users_python.called_in_a_function,
+    "vectorized": tf_users_python.vectorized,
     "a train_step of one's own": tf_users_fit.own_train_step,
 }
 

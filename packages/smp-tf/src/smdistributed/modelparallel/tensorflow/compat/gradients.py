@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, imperative_grad, record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
@@ -67,16 +68,34 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 
 #: What the request for gradients that is under way asks them of.
 _sources: ContextVar[tuple[Any, ...]] = ContextVar("sources", default=())
+_is_vectorizing: ContextVar[bool] = ContextVar("is_vectorizing", default=False)
 
 
-def sources_noted() -> contextlib.AbstractContextManager[None]:
-    """Within, gradients of our own can ask for ``present_sources``."""
+def requests_noted() -> contextlib.AbstractContextManager[None]:
+    """Within, ``present_sources`` and ``is_vectorizing`` say what is under way."""
     return replaced(
         [
             Replacement(imperative_grad, "imperative_grad", _noting("sources")),
             Replacement(gradients_util, "_GradientsHelper", _noting("xs")),
+            Replacement(parallel_for, "_pfor_impl", _vectorizing),
         ]
     )
+
+
+def is_vectorizing() -> bool:
+    """Tells whether operations are made to be vectorized, as Jacobians and others do it."""
+    return _is_vectorizing.get()
+
+
+def _vectorizing(original: Any) -> Any:
+    def vectorizing(*args: Any, **kwargs: Any) -> Any:
+        token = _is_vectorizing.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _is_vectorizing.reset(token)
+
+    return vectorizing
 
 
 def present_sources() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, handle_data_util
 
 Graph = Any
 
@@ -65,6 +65,25 @@ def attribute(operation: Operation, name: str) -> Any:
     if proto is None:
         return None
     return proto.s.decode() if proto.WhichOneof("value") == "s" else proto.i
+
+
+def is_control_flow(graph: Graph) -> bool:
+    """Tells whether a graph is the body of a loop, or a branch."""
+    kinds = (
+        control_flow_v2_func_graphs.WhileBodyFuncGraph,
+        control_flow_v2_func_graphs.WhileCondFuncGraph,
+        control_flow_v2_func_graphs.CondBranchFuncGraph,
+    )
+    return isinstance(graph, kinds)
+
+
+def enclosing(graph: Graph, outermost: Graph) -> list[Graph]:
+    """Returns a graph and those around it, inside of the outermost one."""
+    found = []
+    while graph is not outermost and hasattr(graph, "outer_graph"):
+        found.append(graph)
+        graph = graph.outer_graph
+    return found
 
 
 def captures(graph: Graph) -> list[tuple[Any, Any]]:

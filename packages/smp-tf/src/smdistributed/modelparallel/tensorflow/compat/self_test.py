@@ -20,8 +20,9 @@ from smdistributed.modelparallel.tensorflow.compat import (
 )
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     is_recorded,
+    is_vectorizing,
     present_sources,
-    sources_noted,
+    requests_noted,
     unrecorded,
     with_gradient,
 )
@@ -196,8 +197,9 @@ def _test_calls_of_layers() -> None:
 
 
 def _test_sources() -> None:
-    """A gradient of ours knows what is asked for, of a tape and of ``tf.gradients``."""
+    """A gradient of ours knows what is asked for, of a tape and of ``tf.gradients``, and how."""
     seen: list[Any] = []
+    noted: list[bool] = []
 
     def gradient(dy: Any) -> list[Any]:
         seen.append(present_sources())
@@ -210,11 +212,14 @@ def _test_sources() -> None:
         tape.gradient(y, [x])
         tf.gradients(y, x)
         assert [each[0] is x for each in seen] == [True, True]
+        tf.vectorized_map(lambda one: noted.append(is_vectorizing()) or one, tf.ones([2]))
+        assert any(noted)
         return []
 
-    with sources_noted():
+    with requests_noted():
         tf.function(run, autograph=False)(tf.constant(1.0))
     assert not present_sources()
+    assert not is_vectorizing()
 
 
 def _test_functions() -> None:

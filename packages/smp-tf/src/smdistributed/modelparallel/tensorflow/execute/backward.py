@@ -11,11 +11,23 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     has_tangents,
+    is_vectorizing,
     present_sources,
     unrecorded,
     with_gradient,
 )
 from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
+
+
+def refuse_vectorizing() -> None:
+    """Raises if the present operations are to be vectorized."""
+    if is_vectorizing():
+        raise UnsupportedError(
+            "a call of the model, or its gradients, cannot be vectorized (tape.jacobian, "
+            "tape.batch_jacobian, tf.vectorized_map): transfers between partitions have no "
+            "vectorized form. Use experimental_use_pfor=False or tf.map_fn, or compute it in the "
+            "model's call."
+        )
 
 
 @dataclass(eq=False)
@@ -78,6 +90,7 @@ class Backward:
                 "gradients of one call of the model were asked for twice in a step function: "
                 "ask for all of them at once, of the sum of the losses if there are several."
             )
+        refuse_vectorizing()
         self._refuse_own_outputs()
         trace = self.call.local.plan.trace
         given = [

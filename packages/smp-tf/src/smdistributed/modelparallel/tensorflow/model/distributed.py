@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
@@ -102,13 +103,17 @@ class DistributedModel(KerasTraining):
         engine: Engine = self._smp_engine
         if engine.is_tracing:
             return super().__call__(*args, **kwargs)
-        if engine.runtime.current_step is None:
-            raise _OutsideStepError(
-                f"the DistributedModel {self.name} was called outside a step function: call it in "
-                "a function decorated with @smp.step; in a train_step of your own, too, the part "
-                "that computes gradients is one."
-            )
-        return engine.call(args, kwargs)
+        try:
+            if engine.runtime.current_step is None:
+                raise _OutsideStepError(
+                    f"the DistributedModel {self.name} was called outside a step function: call it "
+                    "in a function decorated with @smp.step; in a train_step of your own, too, the "
+                    "part that computes gradients is one."
+                )
+            return engine.call(args, kwargs)
+        except SMPError as error:
+            autograph.pass_through(error)
+            raise
 
     @property
     def trainable_variables(self) -> list[Any]:

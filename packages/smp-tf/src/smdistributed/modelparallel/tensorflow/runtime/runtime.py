@@ -35,7 +35,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
-from smdistributed.modelparallel.tensorflow.compat.gradients import sources_noted
+from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
@@ -155,7 +155,7 @@ def start(
         patience = watch.latest_seconds
     autograph.leave_unconverted("smdistributed")
     guard = AccessGuard(topology.pp_size)
-    replacements.enter_context(sources_noted())
+    replacements.enter_context(requests_noted())
     replacements.enter_context(checked_access(guard.check, guard.check_saving, guard.restore))
     unseeded = secrets.randbits(60)
     if transport.size > 1:

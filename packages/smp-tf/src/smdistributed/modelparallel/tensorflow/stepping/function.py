@@ -50,6 +50,7 @@ class StepInProgress:
     """A step function whose graph is being made.
 
     Attributes:
+        graph: in which it is made.
         step_number: int64 tensor.
         progress: of this graph.
         first_microbatch: number of this replica's first microbatch among those of all replicas.
@@ -60,6 +61,7 @@ class StepInProgress:
         begin: number of operations in the graph before it.
     """
 
+    graph: Any
     step_number: Any
     progress: Progress
     first_microbatch: int
@@ -197,9 +199,10 @@ class StepFunction:
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
-            begin = len(tf.compat.v1.get_default_graph().get_operations())
+            graph = tf.compat.v1.get_default_graph()
+            begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
-            step = StepInProgress(number, progress, first, begin=begin)
+            step = StepInProgress(graph, number, progress, first, begin=begin)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
