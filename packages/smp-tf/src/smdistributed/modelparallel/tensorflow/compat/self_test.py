@@ -205,6 +205,10 @@ def _test_sources() -> None:
         seen.append(present_sources())
         return [dy]
 
+    def note(one: Any) -> Any:
+        noted.append(is_vectorizing())
+        return one
+
     def run(x: Any) -> list[Any]:
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -212,7 +216,7 @@ def _test_sources() -> None:
         tape.gradient(y, [x])
         tf.gradients(y, x)
         assert [each[0] is x for each in seen] == [True, True]
-        tf.vectorized_map(lambda one: noted.append(is_vectorizing()) or one, tf.ones([2]))
+        tf.vectorized_map(note, tf.ones([2]))
         assert any(noted)
         return []
 
