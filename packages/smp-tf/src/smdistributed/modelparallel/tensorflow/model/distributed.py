@@ -19,8 +19,12 @@ from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTra
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
-class _OutsideStepError(SMPError, RuntimeError):
-    """A model was called where it cannot be."""
+class _OutsideStepError(SMPError, NotImplementedError):
+    """A model was called where it cannot be.
+
+    A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build it,
+    and goes on after this kind of error.
+    """
 
 
 class DistributedModel(KerasTraining):
