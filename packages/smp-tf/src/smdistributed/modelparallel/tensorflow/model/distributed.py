@@ -22,8 +22,8 @@ from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 class _OutsideStepError(SMPError, NotImplementedError):
     """A model was called where it cannot be.
 
-    A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build it,
-    and goes on after this kind of error.
+    A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build
+    it, and goes on after this kind of error.
     """
 
 
