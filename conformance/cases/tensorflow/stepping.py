@@ -164,3 +164,23 @@ def replicas_shuffle_their_own_data_and_share_it_inside(adapter: Any) -> None:
         np.testing.assert_array_equal(other, found)
     orders = smp.allgather(found, smp.DP_GROUP)
     assert not np.array_equal(orders[0], orders[1])
+
+
+@tensorflow_case("smp.step", worlds=("alone", "pipeline"))
+def a_body_draws_the_same_on_all_ranks(adapter: Any) -> None:
+    """What is added to the input is what all partitions find there."""
+    smp, tf, model, x = adapter.smp, adapter.tf, adapter.model(), adapter.batch(8)
+
+    @smp.step
+    def body(x: Any) -> Any:
+        noise = tf.random.normal(tf.shape(x))
+        return model(x + noise), noise
+
+    outputs, noise = body(adapter.tensor(x))
+    drawn = adapter.array(noise.concat())
+    np.testing.assert_allclose(
+        adapter.array(outputs.concat()), adapter.reference(x + drawn), atol=1e-5
+    )
+    for other in smp.allgather(drawn, smp.PP_GROUP):
+        np.testing.assert_array_equal(other, drawn)
+    assert not np.allclose(drawn[:2], drawn[2:4])

@@ -72,7 +72,7 @@ class _Wire(Transport):
     ) -> list[bytes | bytearray]:
         return [self._arriving]
 
-    def close(self, release: Callable[[], None]) -> None:
+    def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         release()
 
 

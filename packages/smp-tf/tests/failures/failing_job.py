@@ -4,7 +4,7 @@ Usage: failing_job.py FAILURE PLACE CULPRIT TIMEOUT_SECONDS NOTES, where NOTES i
 the culprit leaves the time of its failure.
 
 Places: ``between`` two steps; ``executing`` an operation of a step; ``building`` the graph of one,
-in Python; ``tracing`` the model, in Python.
+in Python; ``tracing`` the model, in Python; with a graph ``built``, which the others execute.
 """
 
 from __future__ import annotations
@@ -94,14 +94,16 @@ def train() -> None:
         bomb("building")
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x)))
-        return tape.gradient(loss, model.trainable_variables)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        bomb("built")  # the ranks agree on a graph in the model's first call, no more after it
+        return gradients
 
     step, num_caught = smp.step(body), 0
     for number in range(1000):
         bomb.is_armed = number == STEPS_BEFORE
         bomb("between")
         # Another shape, so that what was built before is of no use.
-        is_new = bomb.is_armed and PLACE in ("building", "tracing")
+        is_new = bomb.is_armed and PLACE in ("building", "tracing", "built")
         try:
             gradients = step(tf.ones([16 if is_new else 8, 16]))
         except tf.errors.OpError:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from tf_execution import LAYERS, STEPS, build, execute, memory_of_variable, trace_and_drop
+from tf_execution import (
+    LAYERS,
+    STEPS,
+    build,
+    execute,
+    memory_of_variable,
+    shapes,
+    trace_and_drop,
+)
 from tf_worlds import MICROBATCHES, TWO, TWO_BY_HAND
 
 from smdistributed.modelparallel.common.testing import Worlds
@@ -26,6 +34,12 @@ def test_a_step_is_traced_once_and_leaves_nothing_behind(worlds: Worlds) -> None
     for num_bodies, is_left in worlds.run(TWO, trace_and_drop):
         assert num_bodies == MICROBATCHES
         assert not is_left
+
+
+def test_new_shapes_leave_nothing_behind(worlds: Worlds) -> None:
+    for ways in worlds.run(TWO, shapes):
+        for before, after in ways:
+            assert after == before > 0, ways
 
 
 def test_long_building_shows_on_one_rank_what_it_is_at(worlds: Worlds) -> None:

@@ -7,13 +7,15 @@ import io
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.framework.func_graph import FuncGraph
 from tf_models import PROBLEMS
 from tf_worlds import MICROBATCHES
 
@@ -89,6 +91,42 @@ def trace_and_drop() -> tuple[int, bool]:
     del step, body
     gc.collect()
     return len(seen), seen[0]() is not None
+
+
+def shapes() -> tuple[list[int], list[int]]:
+    """Returns numbers of functions and graphs that are there, before new shapes and after them.
+
+    First of a step function that lives and generalizes shapes, then of one that is dropped.
+    """
+    import smdistributed.modelparallel.tensorflow as smp
+
+    # Without custom gradients, of which TensorFlow keeps each with its graph for ever.
+    layers = [tf.keras.layers.Dense(8, name=f"dense_{place}") for place in range(LAYERS)]
+    model = smp.DistributedModel(tf.keras.Sequential(layers))
+
+    def body(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    def present() -> int:
+        gc.collect()
+        graphs = sum(isinstance(each, FuncGraph) for each in gc.get_objects())
+        return len(context.context().list_function_names()) + graphs
+
+    def run(step: Any, rows: Iterable[int]) -> int:
+        for count in rows:
+            step(tf.ones([count, 8]))
+        return present()
+
+    living = smp.step(body, reduce_retracing=True)
+    first = [run(living, (8, 12)), run(living, (16, 20, 24))]
+    # A model knows its newest trace.
+    other = []
+    for rows in ((8, 12), (16, 20, 24)):
+        run(smp.step(body), rows)
+        other.append(present())
+    return first, other
 
 
 class Memory(NamedTuple):

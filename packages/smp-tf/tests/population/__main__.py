@@ -21,7 +21,7 @@ from tf_worlds import MICROBATCHES, PLAIN, world
 from smdistributed.modelparallel.common.testing import RanksFailedError, Worlds
 
 TOLERANCE = 1e-4
-_REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError")
+_REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError", "OutsideStepError")
 
 
 def main() -> int:

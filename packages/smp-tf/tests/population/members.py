@@ -14,6 +14,10 @@ import tf_fit
 import tf_gradients
 import tf_replicas
 import tf_state
+import tf_users_fit
+import tf_users_layers
+import tf_users_python
+import tf_users_training
 from tf_beside import Found, Side
 
 L = tf.keras.layers
@@ -166,6 +170,15 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
     "transfer learning by fit": tf_fit.transfer,
     "fit with weights and callbacks": tf_fit.options,
     "fit with losses by name": tf_fit.outputs,
+    **{
+        name.replace("_", " "): getattr(module, name)
+        for module in (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit)
+        for name in module.NAMES
+    },
+    "gradients of features": tf_users_training.gradients_of_features,
+    "called in a function": tf_users_python.called_in_a_function,
+    "vectorized": tf_users_python.vectorized,
+    "a train_step of one's own": tf_users_fit.own_train_step,
 }
 
 

@@ -6,11 +6,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow.compat.variables import checked_access, variable_bytes
+from smdistributed.modelparallel.tensorflow.compat.variables import (
+    checked_access,
+    empty_variable,
+    variable_bytes,
+)
 
 
 def test_variables_are_measured_by_their_handles() -> None:
     assert variable_bytes(tf.Variable(tf.zeros([3, 5], tf.float64)).handle) == 120
+
+
+def test_variables_without_memory_have_what_was_asked_for() -> None:
+    constraint = tf.keras.constraints.NonNeg()
+    given = {"constraint": constraint, "shape": tf.TensorShape([None, 2]), "trainable": False}
+    variable = empty_variable(tf.zeros([3, 2]), given)
+    assert variable.constraint is constraint
+    assert variable.shape.as_list() == [None, 2]
+    assert not variable.trainable
+    assert empty_variable(tf.zeros([3, 2]), {}).shape == [3, 2]
 
 
 def test_access_of_variables_is_checked_and_then_no_longer() -> None:

@@ -54,7 +54,7 @@ class MPITransport(Transport):
         self.rank, self.size = self._comm.rank, self._comm.size
         self.local_rank, self.local_size = host.rank, host.size
         host.Free()
-        self._ended: set[int] = set()
+        self._ended: dict[int, bytes] = {}
 
     def send(
         self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
@@ -98,18 +98,27 @@ class MPITransport(Transport):
         self._poll(step, waiting, silent, timeout_seconds)
         return [received[rank] for rank in sources]
 
-    def close(self, release: Callable[[], None]) -> None:
+    def farewells(self) -> Mapping[int, bytes]:
+        """See ``Transport.farewells``."""
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            self._hear_farewells()
+        return dict(self._ended)
+
+    def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""
         # Beyond the release there is no deadline: a peer may have honest work left, and one that
         # waits for this rank learns from the farewell that nothing will come.
         if self._mpi.Is_finalized():
             return
         peers = {rank for rank in range(self.size) if rank != self.rank}
-        sent = [self._farewell.Isend([b"", self._mpi.BYTE], dest=rank) for rank in peers]
+        buffer = [last_words, self._mpi.BYTE]
+        sent = [self._farewell.Isend(buffer, dest=rank) for rank in peers]
         release_at = time.monotonic() + FAREWELL_SECONDS
         released = False
         pause = _Pause()
-        while not (self._hear_farewells() >= peers and all(request.Test() for request in sent)):
+        while not (
+            self._hear_farewells().keys() >= peers and all(request.Test() for request in sent)
+        ):
             if not released and time.monotonic() > release_at:
                 released = True
                 release()
@@ -132,21 +141,22 @@ class MPITransport(Transport):
             pause()
             if pause.sleeping:
                 self._hear_farewells()
-                if self._ended & silent():
+                if self._ended.keys() & silent():
                     if step():
                         return
-                    if gone := self._ended & silent():
+                    if gone := self._ended.keys() & silent():
                         raise PeersMissingError(sorted(gone), "has ended")
                 if time.monotonic() > deadline:
                     raise PeersMissingError(
                         sorted(waiting), f"did not answer within {timeout_seconds:g} s"
                     )
 
-    def _hear_farewells(self) -> set[int]:
+    def _hear_farewells(self) -> Mapping[int, bytes]:
         status = self._mpi.Status()
         while (message := self._farewell.Improbe(status=status)) is not None:
-            message.Recv([bytearray(), self._mpi.BYTE])
-            self._ended.add(status.Get_source())
+            words = bytearray(status.Get_count(self._mpi.BYTE))
+            message.Recv([words, self._mpi.BYTE])
+            self._ended[status.Get_source()] = bytes(words)
         return self._ended
 
 

@@ -72,8 +72,15 @@ class Transport(ABC):
             PeersMissingError: some source died or did not send in time.
         """
 
+    def farewells(self) -> Mapping[int, bytes]:
+        """Returns the last words of the ranks that have ended, as far as they have come here.
+
+        Usable from any thread, until ``close``.
+        """
+        return {}
+
     @abstractmethod
-    def close(self, release: Callable[[], None]) -> None:
+    def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """Says farewell to all peers and ends.
 
         Args:
@@ -81,6 +88,7 @@ class Transport(ABC):
                 ``FAREWELL_SECONDS`` after this one: late enough for peers that still read what
                 this rank sent, soon enough for peers that wait for more and must learn that
                 nothing will come.
+            last_words: for ``farewells`` of the others.
         """
 
 
@@ -101,7 +109,7 @@ class SingleProcessTransport(Transport):
         """See ``Transport.receive``."""
         self._refuse(sources)
 
-    def close(self, release: Callable[[], None]) -> None:
+    def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""
         release()
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.eager import forwardprop_util, imperative_grad, record
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
+
+from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 #: The gradient that stands in graphs for all of ours. TensorFlow never forgets what is registered.
 _NAME = "SmpGradient"
@@ -58,3 +64,59 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Within, no tape sees what is done."""
     manager: contextlib.AbstractContextManager[None] = record.stop_recording()
     return manager
+
+
+#: What the request for gradients that is under way asks them of.
+_sources: ContextVar[tuple[Any, ...]] = ContextVar("sources", default=())
+_is_vectorizing: ContextVar[bool] = ContextVar("is_vectorizing", default=False)
+
+
+def requests_noted() -> contextlib.AbstractContextManager[None]:
+    """Within, ``present_sources`` and ``is_vectorizing`` say what is under way."""
+    return replaced(
+        [
+            Replacement(imperative_grad, "imperative_grad", _noting("sources")),
+            Replacement(gradients_util, "_GradientsHelper", _noting("xs")),
+            Replacement(parallel_for, "_pfor_impl", _vectorizing),
+        ]
+    )
+
+
+def is_vectorizing() -> bool:
+    """Tells whether operations are made to be vectorized, as Jacobians and others do it."""
+    return _is_vectorizing.get()
+
+
+def _vectorizing(original: Any) -> Any:
+    def vectorizing(*args: Any, **kwargs: Any) -> Any:
+        token = _is_vectorizing.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _is_vectorizing.reset(token)
+
+    return vectorizing
+
+
+def present_sources() -> tuple[Any, ...]:
+    """Returns what a tape, or ``tf.gradients``, is asked for the gradients of."""
+    return _sources.get()
+
+
+def _noting(name: str) -> Callable[[Any], Any]:
+    """Returns what makes a function note its argument of this name while it runs."""
+
+    def make(original: Any) -> Any:
+        place = inspect.signature(original)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            asked = place.bind(*args, **kwargs).arguments[name]
+            token = _sources.set(tuple(tf.nest.flatten(asked)))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _sources.reset(token)
+
+        return noting
+
+    return make

@@ -11,7 +11,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, ops
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, handle_data_util
 
 Graph = Any
 
@@ -67,6 +67,25 @@ def attribute(operation: Operation, name: str) -> Any:
     return proto.s.decode() if proto.WhichOneof("value") == "s" else proto.i
 
 
+def is_control_flow(graph: Graph) -> bool:
+    """Tells whether a graph is the body of a loop, or a branch."""
+    kinds = (
+        control_flow_v2_func_graphs.WhileBodyFuncGraph,
+        control_flow_v2_func_graphs.WhileCondFuncGraph,
+        control_flow_v2_func_graphs.CondBranchFuncGraph,
+    )
+    return isinstance(graph, kinds)
+
+
+def enclosing(graph: Graph, outermost: Graph) -> list[Graph]:
+    """Returns a graph and those around it, inside of the outermost one."""
+    found = []
+    while graph is not outermost and hasattr(graph, "outer_graph"):
+        found.append(graph)
+        graph = graph.outer_graph
+    return found
+
+
 def captures(graph: Graph) -> list[tuple[Any, Any]]:
     """Returns what a traced graph takes from outside: (tensor outside, placeholder inside)."""
     return list(graph.captures)
@@ -108,19 +127,41 @@ def copy_operation(
         dropped: names of attributes that are left out.
     """
     attrs = {name: value for name, value in operation.node_def.attr.items() if name not in dropped}
+    dtypes = [output.dtype for output in operation.outputs]
+    return add_operation(graph, operation, inputs, dtypes, control_inputs, attrs)
+
+
+def add_operation(
+    graph: Graph,
+    like: Operation,
+    inputs: Sequence[Any],
+    dtypes: Sequence[Any],
+    control_inputs: Sequence[Operation],
+    attrs: Mapping[str, Any],
+) -> Operation:
+    """Adds an operation of the type and name of one of another graph.
+
+    Args:
+        graph: where to.
+        like: an operation with these outputs, or with the first of them.
+        inputs: tensors of ``graph``.
+        dtypes: of its outputs.
+        control_inputs: operations of ``graph``.
+        attrs: its attributes.
+    """
     with graph.as_default(), graph.control_dependencies(control_inputs):
-        copied = graph._create_op_internal(
-            operation.type,
+        made = graph._create_op_internal(
+            like.type,
             list(inputs),
-            [output.dtype for output in operation.outputs],
-            name=operation.name,
+            list(dtypes),
+            name=like.name,
             attrs=attrs,
-            op_def=operation.op_def,
+            op_def=like.op_def,
             compute_device=True,
         )
-    for old, new in zip(operation.outputs, copied.outputs, strict=True):
+    for old, new in zip(like.outputs, made.outputs, strict=False):
         _copy_handle_data(old, new)
-    return copied
+    return made
 
 
 def _copy_handle_data(old: Any, new: Any) -> None:
@@ -129,7 +170,11 @@ def _copy_handle_data(old: Any, new: Any) -> None:
 
 
 def function_of(
-    graph: Graph, inputs: Sequence[Any], outputs: Sequence[Any], always: Sequence[Operation]
+    graph: Graph,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    always: Sequence[Operation],
+    attrs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Makes a function of a graph. It is not inlined, so that it runs as one.
 
@@ -138,13 +183,15 @@ def function_of(
         inputs: placeholders in it.
         outputs: tensors in it.
         always: operations that run even if no output needs them.
+        attrs: of the function, in the place of what keeps it from being inlined.
     """
     graph.inputs = list(inputs)
     graph.outputs = list(outputs)
     graph.structured_outputs = list(outputs)
     graph.control_outputs = list(always)
     name = f"__smp_{graph.name}_{ops.uid()}"
-    return atomic_function.from_func_graph(name, graph, {"_noinline": True})
+    how = {"_noinline": True} if attrs is None else dict(attrs)
+    return atomic_function.from_func_graph(name, graph, how)
 
 
 def call(function: Any, inputs: Sequence[Any]) -> Operation:
@@ -171,6 +218,11 @@ def keep(graph: Graph, operations: Sequence[Operation]) -> None:
         return
     for operation in operations:
         manager.run_independently(operation)
+
+
+def set_number(operation: Operation, name: str, value: int) -> None:
+    """Changes an attribute of an operation of a graph under construction."""
+    operation._set_attr(name, attr_value_pb2.AttrValue(i=value))
 
 
 def add_control_input(operation: Operation, earlier: Operation) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.framework import random_seed
+from tensorflow.python.eager import context, lift_to_graph
+from tensorflow.python.framework import ops, random_seed
 
 
 class InitialValue:
@@ -42,6 +42,15 @@ class InitialValue:
         """Returns the value."""
         with tf.init_scope():
             return self._computed() if self._value is None else self._value
+
+
+def lifted(tensor: Any) -> Callable[[], Any]:
+    """Returns what computes a tensor of a graph that is being made, without that graph.
+
+    Raises (what it returns):
+        Exception: the tensor depends on what the graph is given.
+    """
+    return lambda: lift_to_graph.lift_to_graph([tensor], ops.get_default_graph())[tensor]
 
 
 class _EagerSeeds:

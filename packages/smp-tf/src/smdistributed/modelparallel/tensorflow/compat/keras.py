@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+
+from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 #: Whether Keras is version 3, whose variables wrap TensorFlow's.
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
@@ -79,6 +83,24 @@ def thread_states() -> list[Any]:
         return [private("backend")._SEED_GENERATOR]
     state = private("backend.common.global_state")
     return [state.GLOBAL_STATE_TRACKER, state.GLOBAL_SETTINGS_TRACKER]
+
+
+def calls_of_layers(
+    called: Callable[[Any, Callable[[], Any]], Any],
+) -> AbstractContextManager[None]:
+    """Within, every call of a layer goes through a function.
+
+    Args:
+        called: takes the layer, and what calls it; returns the result.
+    """
+
+    def make(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return called(self, lambda: original(self, *args, **kwargs))
+
+        return autograph.not_converted(call)
+
+    return replaced([Replacement(tf.keras.layers.Layer, "__call__", make)])
 
 
 def takes_training(model: Any) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils, ops
 
+from smdistributed.modelparallel.tensorflow.compat import functions
+
 Operation = Any
 _READS = frozenset({"VarIsInitializedOp", "VarHandleOp", "ShapeN"})
 _PASSES_ON = frozenset({"Identity", "IdentityN"})
@@ -30,17 +32,10 @@ def _writes(graph: Any, definition: Any, place: int) -> bool:
     if definition.op in auto_control_deps_utils.RESOURCE_READ_OPS or definition.op in _READS:
         return False
     shift = 1 if definition.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
-    names = [name for value in definition.attr.values() for name in _functions(value)]
+    names = functions.called(definition)
     if not names:
         return True
     return any(_function_writes(graph, name, place - shift) for name in names)
-
-
-def _functions(value: Any) -> list[str]:
-    kind = value.WhichOneof("value")
-    if kind == "func":
-        return [value.func.name]
-    return [each.name for each in value.list.func] if kind == "list" else []
 
 
 def _function_writes(graph: Any, name: str, place: int) -> bool:

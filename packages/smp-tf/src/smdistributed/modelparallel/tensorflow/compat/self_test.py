@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections import deque
@@ -10,17 +11,31 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from smdistributed.modelparallel.tensorflow.compat import graphs, keras, resources
+from smdistributed.modelparallel.tensorflow.compat import (
+    autograph,
+    functions,
+    graphs,
+    keras,
+    resources,
+)
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     is_recorded,
+    is_vectorizing,
+    present_sources,
+    requests_noted,
     unrecorded,
     with_gradient,
 )
-from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
+from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
 from smdistributed.modelparallel.tensorflow.compat.processes import surviving_calls
-from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
+from smdistributed.modelparallel.tensorflow.compat.variables import (
+    checked_access,
+    empty_variable,
+    free,
+    number,
+)
 
 
 def self_test() -> None:
@@ -36,6 +51,11 @@ def self_test() -> None:
     _test_resources()
     _test_optimizers()
     _test_surviving_calls()
+    _test_conversion()
+    _test_access()
+    _test_calls_of_layers()
+    _test_sources()
+    _test_functions()
 
 
 def _test_isolation() -> None:
@@ -113,8 +133,123 @@ def _test_initial_values() -> None:
     tf.random.set_seed(5)
     noted = [InitialValue(draw, None) for _ in range(2)]
     assert [each.value().numpy().tolist() for each in reversed(noted)] == expected[::-1]
+    with tf.Graph().as_default():
+        computed = InitialValue(lifted(tf.ones([2]) * 3.0), None)
+    assert computed.value().numpy().tolist() == [3.0, 3.0]
     if before is not None:
         tf.random.set_seed(before)
+
+
+def _signed(x: Any) -> Any:
+    return 1.0 if x > 0.0 else -1.0
+
+
+def _test_conversion() -> None:
+    """AutoGraph leaves our code as it is, and converts what it is asked to."""
+    autograph.leave_unconverted("smdistributed")
+    autograph.leave_unconverted("smdistributed")
+    try:
+        tf.function(lambda x: _signed(x))(tf.constant(2.0))
+    except tf.errors.OperatorNotAllowedInGraphError:
+        pass
+    else:
+        raise AssertionError("AutoGraph converts the code of this package")
+    assert float(tf.function(autograph.converted(_signed), autograph=False)(2.0)) == 1.0
+
+
+def _test_access() -> None:
+    """Reads, writes, and checkpoints of variables are seen, within; without, they are not."""
+    variable, seen = tf.Variable(1.0), []
+
+    def note(kind: str) -> Any:
+        def noted(each: Any, *_: Any) -> bool:
+            assert each is variable
+            seen.append(kind)
+            return False
+
+        return noted
+
+    def use() -> set[str]:
+        seen.clear()
+        variable.assign(float(variable) + 1.0)
+        with tempfile.TemporaryDirectory() as folder:
+            path = tf.train.Checkpoint(one=variable).write(f"{folder}/one")
+            tf.train.Checkpoint(one=variable).read(path).assert_consumed()
+        return set(seen)
+
+    with checked_access(note("access"), note("saved"), note("restored")):
+        assert use() == {"access", "saved", "restored"}
+    assert not use()
+
+
+def _test_calls_of_layers() -> None:
+    """Calls of layers go through what is given, within; without, they do not."""
+    layer, seen = tf.keras.layers.Dense(1), []
+
+    def called(one: Any, call: Any) -> Any:
+        seen.append(one)
+        return call()
+
+    with keras.calls_of_layers(called):
+        layer(tf.ones([1, 1]))
+    layer(tf.ones([1, 1]))
+    assert seen == [layer]
+
+
+def _test_sources() -> None:
+    """A gradient of ours knows what is asked for, of a tape and of ``tf.gradients``, and how."""
+    seen: list[Any] = []
+    noted: list[bool] = []
+
+    def gradient(dy: Any) -> list[Any]:
+        seen.append(present_sources())
+        return [dy]
+
+    def note(one: Any) -> Any:
+        noted.append(is_vectorizing())
+        return one
+
+    def run(x: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = with_gradient([x], gradient, "SmpSelfTest")[0]
+        tape.gradient(y, [x])
+        tf.gradients(y, x)
+        assert [each[0] is x for each in seen] == [True, True]
+        tf.vectorized_map(note, tf.ones([2]))
+        assert any(noted)
+        return []
+
+    with requests_noted():
+        tf.function(run, autograph=False)(tf.constant(1.0))
+    assert not present_sources()
+    assert not is_vectorizing()
+
+
+def _test_functions() -> None:
+    """A loop is made anew with a key as one argument more, which it hands on."""
+    source = tf.function(
+        lambda n: tf.while_loop(lambda n: n < 3.0, lambda n: [n + 1.0], [n]), autograph=False
+    ).get_concrete_function(tf.TensorSpec([]))
+    (loop,) = (op for op in source.graph.get_operations() if functions.takes_more(op.node_def))
+    made = {}
+    for name in functions.called(loop.node_def):
+        body = functions.graph_of(source.graph, name)
+        with body.as_default():
+            key = tf.compat.v1.placeholder(tf.int64, [2])
+            is_body = name == functions.body_of_loop(loop.node_def)
+            outputs = [*body.outputs, key + 1] if is_body else body.outputs
+        made[name] = graphs.function_of(body, [*body.inputs, key], outputs, [], {})
+
+    def run(*operands: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        *inputs, key = operands
+        return functions.call_with_more(graph, loop, inputs, key, [], made, ()).outputs
+
+    inputs = [tf.constant(0, each.dtype) for each in loop.inputs]
+    inputs[0] = tf.constant(10, inputs[0].dtype)  # most turns, or so
+    *_, key = tf.function(run, autograph=False)(*inputs, tf.constant([5, 7], tf.int64))
+    assert key.numpy().tolist() == [8, 10], key
 
 
 def _test_optimizers() -> None:

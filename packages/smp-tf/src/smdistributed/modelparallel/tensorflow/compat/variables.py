@@ -26,21 +26,25 @@ def variable_bytes(handle: Any) -> int:
 
 
 def empty_variable(like: Any, arguments: Mapping[str, Any]) -> Variable:
-    """Returns a variable without memory, of the shape and dtype of ``like``.
+    """Returns a variable without memory, of the dtype of ``like``, and its shape if none is asked.
 
     Args:
         like: a tensor of any graph.
         arguments: of the call that was to create the variable.
     """
+    shape = arguments.get("shape")
     with tf.init_scope():
-        return resource_variable_ops.UninitializedVariable(
+        variable = resource_variable_ops.UninitializedVariable(
             trainable=arguments.get("trainable", True),
             name=arguments.get("name"),
-            shape=like.shape,
+            shape=like.shape if shape is None else shape,
             dtype=like.dtype.base_dtype,
             synchronization=arguments.get("synchronization"),
             aggregation=arguments.get("aggregation"),
         )
+    # Optimizers of Keras 2 apply it.
+    variable._constraint = arguments.get("constraint")
+    return variable
 
 
 class _Numbered(object_identity.Reference):  # type: ignore[misc]

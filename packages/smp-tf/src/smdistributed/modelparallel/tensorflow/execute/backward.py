@@ -11,10 +11,23 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat.gradients import (
     has_tangents,
+    is_vectorizing,
+    present_sources,
     unrecorded,
     with_gradient,
 )
 from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
+
+
+def refuse_vectorizing() -> None:
+    """Raises if the present operations are to be vectorized."""
+    if is_vectorizing():
+        raise UnsupportedError(
+            "a call of the model, or its gradients, cannot be vectorized (tape.jacobian, "
+            "tape.batch_jacobian, tf.vectorized_map): transfers between partitions have no "
+            "vectorized form. Use experimental_use_pfor=False or tf.map_fn, or compute it in the "
+            "model's call."
+        )
 
 
 @dataclass(eq=False)
@@ -38,6 +51,7 @@ class Backward:
     sources: Sequence[Any]
     own: Sequence[Any]
     _asked: int = field(default=0, init=False)
+    _attached: list[Any] = field(default_factory=list, init=False)
 
     def attached(self) -> list[Any]:
         """Returns the outputs with this as their gradient.
@@ -52,9 +66,10 @@ class Backward:
             )
         results = with_gradient([*self.outputs, *self.sources], self, "SmpCall")
         self.call.results = results[0].op
-        return [
+        self._attached = [
             self._noting(place, each) for place, each in enumerate(results[: len(self.outputs)])
         ]
+        return self._attached
 
     def _noting(self, place: int, output: Any) -> Any:
         """Returns an output that notes whether its gradient is known.
@@ -75,6 +90,8 @@ class Backward:
                 "gradients of one call of the model were asked for twice in a step function: "
                 "ask for all of them at once, of the sum of the losses if there are several."
             )
+        refuse_vectorizing()
+        self._refuse_own_outputs()
         trace = self.call.local.plan.trace
         given = [
             dy if dy is not None else tf.zeros_like(output)
@@ -89,6 +106,17 @@ class Backward:
             found = [self._found(each) for each in (*trace.input_gradients, *self.own)]
             found.append(tf.zeros([]))  # of the variable that stands for missing ones
         return [None] * len(self.outputs) + self._once(found, given)
+
+    def _refuse_own_outputs(self) -> None:
+        """Raises if a gradient of one output by another one is asked for: it would be None."""
+        sources = {id(each) for each in present_sources()}
+        own = [place for place, each in enumerate(self._attached) if id(each) in sources]
+        if own and self._asked & ~sum(1 << place for place in own):
+            raise UnsupportedError(
+                "the gradient of one result of a call of the model by another result of it was "
+                "asked for, as for maps of activations: results are computed together. Compute "
+                "that gradient in the model's call, with a tf.GradientTape there."
+            )
 
     def _found(self, gradient: Any) -> Any:
         """Returns a gradient of the trace in this graph; None if no loss depends on its source."""

@@ -104,6 +104,11 @@ class Links:
         self._next_of_lengths += len(_LENGTHS)
         return Key(self._next_key, self._next_of_lengths)
 
+    @property
+    def has_order(self) -> bool:
+        """Whether there are transfers that must be given to ``in_order``."""
+        return self._has_gpu
+
     def needs_order(self, like: Any) -> bool:
         """Tells whether transfers of tensors like one must be given to ``in_order``."""
         return self._by_nccl(self._carrier(like.dtype))

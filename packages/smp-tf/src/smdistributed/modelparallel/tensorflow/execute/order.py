@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import tensorflow as tf
+
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
@@ -72,12 +74,14 @@ def impose_order(
     timeline = build_schedule(
         graph, len(microbatches), pipeline, active_microbatches, CostModel.unmeasured(graph)
     )
+    here = tf.compat.v1.get_default_graph()
     order = []
     for action in timeline.schedule.ranks[partition]:
         place = max(n for n, offset in enumerate(offsets[:-1]) if offset <= action.segment)
         one = (action.kind, action.segment - offsets[place])
         operation = microbatches[action.microbatch][place].operations.get(one)
-        if operation is not None:
+        # What is in a loop or a branch of the body waits for its data alone.
+        if operation is not None and operation.graph is here:
             order.append(operation)
     for earlier, later in pairwise(order):
         graphs.add_control_input(later, earlier)

@@ -57,6 +57,7 @@ class LocalPrograms:
         plan: of the whole pipeline.
         partition: of this process.
         unseeded: see ``RandomOperations``.
+        is_alone: this is the only process.
 
     Attributes:
         plan: as given.
@@ -65,10 +66,11 @@ class LocalPrograms:
         sent: transfers from this process.
     """
 
-    def __init__(self, plan: Plan, partition: int, unseeded: int) -> None:
+    def __init__(self, plan: Plan, partition: int, unseeded: int, is_alone: bool) -> None:
         self.plan = plan
         self.received = [each for each in plan.transfers if each.target == partition]
-        self._random = RandomOperations(plan.trace, unseeded)
+        trace = plan.trace
+        self._random = RandomOperations(trace.graph, trace.operations, unseeded, is_alone, _DROPPED)
         self._consumers = _consumers(plan)
         own = [
             (one, ops)
@@ -104,12 +106,10 @@ class LocalPrograms:
 
         for op in ops:
             operands = [copy_of(tensor) for tensor in op.inputs]
+            waits = [copied[earlier] for earlier in op.control_inputs if earlier in copied]
             if op in self._random:
-                with graph.as_default():
-                    results = [self._random.draw(op, operands, key)]
-                copied[op] = results[0].op
+                copied[op], results = self._random.replaced(op, operands, key, waits)
             else:
-                waits = [copied[earlier] for earlier in op.control_inputs if earlier in copied]
                 copied[op] = graphs.copy_operation(graph, op, operands, waits, _DROPPED)
                 results = copied[op].outputs
             for old, new in zip(op.outputs, results, strict=True):

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded
 from smdistributed.modelparallel.tensorflow.execute.backward import Backward
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
 
@@ -96,8 +97,12 @@ class Replay:
             for variable, gradient in zip(trace.variables, trace.variable_gradients, strict=True)
             if variable._smp_home.is_here
         ]
+        mine += [
+            (variable, gradient)
+            for variable, gradient in zip(trace.others, trace.other_gradients, strict=True)
+            if (home := home_of(variable)) is None or home.is_here
+        ]
         reads = [variable.read_value() for variable, _ in mine]
-        reads += [variable.read_value() for variable in trace.others]
         reads.append(anchor.read_value())
         backward = Backward(
             call,
@@ -105,7 +110,7 @@ class Replay:
             lambda: self._run(call, Kind.BACKWARD, values, keys, key),
             outputs,
             [*inputs, *reads],
-            [*(gradient for _, gradient in mine), *trace.other_gradients],
+            [gradient for _, gradient in mine],
         )
         return backward.attached(), call
 

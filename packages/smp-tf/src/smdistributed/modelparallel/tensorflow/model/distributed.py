@@ -12,14 +12,19 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
-class _OutsideStepError(SMPError, RuntimeError):
-    """A model was called where it cannot be."""
+class _OutsideStepError(SMPError, NotImplementedError):
+    """A model was called where it cannot be.
+
+    A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build
+    it, and goes on after this kind of error.
+    """
 
 
 class DistributedModel(KerasTraining):
@@ -102,12 +107,17 @@ class DistributedModel(KerasTraining):
         engine: Engine = self._smp_engine
         if engine.is_tracing:
             return super().__call__(*args, **kwargs)
-        if engine.runtime.current_step is None:
-            raise _OutsideStepError(
-                f"the DistributedModel {self.name} was called outside a step function: call it in "
-                "a function decorated with @smp.step."
-            )
-        return engine.call(args, kwargs)
+        try:
+            if engine.runtime.current_step is None:
+                raise _OutsideStepError(
+                    f"the DistributedModel {self.name} was called outside a step function: call it "
+                    "in a function decorated with @smp.step; in a train_step of your own, too, the "
+                    "part that computes gradients is one."
+                )
+            return engine.call(args, kwargs)
+        except SMPError as error:
+            autograph.pass_through(error)
+            raise
 
     @property
     def trainable_variables(self) -> list[Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.errors import PartitionError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.tensorflow.compat import autograph, keras
+from smdistributed.modelparallel.tensorflow.compat import autograph, graphs, keras
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.execute.backward import refuse_vectorizing
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.model.signature import (
@@ -79,8 +80,11 @@ class Engine:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adds a call of the model to the step whose graph is being made."""
         step = self.runtime.current_step
+        refuse_vectorizing()
+        is_nested = self._is_nested(step.graph)
         asked = signature(args, kwargs)
-        wanted = tuple(_is_wanted(tensor) for tensor in asked.tensors)
+        # What encloses a loop or a branch asks for the gradients of all that goes in.
+        wanted = tuple(_is_wanted(tensor, is_nested) for tensor in asked.tensors)
         # Python's state may be another one at each call of the body, and in each graph that is
         # made, as it may for TensorFlow; microbatches are the same call again.
         key = (self, len(step.calls[-1]), asked.key, wanted)
@@ -97,6 +101,27 @@ class Engine:
         num_results = len(outputs) - traced.num_losses
         step.losses = outputs[num_results:]
         return traced.structure.filled(outputs)
+
+    def _is_nested(self, outermost: Any) -> bool:
+        """Tells whether the present graph is a loop or a branch in the body of a step.
+
+        Raises:
+            UnsupportedError: the model cannot be called there.
+        """
+        around = graphs.enclosing(tf.compat.v1.get_default_graph(), outermost)
+        if not all(graphs.is_control_flow(graph) for graph in around):
+            raise UnsupportedError(
+                f"the model {self.name} was called in a tf.function inside of a step function, "
+                "which would be one graph for all microbatches: undecorate that function. A step "
+                "function is compiled as a whole."
+            )
+        if around and self.runtime.links.has_order:
+            raise UnsupportedError(
+                f"the model {self.name} was called in a loop or a branch (of tf.while_loop, "
+                "tf.cond, AutoGraph) in a step function, where transfers between GPUs have no "
+                "order: write it in the model's call."
+            )
+        return bool(around)
 
     def anchor_variable(self) -> Any:
         """Returns the variable that stands for the missing ones where nothing is trained.
@@ -130,7 +155,8 @@ class Engine:
         progress.stage = f"the partitions of the {count} operations of {self.name}"
         plan = self._planned(traced)
         progress.stage = f"the passes of {self.name} in this process"
-        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded)
+        is_alone = runtime.transport.size == 1
+        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
         self._variables.settle(self.placement.homes, every, self._default_partition)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         if not self.is_partitioned:
@@ -200,8 +226,12 @@ class Engine:
             self.is_tracing = saved
 
     def _collect(self) -> tuple[list[Any], list[Any]]:
-        trainable, every = self.collect()
-        return [keras.variable_of(v) for v in trainable], [keras.variable_of(v) for v in every]
+        """Returns TensorFlow's variables, with those that Keras does not see (of modules)."""
+        trainable, every = ([keras.variable_of(v) for v in kind] for kind in self.collect())
+        known = {id(variable) for variable in every}
+        unseen = [variable for variable in self._variables.made if id(variable) not in known]
+        trainable += [variable for variable in unseen if variable.trainable]
+        return trainable, [*every, *unseen]
 
     def _agree(self, digest: str) -> None:
         digests = self.runtime.communicator.allgather(digest, CommGroup.PP_GROUP)
@@ -215,6 +245,7 @@ class Engine:
             )
 
 
-def _is_wanted(tensor: Any) -> bool:
+def _is_wanted(tensor: Any, is_nested: bool) -> bool:
     """Tells whether the gradient of an input can be asked for."""
-    return (tensor.dtype.is_floating or tensor.dtype.is_complex) and is_recorded(tensor)
+    is_continuous = tensor.dtype.is_floating or tensor.dtype.is_complex
+    return is_continuous and (is_nested or is_recorded(tensor))

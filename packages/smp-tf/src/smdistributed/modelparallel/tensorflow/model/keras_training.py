@@ -67,9 +67,6 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         x, _, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
         return _merged(self._smp_step("predict")(x))
 
-    def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
-        """Keras would call the model here to make its variables; the first step does that."""
-
     def _smp_step(self, kind: str) -> Any:
         steps = self._smp_engine.steps
         if kind not in steps:

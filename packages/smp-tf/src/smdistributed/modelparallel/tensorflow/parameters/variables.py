@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
 from smdistributed.modelparallel.tensorflow.compat import keras
-from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue
+from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
@@ -131,9 +131,13 @@ class ModelVariables:
     Args:
         partition: of this process.
         ranks: global rank of every partition in this pipeline.
+
+    Attributes:
+        made: those that calls of the model made, also those that Keras does not see.
     """
 
     def __init__(self, partition: int, ranks: list[int]) -> None:
+        self.made: list[Any] = []
         self._partition = partition
         self._ranks = ranks
         self._initial_values: dict[int, tuple[Any, InitialValue]] = {}
@@ -142,6 +146,8 @@ class ModelVariables:
     def create(self, next_creator: Callable[..., Any], **arguments: Any) -> Any:
         """Makes a variable without memory; a creator as ``tf.variable_creator_scope`` takes it."""
         initial_value = arguments.get("initial_value")
+        if tf.is_tensor(initial_value) and hasattr(initial_value, "graph"):
+            initial_value = lifted(initial_value)  # it was computed in the call of the model
         if not callable(initial_value):
             return next_creator(**arguments)
         try:
@@ -154,6 +160,7 @@ class ModelVariables:
             raise
         variable = empty_variable(initial.like, arguments)
         variable._smp_home = Home()
+        self.made.append(variable)
         self.number([variable])
         self._initial_values[id(variable)] = (variable, initial)
         return variable

@@ -104,17 +104,20 @@ class Plan:
 
 
 def cut(
-    trace: Trace, placed: Mapping[Any, int], homes: Mapping[int, int], num_partitions: int
+    trace: Trace, placed: Mapping[Any, int], homes: dict[int, int], num_partitions: int
 ) -> Plan:
     """Returns a trace as segments.
 
     Args:
         trace: of the model.
         placed: partition of every forward operation but constants.
-        homes: partition by ``id`` of TensorFlow's variable.
+        homes: partition by ``id`` of TensorFlow's variable; variables that gradients alone use are
+            added.
         num_partitions: of the model.
     """
     segment_of, partitions = _forward_segments(trace, placed)
+    for variable, segment in _used_by_gradients(trace, segment_of).items():
+        homes.setdefault(variable, partitions[segment])
     for name, op_segment in _backward_segments(trace, segment_of, partitions, homes).items():
         segment_of[name] = op_segment
     pass_of = {
@@ -300,6 +303,28 @@ def _backward_segments(
                 found[each] for tensor in op.outputs for each in tensor.consumers() if each in found
             ]
             found[op] = max(readers, default=last)
+    return found
+
+
+def _used_by_gradients(trace: Trace, forward: Mapping[Any, int]) -> dict[int, int]:
+    """Returns variables that gradients use, with the segment that these differentiate.
+
+    One that the forward pass uses has a home already.
+    """
+    by_name = {op.name: op for op in forward}
+    found: dict[int, int] = {}
+    for op in trace.operations:
+        handles = [] if op in trace.forward else _handles(trace, op)
+        if not handles:
+            continue
+        # An operation on a variable stands beside that; those around it beside what they are for.
+        around = [op, *(each for tensor in op.outputs for each in tensor.consumers())]
+        around += [tensor.op for tensor in op.inputs]
+        beside = [name for each in around for name in graphs.colocated_with(each)]
+        segments = [forward[by_name[name]] for name in beside if name in by_name]
+        for handle in handles:
+            if segments:
+                found.setdefault(trace.variable_names[handle], segments[0])
     return found
 
 

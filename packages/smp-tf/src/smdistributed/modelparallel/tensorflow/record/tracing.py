@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.tensorflow.compat import autograph, graphs
+from smdistributed.modelparallel.tensorflow.compat import graphs, keras, resources
 from smdistributed.modelparallel.tensorflow.record.structure import Structure, leaves_of
 
 #: Attributes of operations in a trace. They name the partition that the user asked for, the path
@@ -190,6 +190,9 @@ def trace(
     trainable, every = variables()
     known = {id(variable) for variable in every}
     foreign = [variable for variable in graph.variables if id(variable) not in known]
+    # TensorFlow has them in an order that differs between processes.
+    places = {id(outside): place for place, (outside, _) in enumerate(graphs.captures(graph))}
+    foreign.sort(key=lambda variable: places.get(id(variable.handle), len(places)))
     others = [v for v in foreign if v.trainable and v.dtype.is_floating]
     with graph.as_default(), tf.name_scope("gradients"):
         output_gradients = [
@@ -240,17 +243,20 @@ def trace(
     return result
 
 
-def _find_needed(trace: Trace, num_forward: int, effects: list[Any]) -> None:
+def _find_needed(trace: Trace, num_forward: int, ends: list[Any]) -> None:
     """Fills in the operations, ordered: creation is no order, gradients of loops change loops."""
     created = trace.graph.get_operations()
     placeholders = {tensor.op for tensor in trace.graph.inputs}
     placeholders |= {dy.op for dy in trace.output_gradients if dy is not None}
     first = set(created[:num_forward])
     roots = [output.op for output in trace.outputs]
-    kept = set(effects)  # TensorFlow gives them in an order that differs between processes
+    kept = set(ends)  # TensorFlow gives them in an order that differs between processes
     roots += [op for op in created if op in kept]
-    roots += [op for op in created[:num_forward] if graphs.is_stateful(op) and op.type not in _PURE]
+    roots += [op for op in created[:num_forward] if _has_effect(op)]
     forward = _reachable(roots, placeholders)
+    effects = [op for op in created[num_forward:] if _has_effect(op)]
+    _put_in_order(trace, created[num_forward:], effects)
+    roots += effects
     roots += [tensor.op for gradient in trace.gradients for tensor in tensors_in(gradient)]
     trace.operations = _reachable(roots, placeholders)
     # What a gradient added to the forward pass belongs to it, whenever it was made; but a forward
@@ -258,6 +264,29 @@ def _find_needed(trace: Trace, num_forward: int, effects: list[Any]) -> None:
     trace.forward = set(forward) | (set(trace.operations) & first)
     trace.forward |= set(_reachable(list(trace.forward), placeholders))
     trace.added = trace.forward - first
+
+
+def _has_effect(op: Any) -> bool:
+    return graphs.is_stateful(op) and op.type not in _PURE
+
+
+def _put_in_order(trace: Trace, created: Sequence[Any], effects: Sequence[Any]) -> None:
+    """Lets operations of gradients that use a resource which one of them writes wait in order.
+
+    In a function TensorFlow does that; these were made after it was finished.
+    """
+    written = {
+        tensor.name
+        for op in effects
+        for tensor in op.inputs
+        if tensor.name in trace.captured and resources.writes(op, tensor)
+    }
+    newest: dict[str, Any] = {}
+    for op in created:
+        for name in sorted({tensor.name for tensor in op.inputs} & written):
+            if name in newest:
+                graphs.add_control_input(op, newest[name])
+            newest[name] = op
 
 
 #: Stateful in name only: without a reader they do nothing.
@@ -289,23 +318,18 @@ def _reachable(roots: list[Any], stops: set[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _layers_noted(names: LayerNames) -> Iterator[None]:
     """Within, operations carry the path of the Keras layers in whose call they are made."""
-    layer = tf.keras.layers.Layer
-    saved = layer.__call__
     path: list[str] = []
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = names.of(self)
+    def called(layer: Any, call: Callable[[], Any]) -> Any:
+        name = names.of(layer)
         if path and path[-1] == name:  # a subclass's own __call__ comes here again
-            return saved(self, *args, **kwargs)
+            return call()
         path.append(name)
         try:
-            with graphs.attributes({LAYER: "/".join(path)}), names.watched(self):
-                return saved(self, *args, **kwargs)
+            with graphs.attributes({LAYER: "/".join(path)}), names.watched(layer):
+                return call()
         finally:
             path.pop()
 
-    layer.__call__ = autograph.not_converted(call)
-    try:
+    with keras.calls_of_layers(called):
         yield
-    finally:
-        layer.__call__ = saved

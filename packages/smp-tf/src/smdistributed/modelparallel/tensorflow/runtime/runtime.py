@@ -35,9 +35,11 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
+from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
+from smdistributed.modelparallel.tensorflow.runtime.departures import Departures, last_words
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
@@ -85,6 +87,7 @@ class TFRuntime(Runtime):
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
         begin = time.monotonic()
+        num_steps = int(self.step_number.numpy())
         self.replacements.close()
 
         def release() -> None:
@@ -92,7 +95,7 @@ class TFRuntime(Runtime):
             is_early = time.monotonic() > begin + FAREWELL_SECONDS
             self._release_data_plane(is_early and self.transport.size > 1)
 
-        self.transport.close(release)
+        self.transport.close(release, last_words(num_steps))
         if self.hooks is not None:
             self.hooks.uninstall()
 
@@ -142,12 +145,17 @@ def start(
         processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
         communicator.barrier(CommGroup.WORLD)
         replacements.enter_context(processes.surviving_calls(calls))
-        watch = Watch(transport.rank, transport.size, patience)
+    step_number = tf.Variable(0, dtype=tf.int64, trainable=False)
+    if transport.size > 1:
+        peers = set(topology.members(CommGroup.PP_GROUP, transport.rank)) - {transport.rank}
+        departures = Departures(transport, peers, lambda: int(step_number.numpy()))
+        watch = Watch(transport.rank, transport.size, patience, departures.check)
         watch.start()
         replacements.callback(watch.stop)
         patience = watch.latest_seconds
     autograph.leave_unconverted("smdistributed")
     guard = AccessGuard(topology.pp_size)
+    replacements.enter_context(requests_noted())
     replacements.enter_context(checked_access(guard.check, guard.check_saving, guard.restore))
     unseeded = secrets.randbits(60)
     if transport.size > 1:
@@ -160,7 +168,7 @@ def start(
         links=Links(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
         hooks=hooks,
         guard=guard,
-        step_number=tf.Variable(0, dtype=tf.int64, trainable=False),
+        step_number=step_number,
         unseeded=unseeded,
         calls=calls,
         replacements=replacements,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import leave_for_exception
@@ -16,6 +17,7 @@ from smdistributed.modelparallel.tensorflow.compat import processes
 
 _LONGEST_INTERVAL_SECONDS = 10.0
 _ANSWER_SECONDS = 1.0
+_TICK_SECONDS = 1.0
 
 
 class Watch:
@@ -27,13 +29,17 @@ class Watch:
         rank: global rank of this process.
         size: number of processes, at least 2.
         timeout_seconds: how long the other may be silent.
+        also: called every second, for what else is to be watched.
     """
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout_seconds: float, also: Callable[[], None]
+    ) -> None:
         self._rank = rank
         self._next = (rank + 1) % size
         self._timeout_seconds = timeout_seconds
         self._interval_seconds = min(timeout_seconds / 4, _LONGEST_INTERVAL_SECONDS)
+        self._also = also
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-watch", daemon=True)
 
@@ -52,8 +58,12 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        heard = time.monotonic()
-        while not self._has_ended.wait(self._interval_seconds):
+        heard = asked = time.monotonic()
+        while not self._has_ended.wait(min(self._interval_seconds, _TICK_SECONDS)):
+            self._also()
+            if time.monotonic() < asked + self._interval_seconds:
+                continue
+            asked = time.monotonic()
             if not processes.silent_processes([self._next], _ANSWER_SECONDS):
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._timeout_seconds:

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, resources
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
+from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 from smdistributed.modelparallel.tensorflow.record.likeness import Likeness
 from smdistributed.modelparallel.tensorflow.record.structure import (
@@ -49,6 +50,7 @@ class StepInProgress:
     """A step function whose graph is being made.
 
     Attributes:
+        graph: in which it is made.
         step_number: int64 tensor.
         progress: of this graph.
         first_microbatch: number of this replica's first microbatch among those of all replicas.
@@ -59,6 +61,7 @@ class StepInProgress:
         begin: number of operations in the graph before it.
     """
 
+    graph: Any
     step_number: Any
     progress: Progress
     first_microbatch: int
@@ -196,9 +199,10 @@ class StepFunction:
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
-            begin = len(tf.compat.v1.get_default_graph().get_operations())
+            graph = tf.compat.v1.get_default_graph()
+            begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
-            step = StepInProgress(number, progress, first, begin=begin)
+            step = StepInProgress(graph, number, progress, first, begin=begin)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
@@ -221,6 +225,9 @@ class StepFunction:
                 "depend on the model: call the model in it, or remove the decorator."
             )
         if runtime.topology.pp_size > 1:
+            give_seeds(
+                _outside_of_calls(step), runtime.unseeded + runtime.coordinates.dp_rank, self._name
+            )
             self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
@@ -252,9 +259,7 @@ def _writes_to_models(step: StepInProgress) -> bool:
     """Tells whether the body, outside calls of models, writes variables that these calls use."""
     graph = tf.compat.v1.get_default_graph()
     calls = [call for calls in step.calls for call in calls]
-    passes = {operation for call in calls for operation in call.operations.values()}
-    others = [op for op in graph.get_operations()[step.begin :] if op not in passes]
-    written = resources.written(others)
+    written = resources.written(_outside_of_calls(step))
     if not written:
         return False
     used = {
@@ -264,6 +269,18 @@ def _writes_to_models(step: StepInProgress) -> bool:
         if outside.dtype == tf.resource
     }
     return any(id(resources.origin(graph, each)) in used for each in written.values())
+
+
+def _outside_of_calls(step: StepInProgress) -> list[Any]:
+    """Returns the operations that the body made itself."""
+    graph = tf.compat.v1.get_default_graph()
+    passes = {
+        operation
+        for calls in step.calls
+        for call in calls
+        for operation in call.operations.values()
+    }
+    return [op for op in graph.get_operations()[step.begin :] if op not in passes]
 
 
 def _as_tensor(array: Any) -> Any:

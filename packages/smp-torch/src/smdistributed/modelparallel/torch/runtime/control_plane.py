@@ -94,7 +94,7 @@ class TorchTransport(Transport):
         wait.for_all(sources, lambda rank: [self._group.send([done], rank, acknowledgement)])
         return [buffers[rank] for rank in sources]
 
-    def close(self, release: Callable[[], None]) -> None:
+    def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""
 
         def start(rank: int) -> Iterator[dist.Work]:
