@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -754,3 +755,68 @@ def without_the_state_of_the_optimizer(path: str) -> None:
             assert ("exp_avg" in state.get(number, {})) is keeps
             if "master" in values:
                 same_bits(state[number]["master"], values["master"], "master")
+
+
+def gathered_between_hosts() -> None:
+    """In two stages, on four ranks that seem to be on two hosts, the shards come in order."""
+    import torch.distributed as dist
+
+    from smdistributed.modelparallel.common.topology import Topology
+    from smdistributed.modelparallel.torch.sharding.groups import build_groups
+    from smdistributed.modelparallel.torch.sharding.transport import Gathering, is_hierarchical
+
+    assert is_hierarchical("aabb")
+    assert not is_hierarchical("abab")
+    assert not is_hierarchical("aaab")
+    assert not is_hierarchical("abcd")
+    assert not is_hierarchical("aaaa")
+
+    def made(hosts: str | None) -> torch.Tensor:
+        groups = build_groups(
+            Topology(4),
+            4,
+            smp.rank(),
+            lambda members: dist.new_group(list(members)),
+            lambda members, doing: contextlib.nullcontext(),
+            hosts,
+        )
+        assert (groups.within_host is None) is (hosts is None)
+        return Gathering(groups, torch.full((3,), float(smp.rank()))).wait()
+
+    want = torch.arange(4.0).unsqueeze(1).expand(4, 3)
+    for hosts in (None, "aabb"):
+        assert made(hosts).equal(want)
+
+
+def case_a_scaler_of_torch() -> None:
+    """torch's GradScaler unscales what each rank has, and all ranks skip together."""
+    reference, model = net(), smp.DistributedModel(net())
+    plain = momentum(reference.parameters())
+    optimizer = smp.DistributedOptimizer(momentum(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    @smp.step
+    def scaled(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(inputs), targets)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    for number, each in enumerate(batches(3)):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        overflows = number == 1
+        if not overflows:
+            run_plain(reference, body, each)
+            plain.step()
+        inputs, targets = own_share(each, [0, 0])
+        scaled(model, inputs * float("inf") if overflows and smp.dp_rank() else inputs, targets)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    state = model.state_dict()
+    for name, value in reference.state_dict().items():
+        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+
+
+CASES["a_scaler_of_torch"] = case_a_scaler_of_torch

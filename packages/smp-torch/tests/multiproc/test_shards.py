@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import shard_cases
+import shard_population
 from world import run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -136,3 +137,21 @@ def without_state(path: str) -> None:
 @pytest.mark.parametrize("body", [merged, without_state])
 def test_sharded_files(worlds: Worlds, tmp_path: Path, kind: dict[str, Any], body: Any) -> None:
     run(worlds, sharded(2, 2, **kind), body, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["sdp2", "sdp2-little"])
+def test_a_population_is_exact_or_refused(worlds: Worlds, world: str) -> None:
+    found = run(worlds, WORLDS[world], shard_population.survey, timeout=280)[0]
+    print(found)
+    assert not found["wrong"]
+    assert found["refused"] == ["data_writes", "reads", "writes"]
+    assert sum(found["counts"].values()) == 324
+
+
+def hierarchical() -> None:
+    shard_cases.gathered_between_hosts()
+
+
+def test_gathering_between_hosts(worlds: Worlds) -> None:
+    run(worlds, COMBINED["tp2-sdp2"], hierarchical)
