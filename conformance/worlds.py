@@ -100,6 +100,21 @@ WORLDS = {
             {"ddp": True, "microbatches": 2, "shard_optimizer_state": True},
             frameworks=("torch",),
         ),
+        # Parameters in shards: two sharding groups, and limits that these small models reach.
+        World(
+            "shards",
+            4,
+            {
+                "ddp": True,
+                "microbatches": 2,
+                "sharded_data_parallel_degree": 2,
+                "sdp_param_persistence_threshold": 10,
+                "sdp_max_live_parameters": 80,
+                "sdp_reduce_bucket_size": 10,
+                "sdp_gradient_clipping": 0.05,
+            },
+            frameworks=("torch",),
+        ),
         World("slices", 2, _SLICES, frameworks=("torch",)),
         World("same_batch", 2, {**_SLICES, "prescaled_batch": True}, frameworks=("torch",)),
         World("slices_in_pipelines", 4, {**_SLICES, **_TWO}, frameworks=("torch",)),

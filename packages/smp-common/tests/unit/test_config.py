@@ -424,10 +424,6 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             ["between 0 and partitions - 1", "default_partition 2, partitions 2"],
         ),
         ({"sharded_data_parallel_degree": 2}, ["sharded_data_parallel_degree above 1 needs ddp"]),
-        (
-            {**_SHARDED, "partitions": 2},
-            ["sharded_data_parallel_degree above 1 excludes partitions above 1"],
-        ),
         ({**_SHARDED, "shard_optimizer_state": True}, ["set shard_optimizer_state to false"]),
         ({"ddp": True, "fp16": True, "bf16": True}, ["fp16 and bf16 exclude each other"]),
         (

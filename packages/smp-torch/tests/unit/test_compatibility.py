@@ -394,7 +394,6 @@ def test_launch_beats_the_script_and_partitions_is_the_degree() -> None:
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree 2"),
         ({"offload_activations": True}, "offload_activations True"),
     ],
 )

@@ -26,6 +26,7 @@ def runtime(pp_size: int = 1) -> Any:
         live_models=list,
         current_step=None,
         replaced_parameters={},
+        sharding_groups=None,
         communicator=types.SimpleNamespace(allgather=lambda obj, group: [obj]),
     )
 

@@ -156,6 +156,17 @@ class Topology:
         # The fixed digits, read as a number, count the groups in the order of their first members.
         return self._groups[group][self._read(self._fixed(group), self._digits(rank))]
 
+    def sharding_group(self, rank: int, degree: int) -> tuple[int, ...]:
+        """Global ranks, ascending, that shard parameters together with ``rank``.
+
+        Args:
+            rank: a global rank.
+            degree: how many share them; it divides ``rdp_size``.
+        """
+        members = self.members(CommGroup.RDP_GROUP, rank)
+        start = self.coordinates(rank).rdp_rank // degree * degree
+        return members[start : start + degree]
+
     def group_rank(self, group: CommGroup, rank: int) -> int:
         """Position of ``rank`` among the members of its group.
 

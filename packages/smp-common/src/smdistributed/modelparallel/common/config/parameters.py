@@ -296,7 +296,7 @@ class Parameters(Settings):
     sdp_hierarchical_allgather: Annotated[
         Bool,
         Parameter(
-            "Gather inside each host first, then between hosts.",
+            "With several hosts, gather in two stages, between hosts and inside each host.",
             since="1.11",
             source=_SHARDED,
             frameworks=PYTORCH,

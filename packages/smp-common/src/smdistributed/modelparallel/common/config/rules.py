@@ -52,12 +52,6 @@ RULES = (
         "{sharded_data_parallel_degree} above 1 needs {ddp}: set it to true.",
     ),
     Rule(
-        ("sharded_data_parallel_degree", "pipeline_parallel_degree"),
-        lambda c: c.sharded_data_parallel_degree > 1 and c.pipeline_parallel_degree > 1,
-        "{sharded_data_parallel_degree} above 1 excludes {pipeline_parallel_degree} above 1: set "
-        "one of them to 1.",
-    ),
-    Rule(
         ("sharded_data_parallel_degree", "shard_optimizer_state"),
         lambda c: c.sharded_data_parallel_degree > 1 and c.shard_optimizer_state,
         "{sharded_data_parallel_degree} above 1 already shards the optimizer state: set "

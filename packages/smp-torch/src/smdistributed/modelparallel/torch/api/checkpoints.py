@@ -86,7 +86,7 @@ def resume_from_checkpoint(
     is not partitioned yet gets the weights in the first call of a step function. With another
     ``pipeline_parallel_degree``, or another partition already in place, every rank takes its share
     of all parts, and the random state of the first rank of its pipeline. So it is with another
-    ``tensor_parallel_degree``. A replica that the saving
+    ``tensor_parallel_degree``, or with other shards. A replica that the saving
     job did not have keeps the random state that the script gave it. Collective: every process.
 
     Args:
@@ -96,7 +96,9 @@ def resume_from_checkpoint(
         partial: the kind of the checkpoint.
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.
-        load_sharded_optimizer_state: without effect: state fits any number of owners.
+        load_sharded_optimizer_state: False: with sharded data parallelism, restore of the optimizer
+            its settings, fp32 masters and the loss scale, and no state of its own. Otherwise
+            without effect: state fits any number of owners.
         translate_function: with ``partial=False``, gives the weights the names and shapes of the
             model; None does so for models of Transformers that the library knows.
         load_optimizer_states: the former name of ``load_optimizer``.
@@ -129,6 +131,7 @@ def resume_from_checkpoint(
         optimizer=optimizer,
         strict=strict,
         load_optimizer=load_optimizer if load_optimizer_states is None else load_optimizer_states,
+        load_sharded_optimizer_state=load_sharded_optimizer_state,
         trust_pickle=trust_pickle,
         translate=translate_function,
     )

@@ -49,8 +49,11 @@ class CheckpointFiles:
 
     def whole_model(self, stored: Layout) -> dict[str, Any] | None:
         """Returns the state of the whole model; None if there is none."""
-        names = [f"model_{part}.pt" for part in _parts_of(stored)]
-        models = {name: self.read(name) for name in names if name in self._checkpoint.paths}
+        models = {
+            name: self.read(name)
+            for part in _parts_of(stored)
+            if (name := f"model_{part}.pt") in self._checkpoint.paths
+        }
         return stored.assemble(models) if models else None
 
     def whole_optimizer(self, stored: Layout) -> dict[str, Any] | None:
@@ -107,7 +110,13 @@ class CheckpointFiles:
 
 def _parts_of(stored: Layout) -> list[str]:
     return [
-        part_name(pp_rank, tp_rank)
+        f"{part_name(pp_rank, tp_rank)}{shard}"
         for pp_rank in range(stored.pipeline_parallel_degree)
         for tp_rank in range(stored.tensor_parallel_degree)
+        for shard in _shards_of(stored)
     ]
+
+
+def _shards_of(stored: Layout) -> list[str]:
+    degree = stored.sharded_data_parallel_degree
+    return [""] if degree == 1 else [f"_{index}" for index in range(degree)]

@@ -67,12 +67,14 @@ class Layout:
         pipeline_parallel_degree, tensor_parallel_degree: of the job that saved it.
         partition: of every module of the chosen granularity, by name.
         tensors: of the model, by name.
+        sharded_data_parallel_degree: of the job that saved it.
     """
 
     pipeline_parallel_degree: int
     tensor_parallel_degree: int
     partition: dict[str, int]
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    sharded_data_parallel_degree: int = 1
 
     @classmethod
     def of(cls, runtime: TorchRuntime, model: DistributedModel | None) -> Layout:
@@ -83,6 +85,7 @@ class Layout:
             topology.tp_size,
             {} if model is None else model.holder.partition_by_name(),
             {} if model is None else _stored(runtime, model),
+            runtime.config.sharded_data_parallel_degree,
         )
 
     def text(self) -> str:
@@ -107,7 +110,11 @@ class Layout:
                 for name, each in read.pop("tensors").items()
             }
             layout = cls(**read, tensors=tensors)
-            for degree in (layout.pipeline_parallel_degree, layout.tensor_parallel_degree):
+            for degree in (
+                layout.pipeline_parallel_degree,
+                layout.tensor_parallel_degree,
+                layout.sharded_data_parallel_degree,
+            ):
                 if type(degree) is not int or degree < 1:
                     raise ValueError(f"a degree of {degree!r}")
             for name, index in layout.partition.items():
@@ -131,8 +138,16 @@ class Layout:
             CheckpointError: some of a tensor is in no file.
         """
         state = {name: value for each in files.values() for name, value in each.items()}
+        tied: dict[Any, torch.Tensor] = {}
         for name, stored in self.tensors.items():
-            state[name] = self._assembled(name, stored, files)
+            memory = tuple(
+                (piece.file, files[piece.file][name].data_ptr())
+                for piece in stored.pieces
+                if name in files.get(piece.file, {})
+            )
+            if (memory, stored.shape) not in tied:
+                tied[memory, stored.shape] = self._assembled(name, stored, files)
+            state[name] = tied[memory, stored.shape]
         return {**state, PARTIAL_KEY: False}
 
     def assemble_optimizer(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -195,11 +210,18 @@ def part_name(pp_rank: int, tp_rank: int) -> str:
     return f"{pp_rank}_{tp_rank}"
 
 
+def own_part_name(runtime: TorchRuntime, rank: int) -> str:
+    """Returns what the names of the files of a rank end in, with its shard if there are some."""
+    place, degree = runtime.topology.coordinates(rank), runtime.config.sharded_data_parallel_degree
+    shard = "" if degree == 1 else f"_{place.rdp_rank % degree}"
+    return f"{part_name(place.pp_rank, place.tp_rank)}{shard}"
+
+
 def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredTensor]:
     """Returns where the tensors of a model are saved: by the first rank that holds a piece."""
     pieces = model.holder.pieces() if model.partitioned else {}
     stored = {}
-    with model.holder.absence.past():
+    with model.holder.absence.past(), model.holder.as_blocks():
         state = model.get_module().state_dict()
     for name, tensor in state.items():
         held = pieces.get(name)
@@ -207,12 +229,15 @@ def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredT
             stored[name] = StoredTensor(
                 held[0].shape,
                 str(tensor.dtype).removeprefix("torch."),
-                tuple(_stored_piece(runtime, piece) for piece in held),
+                tuple(
+                    _stored_piece(runtime, piece)
+                    for piece in held
+                    if piece.part.num_elements or len(held) == 1
+                ),
             )
     return stored
 
 
 def _stored_piece(runtime: TorchRuntime, piece: Piece) -> StoredPiece:
-    place = runtime.topology.coordinates(piece.speaker)
-    file = f"model_{part_name(place.pp_rank, place.tp_rank)}.pt"
+    file = f"model_{own_part_name(runtime, piece.speaker)}.pt"
     return StoredPiece(file, piece.part.offsets, piece.part.sizes)

@@ -24,8 +24,9 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     directory_at,
     expect_wrapped,
 )
-from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
+from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer,
     optimizers_of,
@@ -48,6 +49,7 @@ class _Content:
         model: the whole state, or with ``partition`` this rank's part.
         optimizer: its state, as ``model``.
         partition: the partition to take over, by module name; None to keep the job's own.
+        is_own: ``model`` is what this rank itself would have saved.
         random: the state of the random generators.
         user: the user's content.
     """
@@ -55,6 +57,7 @@ class _Content:
     model: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
     partition: dict[str, int] | None = None
+    is_own: bool = False
     random: dict[str, Any] | None = None
     user: Any = None
 
@@ -69,6 +72,7 @@ def resume_from_checkpoint(
     optimizer: DistributedOptimizer | None,
     strict: bool,
     load_optimizer: bool,
+    load_sharded_optimizer_state: bool,
     trust_pickle: bool,
     translate: Callable[[Any], Any] | None,
 ) -> Any:
@@ -105,9 +109,10 @@ def resume_from_checkpoint(
         elif model.translation and not model.translation.is_ours(content.model):
             content.model = model.translation.to_ours(content.model)
     if content.model is not None:
-        is_own = content.partition is not None
-        model.load_state_dict(content.model, strict=strict, same_partition_load=is_own)
+        model.load_state_dict(content.model, strict=strict, same_partition_load=content.is_own)
     if content.optimizer is not None and optimizer is not None:
+        if runtime.sharding_groups is not None and not load_sharded_optimizer_state:
+            content.optimizer = optimizer_state.only_masters(content.optimizer)
         optimizer.load_state_dict(content.optimizer)
     if content.random is not None:
         generators.restore(content.random, runtime.device)
@@ -155,21 +160,24 @@ class _Reader:
         adopts = (
             same_degree and same_split and (not own.partition or own.partition == stored.partition)
         )
-        if adopts:
+        if adopts and _has_same_shards(stored, own):
             # Owners of what tensor-parallel ranks hold alike are among all of these.
             is_spread = own.tensor_parallel_degree > 1 and self._files.has_owners
             model_state, optimizer_part = self._own_part(load_optimizer and not is_spread)
             if is_spread and load_optimizer:
                 optimizer_part = self._files.whole_optimizer(stored)
-            states = model_state, optimizer_part
+            states, is_own = (model_state, optimizer_part), True
         else:
             logger.info(
-                "%s was saved with pipeline_parallel_degree %d and tensor_parallel_degree %d under "
-                "another partition; every rank takes its share of all parts.",
+                "%s was saved with pipeline_parallel_degree %d, tensor_parallel_degree %d and "
+                "sharded_data_parallel_degree %d, in other parts; every rank takes its share of "
+                "all of them.",
                 self._checkpoint.tag,
                 stored.pipeline_parallel_degree,
                 stored.tensor_parallel_degree,
+                stored.sharded_data_parallel_degree,
             )
+            is_own = False
             states = (
                 self._files.whole_model(stored),
                 self._files.whole_optimizer(stored) if load_optimizer else None,
@@ -177,14 +185,14 @@ class _Reader:
         return _Content(
             *states,
             partition=stored.partition if adopts else None,
+            is_own=is_own,
             random=self._random_state(stored),
             user=self._user_content(USER_CONTENT),
         )
 
     def _own_part(self, load_optimizer: bool) -> tuple[Any, Any]:
         """Returns the states of model and optimizer that this rank saved; None for what lacks."""
-        place = self._runtime.coordinates
-        part = part_name(place.pp_rank, place.tp_rank)
+        part = own_part_name(self._runtime, self._runtime.rank)
         optimizer = self._files.optimizer_part(part) if load_optimizer else None
         return self._files.read_if_there(f"model_{part}.pt"), optimizer
 
@@ -212,6 +220,20 @@ class _Reader:
                 place.rdp_rank,
             )
         return self._files.read_if_there(name)
+
+
+def _has_same_shards(stored: Layout, own: Layout) -> bool:
+    """Tells whether a rank's own files hold what the rank has of each parameter."""
+    degrees = {stored.sharded_data_parallel_degree, own.sharded_data_parallel_degree}
+    if degrees == {1}:
+        return True
+    if len(degrees) > 1 or stored.tensors.keys() != own.tensors.keys():
+        return False
+    return all(
+        [piece.part for piece in stored.tensors[name].pieces]
+        == [piece.part for piece in each.pieces]
+        for name, each in own.tensors.items()
+    )
 
 
 def _check_model(stored: Layout, model: DistributedModel, *, strict: bool) -> None:

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     directory_at,
     expect_wrapped,
 )
-from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
+from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
@@ -69,11 +69,14 @@ def save_checkpoint(
         return
     place = runtime.coordinates
     part = part_name(place.pp_rank, place.tp_rank)
-    if place.rdp_rank == 0 and model is not None:
-        files[f"model_{part}.pt"] = _writer(model.local_state_dict)
-    is_sharded = runtime.config.shard_optimizer_state
-    if optimizer is not None and (place.rdp_rank == 0 or is_sharded):
-        shard = f"{part}_{place.rdp_rank}" if is_sharded else part
+    own = own_part_name(runtime, runtime.rank)
+    # Of ranks with the same shards the first one writes.
+    speaks = place.rdp_rank < runtime.config.sharded_data_parallel_degree
+    if speaks and model is not None:
+        files[f"model_{own}.pt"] = _writer(model.local_state_dict)
+    has_owners = runtime.config.shard_optimizer_state
+    if optimizer is not None and (speaks or has_owners):
+        shard = f"{part}_{place.rdp_rank}" if has_owners else own
         files[f"optimizer_{shard}.pt"] = _writer(lambda: _halves(optimizer)[0])
         if optimizer.fp16_optimizer is not None:
             files[f"fp16_states_{shard}.pt"] = _writer(lambda: _halves(optimizer)[1])

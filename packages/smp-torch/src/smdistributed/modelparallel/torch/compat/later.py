@@ -14,7 +14,6 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 
 #: Parameters whose feature is not there yet, and the value that does without it.
 _WITHOUT: dict[str, object] = {
-    "sharded_data_parallel_degree": 1,
     "offload_activations": False,
 }
 

@@ -88,6 +88,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_TENSOR: Any = torch.Tensor
+#: What asks for no values of a tensor, besides the public functions.
+ABOUT_TENSORS = (
+    torch._has_compatible_shallow_copy_type,
+    _TENSOR._version.__get__,
+    _TENSOR._is_view,
+    _TENSOR._backward_hooks.__get__,
+    _TENSOR._backward_hooks.__set__,
+)
+
+
 # Modes
 
 
@@ -172,6 +183,16 @@ def read_backend_switches() -> tuple[bool, ...]:
 def saved_tensors_hooks() -> Any:
     """Returns the innermost hooks of saved tensors that code is inside of; None outside of any."""
     return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
+    """Inside, functions of torch take subclasses of tensors as they are."""
+    return _C.DisableTorchFunctionSubclass()
+
+
+def is_in_backward() -> bool:
+    """Tells whether a backward pass is running in this thread."""
+    return _C._current_graph_task_id() != -1
 
 
 # Compiled modules
@@ -365,6 +386,12 @@ def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGro
     function(output, given, group=group)
 
 
+def start_all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> Any:
+    """Starts the same; returns what can be waited for."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, given, group=group, async_op=True)
+
+
 def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
     """Sums tensors and scatters the sum; by the name it has in this torch."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -422,6 +449,7 @@ def self_test() -> list[str]:
             _many_tensors,
             _buckets,
             _ends_of_backward_passes,
+            _subclasses,
         )
         if (error := _failure(check)) is not None
     ]
@@ -556,6 +584,41 @@ def _ends_of_backward_passes() -> None:
     )
     torch.autograd.backward(tensor.sum())
     _expect(called == [True], "the end of a backward pass can be waited for")
+
+
+def _subclasses() -> None:
+    called: list[Any] = []
+
+    class Noting(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func)
+            with past_subclass_functions():
+                return func(*args, **(kwargs or {}))
+
+    parameter: Any = nn.Parameter(torch.ones(2))
+    parameter.__class__ = Noting
+    version = parameter._version
+    _expect(called == [ABOUT_TENSORS[1]], "attributes of a subclass go through its function")
+    packed: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        packed.append(tensor)
+        return 3
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.full((2,), 3.0)):
+        product = parameter * torch.ones(2, requires_grad=True) * parameter
+    _expect(any(each is parameter for each in packed), "a parameter is saved as it is")
+    with past_subclass_functions():
+        parameter.data = torch.full((1,), float("nan")).expand(2)
+        _expect(parameter._version == version, "other memory is no change")
+    seen: list[bool] = []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(is_in_backward()))
+    product.sum().backward()
+    _expect(seen == [True] and not is_in_backward(), "backward passes are known")
+    _expect(bool(parameter.grad.isfinite().all()), "what was packed is unpacked")
 
 
 def is_of_control_flow(error: BaseException) -> bool:

@@ -54,6 +54,11 @@ class Peers:
         """
         return Blaming(self, ranks, doing)
 
+    @property
+    def hosts(self) -> list[str]:
+        """What names the host of each process; empty where that is unknown."""
+        return [each.machine for each in self._presences]
+
     def explained(self, error: BaseException) -> CommError | None:
         """Returns what an error of torch's own says about the processes of the job, or None.
 

@@ -23,7 +23,9 @@ from smdistributed.modelparallel.torch.gradients.replicas import (
     Replicas,
     ReplicasOfSlices,
 )
+from smdistributed.modelparallel.torch.gradients.shards import Shards, is_outside_step
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.home import is_sharded
 
 _BYTES_PER_MB = 1024 * 1024
 _NUMBERS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -85,7 +87,16 @@ class DataParallel:
         self._replicas_of_slices = ReplicasOfSlices(runtime, self._replicas)
         self._slices: list[tuple[str, nn.Parameter]] = []
         kinds = (self._replicas, self._replicas_of_slices)
-        self._owners = [Owners(each) for each in kinds] if self._is_sharded else []
+        self._owners = [Owners(each) for each in kinds] if self._has_owners else []
+        #: What is together with the ranks of a sharding group; None without.
+        self.shards = None
+        if runtime.sharding_groups is not None:
+            self.shards = Shards(
+                runtime,
+                *kinds,
+                overlapping=options.overlapping_allreduce,
+                passes=options.backward_passes_per_step,
+            )
         self._reduction, self._slice_reduction = self._reductions = [
             GradientReduction(
                 replicas,
@@ -94,7 +105,7 @@ class DataParallel:
                 bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
                 as_bucket_view=options.gradient_as_bucket_view,
                 waits_for_end=self._is_joining_with_slices,
-                is_outside_step=functools.partial(_is_outside_step, runtime),
+                is_outside_step=functools.partial(is_outside_step, runtime),
                 owners=owners,
             )
             for replicas, owners in zip(kinds, self._owners or (None, None), strict=True)
@@ -120,7 +131,7 @@ class DataParallel:
             buffers: method that gives the buffers, of which code may replace one. Kept as a weak
                 reference: which models live must not depend on when a rank collects cycles.
         """
-        self._parameters, self._slices = list(parameters), list(slices)
+        self._parameters, self._slices = _whole(parameters), _whole(slices)
         self._find_buffers = weakref.WeakMethod(buffers)
         self._broadcast_all(source=0)
         self.watch(self._parameters, self._slices)
@@ -131,7 +142,7 @@ class DataParallel:
         slices: Iterable[tuple[str, nn.Parameter]],
     ) -> None:
         """Takes the parameters of this rank, which the user has changed for others."""
-        self._parameters, self._slices = list(parameters), list(slices)
+        self._parameters, self._slices = _whole(parameters), _whole(slices)
         if self._slices and self._reduction.has_hook:
             self._refuse_hook()
         for owners, named in zip(self._owners, (self._parameters, self._slices), strict=False):
@@ -152,14 +163,22 @@ class DataParallel:
     # ------------------------------------------------------------------ sharded state
 
     @property
-    def _is_sharded(self) -> bool:
+    def _has_owners(self) -> bool:
         return self._runtime.config.shard_optimizer_state
+
+    def speaks_for(self, parameter: nn.Parameter, *, is_slice: bool) -> bool:
+        """Tells whether of the ranks that have the same of a parameter this is the first one."""
+        place, groups = self._runtime.coordinates, self._runtime.sharding_groups
+        num_blocks = groups.degree if groups is not None and is_sharded(parameter) else 1
+        return place.rdp_rank < num_blocks and (is_slice or place.tp_rank == 0)
 
     def updates(self) -> dict[nn.Parameter, bool]:
         """Returns for each parameter on this rank whether this rank updates it."""
         kinds = (self._parameters or [], self._slices)
         if not self._owners:
-            return {parameter: True for named in kinds for _, parameter in named}
+            in_shards = () if self.shards is None else self.shards.parameters()
+            whole = (parameter for named in kinds for _, parameter in named)
+            return dict.fromkeys((*whole, *in_shards), True)
         return {
             parameter: owners.is_own(parameter)
             for owners, named in zip(self._owners, kinds, strict=True)
@@ -170,6 +189,8 @@ class DataParallel:
         """Gives all ranks the parameters that their owners have updated. Collective: DP_GROUP."""
         for owners in self._owners:
             owners.share()
+        if self.shards is not None:
+            self.shards.model.updated()
 
     # ------------------------------------------------------------------ steps
 
@@ -182,12 +203,13 @@ class DataParallel:
     @property
     def reduces(self) -> bool:
         """Whether backward passes matter to it: there are replicas, or a communication hook."""
-        return any(each.is_needed for each in self._reductions)
+        return self.shards is not None or any(each.is_needed for each in self._reductions)
 
     @property
     def has_gradients(self) -> bool:
         """Whether the step in progress has given this rank a gradient."""
-        return any(each.has_gradients for each in self._reductions)
+        in_shards = self.shards is not None and self.shards.model.gradients.has_gradients
+        return in_shards or any(each.has_gradients for each in self._reductions)
 
     @property
     def is_joining(self) -> bool:
@@ -203,21 +225,29 @@ class DataParallel:
             self._replicas.broadcast(self._buffers(), active[0])
         for each in self._reductions:
             each.begin()
+        if self.shards is not None:
+            self.shards.model.begin()
 
     def enter_pass(self, completes: Set[nn.Parameter]) -> None:
         """Starts a backward pass; no later one of this step adds to gradients in ``completes``."""
         for each in self._reductions:
             each.enter_pass(completes)
+        if self.shards is not None:
+            self.shards.enter_pass()
 
     def enter_last_pass(self) -> None:
         """Starts the last backward pass of this step."""
         for each in self._reductions:
             each.enter_pass(each.everything)
+        if self.shards is not None:
+            self.shards.enter_pass()
 
     def end_step(self) -> None:
         """Ends a step with a backward pass: gradients are reduced. Collective: DP_GROUP."""
         for each in self._reductions:
             each.end()
+        if self.shards is not None:
+            self.shards.end()
 
     # ------------------------------------------------------------------ the user's calls
 
@@ -233,7 +263,13 @@ class DataParallel:
                 "register_comm_hook needs overlapping_allreduce=True; it is False: leave it at "
                 "its default."
             )
-        if self._is_sharded:
+        if self.shards is not None:
+            raise UnsupportedError(
+                "register_comm_hook reduces to every data-parallel rank, and with "
+                "sharded_data_parallel_degree above 1 gradients go to the ranks that have the "
+                "shards: leave one of them out."
+            )
+        if self._has_owners:
             raise UnsupportedError(
                 "register_comm_hook reduces to every data-parallel rank, and with "
                 "shard_optimizer_state a gradient goes to the one that updates its parameter: "
@@ -250,10 +286,11 @@ class DataParallel:
         """See ``DistributedModel.join``."""
         self._need_ddp("join")
         config = self._runtime.config
-        if config.fp16 or config.bf16 or self._is_sharded:
+        if config.fp16 or config.bf16 or self._has_owners or self.shards is not None:
             raise UnsupportedError(
-                "model.join needs every replica to update by itself: with fp16, bf16 or "
-                "shard_optimizer_state the ranks update together, so give every rank the same "
+                "model.join needs every replica to update by itself: with fp16, bf16, "
+                "shard_optimizer_state or sharded_data_parallel_degree above 1 the ranks update "
+                "together, so give every rank the same "
                 "number of batches."
             )
         if not enable or self._replicas.size == 1:
@@ -303,5 +340,5 @@ class DataParallel:
             each.restart_accumulation()
 
 
-def _is_outside_step(runtime: TorchRuntime) -> bool:
-    return runtime.topology.pp_size == 1 and runtime.current_step is None
+def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, each) for name, each in parameters if not is_sharded(each)]

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private import work_of
+from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, held
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -35,7 +39,8 @@ def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
     gradients of parameters carry the loss scale, such a call is refused.
     """
     config = runtime.config
-    if runtime.topology.mp_size == 1 and not (config.fp16 or config.shard_optimizer_state):
+    is_whole_here = runtime.topology.mp_size == 1 and runtime.sharding_groups is None
+    if is_whole_here and not (config.fp16 or config.shard_optimizer_state):
         yield
         return
     functions = _WholeModelFunctions(runtime)
@@ -69,8 +74,8 @@ class _WholeModelFunctions:
     ) -> torch.Tensor:
         """Stands for ``torch.nn.utils.clip_grad_norm_``."""
         chosen = _listed(parameters)
-        own = {id(each) for model in self._runtime.live_models() for each in model.parameters()}
-        if chosen and own.isdisjoint(map(id, chosen)):
+        own = self._own()
+        if chosen and own.keys().isdisjoint(map(id, chosen)):
             self._is_torchs_own_call = True
             try:
                 clip = self._torch_clip_grad_norm_
@@ -84,10 +89,19 @@ class _WholeModelFunctions:
                 "would bound something else: call optimizer.clip_master_grads(max_norm) before "
                 "optimizer.step()."
             )
-        gradients = [each.grad for each in chosen if each.grad is not None]
+        given = {id(each): own.get(id(each), each) for each in chosen}
+        found = [(each, gradient_here(each)) for each in given.values()]
+        gradients = [(each, gradient) for each, gradient in found if gradient is not None]
         norm = self._norm_over_partitions(gradients, norm_type, error_if_nonfinite, foreach)
-        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
+        # What torch's function asks for of a parameter is its gradient alone.
+        holders: Any = [SimpleNamespace(grad=gradient) for _, gradient in gradients]
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
         return norm
+
+    def _own(self) -> dict[int, nn.Parameter]:
+        """Returns the parameters of models, by id: their own, or of what is here of them."""
+        parameters = [each for model in self._runtime.live_models() for each in model.parameters()]
+        return {id(key): each for each in parameters for key in (each, held(each))}
 
     def get_total_norm(
         self,
@@ -103,37 +117,64 @@ class _WholeModelFunctions:
                 given, norm_type, error_if_nonfinite, foreach
             )
             return norm
-        return self._norm_over_partitions(given, norm_type, error_if_nonfinite, foreach)
-
-    def _gradients_of_slices(self) -> set[int]:
-        return {
-            id(each.grad)
-            for model in self._runtime.live_models()
-            for each in model.split_parameters()
-            if each.grad is not None
-        }
-
-    def _has_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
-        models = self._runtime.live_models()
-        gradients = {id(each.grad) for model in models for each in model.parameters()}
-        return not gradients.isdisjoint(map(id, tensors))
-
-    def _norm_over_partitions(
-        self,
-        tensors: Sequence[torch.Tensor],
-        norm_type: float,
-        error_if_nonfinite: bool,
-        foreach: bool | None,
-    ) -> torch.Tensor:
-        split = self._gradients_of_slices()
-        return norm_over_ranks(
-            self._runtime,
-            [each for each in tensors if id(each) not in split],
-            [each for each in tensors if id(each) in split],
+        parameter_of = self._parameters_of_gradients()
+        pairs = [(parameter_of.get(id(each)), each) for each in given]
+        return self._norm_over_partitions(
+            [(each, _plain(each, gradient)) for each, gradient in pairs],
             norm_type,
             error_if_nonfinite,
             foreach,
         )
+
+    def _parameters_of_gradients(self) -> dict[int, nn.Parameter]:
+        return {
+            id(gradient): each
+            for each in self._own().values()
+            for gradient in (each.grad, gradient_here(each))
+            if gradient is not None
+        }
+
+    def _has_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return not self._parameters_of_gradients().keys().isdisjoint(map(id, tensors))
+
+    def _norm_over_partitions(
+        self,
+        gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor]],
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+    ) -> torch.Tensor:
+        models = self._runtime.live_models()
+        split = {id(each) for model in models for each in model.split_parameters()}
+        if self._runtime.sharding_groups is not None:
+            gradients = [
+                (each, gradient)
+                for each, gradient in gradients
+                if each is None or speaks_for(models, each, is_slice=id(each) in split)
+            ]
+        return norm_over_ranks(
+            self._runtime,
+            [gradient for each, gradient in gradients if id(each) not in split],
+            [gradient for each, gradient in gradients if id(each) in split],
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+        )
+
+
+def speaks_for(models: Iterable[Model], parameter: torch.Tensor, *, is_slice: bool) -> bool:
+    """Tells whether this rank is the first of those that have the same of a parameter."""
+    return any(
+        model.data_parallel.speaks_for(parameter, is_slice=is_slice)
+        for model in models
+        if any(parameter is each for each in model.parameters())
+    )
+
+
+def _plain(parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns what a rank has of a gradient, for what a script sees of it."""
+    here = None if parameter is None else gradient_here(parameter)
+    return gradient if here is None else here
 
 
 def norm_over_ranks(
@@ -146,11 +187,13 @@ def norm_over_ranks(
 ) -> torch.Tensor:
     """Returns the norm of the gradients of a whole model, of which each rank has some.
 
-    Collective: MP_GROUP; with sharded optimizer state WORLD, as a gradient is on one rank then.
+    Collective: MP_GROUP; with sharded optimizer state or sharded parameters WORLD, as a gradient is
+    on one rank then, or its blocks are on several.
 
     Args:
         runtime: the state of the library in this process.
-        whole: gradients on this rank that tensor-parallel ranks hold alike.
+        whole: gradients on this rank that tensor-parallel ranks hold alike; with sharded
+            parameters, those that no rank before this one has.
         slices: those of which tensor-parallel ranks hold different slices.
         norm_type: order of the norm.
         error_if_nonfinite: raise where it is not finite.
@@ -160,7 +203,8 @@ def norm_over_ranks(
         RuntimeError: it is not finite and ``error_if_nonfinite`` is set.
     """
     torch_norm, order = _torchs_norm(), float(norm_type)
-    is_sharded = runtime.config.shard_optimizer_state
+    has_blocks = runtime.sharding_groups is not None
+    is_sharded = runtime.config.shard_optimizer_state or has_blocks
     kind = CommGroup.WORLD if is_sharded else CommGroup.MP_GROUP
     members = runtime.topology.members(kind, runtime.rank)
     if len(members) == 1:
@@ -171,6 +215,11 @@ def norm_over_ranks(
         own = torch.tensor(float("inf"))  # what is not here must not be the smallest
     # Tensor-parallel ranks hold the same of what is not split: it counts once.
     counts = is_sharded or runtime.coordinates.tp_rank == 0
+    if order == 0 and has_blocks:
+        raise UnsupportedError(
+            "a norm of order 0 counts tensors, and with sharded_data_parallel_degree above 1 they "
+            "are in blocks on several ranks: take another order."
+        )
     nothing = float("inf") if order < 0 else 0.0
     part = torch.full((2,), nothing, dtype=torch.float64, device=runtime.device)
     if counts:

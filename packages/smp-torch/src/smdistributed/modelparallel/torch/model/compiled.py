@@ -39,6 +39,11 @@ class CompiledModules:
     def __contains__(self, module: object) -> bool:
         return isinstance(module, nn.Module) and self._root_of.get(module) is module
 
+    @property
+    def has_any(self) -> bool:
+        """Whether some module was compiled, when that was last looked at."""
+        return bool(self._asked)
+
     def root_of(self, module: nn.Module) -> nn.Module:
         """Returns the outermost compiled module that a module is in; of others themselves."""
         return self._root_of.get(module, module)

@@ -31,6 +31,11 @@ from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Hold
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.local_queries import LocalQueries
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
+from smdistributed.modelparallel.torch.model.sharding import (
+    check_not_compiled,
+    check_not_sharded,
+    shard_parameters,
+)
 from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, ModuleShell
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
@@ -82,7 +87,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self.holder = Holder(runtime, module, self.place_in_keys)
         self.compiled = CompiledModules(self.holder)
         self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
-        if self.partitioned:
+        if self.partitioned:  # first shards, since the whole model may fit on no device
+            shard_parameters(runtime, self.holder, self.data_parallel.shards)
             self.holder.place_whole()
             self._attach_replicas()
 
@@ -107,7 +113,13 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.check_outside_steps()
         if isinstance(self.module.module, FP16_Module):
             args, kwargs = self.module.module.cast(args), self.module.module.cast(kwargs)
-        return self.get_module()(*args, **kwargs)
+        shards = self.data_parallel.shards
+        if shards is None or self._runtime.current_step is not None:
+            return self.get_module()(*args, **kwargs)
+        self.compiled.refresh()
+        check_not_compiled(self.holder, self.compiled)
+        with shards.called_outside_steps():
+            return self.get_module()(*args, **kwargs)
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Computes gradients over all partitions; takes the place of ``tensor.backward()``.
@@ -263,6 +275,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         has_changed = self.holder.refresh()
         if self.compiled.refresh() or has_changed:
             self.drawing.refresh()
+        check_not_compiled(self.holder, self.compiled)
         if has_changed and self.partitioned:
             self.data_parallel.watch(
                 self.default_reducer_named_parameters(),
@@ -303,6 +316,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Called by the first step, on every process.
         """
         self.holder.place(placement)
+        shard_parameters(self._runtime, self.holder, self.data_parallel.shards)
         if self.compiled.refresh():
             self.drawing.refresh()
         self._attach_replicas()
@@ -404,7 +418,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Returns:
             As ``torch.nn.Module.load_state_dict``; None if the state is kept for later: with
-            ``same_partition_load``, or while delayed parameters wait for the partition.
+            ``same_partition_load``, or while delayed parameters or shards wait for the partition.
 
         Raises:
             RuntimeError: torch's own, about missing or unexpected keys.
@@ -416,6 +430,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         is_partial = state.pop(PARTIAL_KEY, False)  # type: ignore[attr-defined]
         if is_partial and same_partition_load:
             self.holder.when_partitioned(lambda: self._state.load_own(state, strict=strict))
+            return None
+        if is_partial and self.data_parallel.shards is not None and not self.partitioned:
+            # Of which shards it has the parts is known then.
+            self.holder.when_partitioned(
+                lambda: self._state.load(self._state.merged(state), strict=strict)
+            )
             return None
         if is_partial:
             state = self._state.merged(state)
@@ -432,6 +452,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
+        check_not_sharded(self.holder)
         super().cpu()
         if self.holder.is_partial:
             self._state.gather_tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from smdistributed.modelparallel.torch.model.absence import Absence
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.layout import block, is_cut
+from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter, as_blocks
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Slice
 
 NOT_PARTITIONED = (
@@ -48,6 +51,7 @@ class Holder:
         self._waiting: list[Callable[[], Any]] = []
         self._fixed: dict[str, int] = {}
         self._is_gathered = False
+        self._sharded: frozenset[Slot] = frozenset()
         self.absence = Absence(runtime)
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
         self.version = 0
@@ -73,7 +77,7 @@ class Holder:
     @property
     def is_split(self) -> bool:
         """Whether other ranks hold parts of the model that are not here."""
-        return self._placement is not None or self.has_slices
+        return self._placement is not None or self.has_slices or bool(self._sharded)
 
     @property
     def is_partial(self) -> bool:
@@ -168,6 +172,9 @@ class Holder:
             return False
         runtime, former = self._runtime, self.fakes
         self.fakes = FakeModel(former.model, runtime.fake_mode, runtime.device, former)
+        self._sharded = frozenset(
+            slot for slot in self._sharded if self.fakes.has_the_same(slot, former)
+        )
         self.version += 1
         if self._placement is not None:
             self._placement = Placement(self.fakes, self._placement.assignment)
@@ -184,6 +191,8 @@ class Holder:
                 delayed.drop(tensor, device)
         for slot in self.fakes.slots:
             tensor = _tensor(slot)
+            if isinstance(tensor, ShardedParameter):
+                continue
             if self.holds(slot):
                 tensor.data = tensor.data.to(device)
             else:
@@ -196,6 +205,60 @@ class Holder:
             if any(not self.holds(slot) for slot in self._slots_in(module))
         }
         self.absence.begin(self.fakes.model, lacking)
+
+    # ------------------------------------------------------------------ shards
+
+    def choose_sharded(self) -> None:
+        """Decides which parameters are cut into shards; every rank finds the same.
+
+        Parameters that have no other copy, that every rank needs, or whose modules read and write
+        their state in a way of their own stay whole.
+        """
+        config, degree = self._runtime.config, self._degree
+        if degree == 1:
+            return
+        self._sharded = frozenset(
+            slot
+            for slot, fake in self.fakes.slots.items()
+            if slot[1] in slot[0]._parameters
+            and type(_tensor(slot)) is nn.Parameter
+            and is_cut(tuple(fake.shape), fake.dtype, config.sdp_param_persistence_threshold)
+            and not (self._placement is not None and self._placement.is_everywhere(slot))
+            and not loads_by_itself(slot[0])
+        )
+        tied = {id(_tensor(slot)) for slot in self.fakes.slots if slot not in self._sharded}
+        # Of a tied parameter all places must agree.
+        self._sharded = frozenset(slot for slot in self._sharded if id(_tensor(slot)) not in tied)
+
+    @property
+    def _degree(self) -> int:
+        return self._runtime.config.sharded_data_parallel_degree
+
+    @contextlib.contextmanager
+    def as_blocks(self) -> Iterator[None]:
+        """Inside, what reads or writes sharded parameters gets the blocks of this rank."""
+        homes = {id(each.shard.home): each.shard.home for _, each in self._cut()}
+        with as_blocks(homes.values()):
+            yield
+
+    def _cut(self) -> Iterator[tuple[str, ShardedParameter]]:
+        for name, each in self.named_sharded():
+            if isinstance(each, ShardedParameter):
+                yield name, each
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether parameters of the model are in shards."""
+        return bool(self._sharded)
+
+    def named_sharded(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields name and parameter of what is in shards, and on this rank."""
+        seen: set[int] = set()
+        for slot in self.fakes.slots:
+            tensor = _tensor(slot)
+            if slot in self._sharded and self.holds(slot) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield self.fakes.slot_name(slot), tensor
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors of other ranks, by name, until the next step."""
@@ -221,35 +284,75 @@ class Holder:
     def pieces_of(self, slot: Slot) -> list[Piece]:
         """Returns which parts of a parameter or buffer which ranks hold.
 
-        Of what this rank does not hold, too: every rank can say where everything is.
+        Of what this rank does not hold, too: every rank can say where everything is. A part can be
+        empty, where there are more ranks than rows.
+
+        Raises:
+            NotPartitionedError: the partition is not decided.
         """
+        return self._pieces_of(slot, self._owner_of(slot))
+
+    def _pieces_of(self, slot: Slot, owner: int) -> list[Piece]:
         topology, shape = self._runtime.topology, tuple(self.fakes.slots[slot].shape)
         name = self.fakes.slot_name(slot)
-        if self._is_whole:
-            owner = 0
-        elif self.placement.is_everywhere(slot):
+        if self._placement is not None and self._placement.is_everywhere(slot):
             ranks = topology.members(CommGroup.WORLD, 0)
             return [Piece(name, shape, Rectangle.whole(shape), ranks)]
-        else:
-            owner = self.placement.owner_of(slot)
         sliced = slice_at(slot)
         if sliced is None:
             ranks = topology.members(CommGroup.DP_GROUP, topology.rank_of(owner, 0, 0))
-            return [Piece(name, shape, Rectangle.whole(shape), ranks)]
-        return [
-            Piece(
-                name,
-                sliced.shape,
-                sliced.part(topology.tp_size, tp_rank),
-                topology.members(CommGroup.RDP_GROUP, topology.rank_of(owner, tp_rank, 0)),
+            parts = [Piece(name, shape, Rectangle.whole(shape), ranks)]
+        else:
+            parts = [
+                Piece(
+                    name,
+                    sliced.shape,
+                    sliced.part(topology.tp_size, tp_rank),
+                    topology.members(CommGroup.RDP_GROUP, topology.rank_of(owner, tp_rank, 0)),
+                )
+                for tp_rank in range(topology.tp_size)
+            ]
+        if slot not in self._sharded:
+            return parts
+        return [shard for part in parts for shard in self._shards_of(part)]
+
+    def _shards_of(self, piece: Piece) -> Iterator[Piece]:
+        topology, degree = self._runtime.topology, self._degree
+        for index in range(degree):
+            ranks = tuple(
+                rank
+                for rank in piece.ranks
+                if topology.coordinates(rank).rdp_rank % degree == index
             )
-            for tp_rank in range(topology.tp_size)
-        ]
+            inner = block(piece.part.sizes, degree, index)
+            offsets = tuple(map(sum, zip(piece.part.offsets, inner.offsets, strict=True)))
+            yield Piece(piece.name, piece.shape, Rectangle(offsets, inner.sizes), ranks)
+
+    def _owner_of(self, slot: Slot) -> int:
+        return 0 if self._is_whole else self.placement.owner_of(slot)
 
     def piece(self, slot: Slot) -> Piece:
-        """Returns the part that a rank with the own tensor-parallel rank holds."""
-        pieces = self.pieces_of(slot)
-        return pieces[self._runtime.coordinates.tp_rank if len(pieces) > 1 else 0]
+        """Returns the part that a rank with the own other coordinates holds."""
+        owner = self._owner_of(slot)
+        return self._own_of(self._pieces_of(slot, owner), owner)
+
+    def _own_of(self, pieces: list[Piece], owner: int) -> Piece:
+        if len(pieces) == 1:
+            return pieces[0]
+        place = self._runtime.coordinates
+        rank = self._runtime.topology.rank_of(owner, place.tp_rank, place.rdp_rank)
+        return next(piece for piece in pieces if rank in piece.ranks)
+
+    def in_pieces(self) -> Iterator[tuple[str, list[Piece], Piece]]:
+        """Yields name, pieces and own piece of what is in several, also before the partition.
+
+        As long as that is not decided, they are those of the own partition.
+        """
+        for slot in self.fakes.slots:
+            owner = self._owner_of(slot) if self.partitioned else self._own
+            pieces = self._pieces_of(slot, owner)
+            if len(pieces) > 1:
+                yield self.fakes.slot_name(slot), pieces, self._own_of(pieces, owner)
 
     def pieces(self) -> dict[str, list[Piece]]:
         """Returns the pieces of every parameter and buffer, by name."""
@@ -272,10 +375,14 @@ class Holder:
         """Whether tensors of the model are split over the tensor-parallel ranks."""
         return bool(self.sliced_names())
 
+    def saved_names(self) -> list[str]:
+        """Returns the names that the model's state has."""
+        with self.absence.past(), self.as_blocks():
+            return list(self.fakes.model.state_dict())
+
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the whole tensors that the model's state has, by name."""
-        with self.absence.past():
-            saved = self.fakes.model.state_dict()
+        saved = set(self.saved_names())
         return {
             name: tuple(fake.shape) if (sliced := slice_at(slot)) is None else sliced.shape
             for slot, fake in self.fakes.slots.items()
@@ -322,6 +429,13 @@ def slice_at(slot: Slot) -> Slice | None:
     """Returns which slice of a whole tensor a parameter is; None if it is whole."""
     module, name = slot
     return module.slice_of(name) if isinstance(module, DistributedModule) else None
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Tells whether a module reads states in a way of its own, so that other shapes may fit."""
+    loads = type(module)._load_from_state_dict
+    is_torchs = (loads.__module__ or "").startswith("torch.")
+    return bool(module._load_state_dict_pre_hooks) or not is_torchs
 
 
 def _tensor(slot: Slot) -> Any:

@@ -1,73 +1,78 @@
-"""Between whole tensors and the slices of them that tensor-parallel ranks hold, by name."""
+"""Between whole tensors and the pieces of them that ranks hold, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.common.pieces import Rectangle
-from smdistributed.modelparallel.torch.model.holder import Holder, slice_at
+from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
+from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensor_parallel.module import Slice
 
 
 class SlicedTensors:
-    """The split parameters of a model, or of the models of an optimizer.
+    """The parameters of a model, or of the models of an optimizer, that are in several pieces.
+
+    Pieces are slices of tensor parallelism, shards, or shards of slices.
 
     Args:
         runtime: the state of the library in this process.
-        slices: of each split parameter, by name.
+        pieces: of each such parameter, by name.
+        own: the piece of each that is here, or would be on the own partition.
+        has_shards: whether some are shards, which ranks of other replicas have.
     """
 
-    def __init__(self, runtime: TorchRuntime, slices: Mapping[str, Slice]) -> None:
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        pieces: Mapping[str, Sequence[Piece]],
+        own: Mapping[str, Piece],
+        *,
+        has_shards: bool,
+    ) -> None:
         self._runtime = runtime
-        self._slices = slices
-        self._size = runtime.topology.tp_size
+        self._pieces = pieces
+        self._own = own
+        self._has_shards = has_shards
 
     @classmethod
     def of(cls, runtime: TorchRuntime, holders: Mapping[str, Holder]) -> SlicedTensors:
         """Returns those of some models, whose names begin with what they are given by."""
-        return cls(
-            runtime,
-            {
-                f"{prefix}{holder.fakes.slot_name(slot)}": found
-                for prefix, holder in holders.items()
-                for slot in holder.fakes.slots
-                if (found := slice_at(slot)) is not None
-            },
-        )
+        pieces: dict[str, Sequence[Piece]] = {}
+        own: dict[str, Piece] = {}
+        for prefix, holder in holders.items():
+            for name, found, here in holder.in_pieces():
+                pieces[f"{prefix}{name}"], own[f"{prefix}{name}"] = found, here
+        has_shards = any(each.has_shards for each in holders.values())
+        return cls(runtime, pieces, own, has_shards=has_shards)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._slices
+        return name in self._pieces
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
+        return iter(self._pieces)
 
     def __bool__(self) -> bool:
-        return bool(self._slices)
+        return bool(self._pieces)
 
     @property
     def group(self) -> CommGroup:
         """The ranks that hold the model together."""
-        return CommGroup.MP_GROUP if self._slices else CommGroup.PP_GROUP
-
-    def tp_ranks(self, group: CommGroup) -> list[int]:
-        """Returns the tensor-parallel rank of each rank of a group."""
-        topology = self._runtime.topology
-        members = topology.members(group, self._runtime.rank)
-        return [topology.coordinates(rank).tp_rank for rank in members]
+        if self._has_shards:
+            return CommGroup.WORLD
+        return CommGroup.MP_GROUP if self._pieces else CommGroup.PP_GROUP
 
     def cut(self, name: str, structure: Any) -> Any:
         """Returns what is here of the tensors that belong to a parameter, by their shapes."""
-        if name not in self._slices:
+        if name not in self._pieces:
             return structure
-        own = self._slices[name]
-        part = own.part(self._size, self._runtime.coordinates.tp_rank)
-        index = part.within(Rectangle.whole(own.shape))
+        own = self._own[name]
+        index = own.part.within(Rectangle.whole(own.shape))
 
         def of_one(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[index].clone() if tuple(tensor.shape) == own.shape else tensor
@@ -76,52 +81,75 @@ class SlicedTensors:
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a whole parameter."""
-        return self._slices[name].shape
+        return self._own[name].shape
 
     def join(self, name: str, structures: Mapping[int, Any]) -> Any:
         """Returns the whole tensors that belong to a parameter.
 
         Args:
             name: of the parameter.
-            structures: the same structure of each tensor-parallel rank.
-        """
-        own = self._slices[name]
-        ranks = sorted(structures)
-        listed: list[list[torch.Tensor]] = []
-        for rank in ranks:
-            found: list[torch.Tensor] = []
-            found += tensors_in(structures[rank])
-            listed.append(found)
-        places = iter(range(len(listed[0])))
+            structures: the same structure of each rank that has a piece.
 
-        def of_one(first: torch.Tensor) -> torch.Tensor:
+        Raises:
+            CheckpointError: some of it is on none of these ranks.
+        """
+        shape = self.whole_shape(name)
+        at = self._runtime.topology.coordinates
+        # A name can come from another partition, so only the other coordinates count.
+        places_of = {
+            (at(rank).tp_rank, at(rank).rdp_rank): piece.part
+            for piece in self._pieces[name]
+            for rank in piece.ranks
+        }
+        parts = {rank: places_of[at(rank).tp_rank, at(rank).rdp_rank] for rank in structures}
+        first_of = {part: rank for rank, part in reversed(list(parts.items()))}
+        listed: dict[int, list[torch.Tensor]] = {}
+        for rank in first_of.values():
+            listed[rank] = []
+            listed[rank] += tensors_in(structures[rank])
+        first = next(iter(structures))
+        if not covers(first_of, Rectangle.whole(shape)):
+            raise CheckpointError(
+                f"{name} is in {len(self._pieces[name])} pieces on several ranks, and the state "
+                f"has {len(first_of)} of them: every rank must give what it has."
+            )
+        places = iter(range(len(listed[first])))
+
+        def of_one(tensor: torch.Tensor) -> torch.Tensor:
             place = next(places)
-            if tuple(first.shape) != own.part(self._size, ranks[0]).sizes:
-                return first
-            whole = first.new_empty(own.shape)
-            for rank, tensors in zip(ranks, listed, strict=True):
-                part = own.part(self._size, rank)
-                whole[part.within(Rectangle.whole(own.shape))] = tensors[place].to(whole.device)
+            if tuple(tensor.shape) != parts[first].sizes:
+                return tensor
+            whole = tensor.new_empty(shape)
+            for part, rank in first_of.items():
+                whole[part.within(Rectangle.whole(shape))] = listed[rank][place].to(whole.device)
             return whole
 
-        return map_tensors(structures[ranks[0]], of_one)
+        return map_tensors(structures[first], of_one)
 
     def merge(
         self, parts: list[Mapping[str, Any]], group: CommGroup | None = None
     ) -> dict[str, Any]:
-        """Returns by name what the ranks of a group gave, by default ``group``; slices joined."""
+        """Returns by name what the ranks of a group gave, by default ``group``; pieces joined."""
+        members = self._runtime.topology.members(group or self.group, self._runtime.rank)
         merged: dict[str, Any] = {}
-        slices: dict[str, dict[int, Any]] = {}
-        for tp_rank, part in zip(self.tp_ranks(group or self.group), parts, strict=True):
+        pieces: dict[str, dict[int, Any]] = {}
+        for rank, part in zip(members, parts, strict=True):
             for name, value in part.items():
-                if name in self._slices:
-                    slices.setdefault(name, {})[tp_rank] = value
+                if name in self._pieces:
+                    pieces.setdefault(name, {})[rank] = value
                 else:
                     merged[name] = value
-        merged.update((name, self.join(name, each)) for name, each in slices.items())
+        merged.update((name, self.join(name, each)) for name, each in pieces.items())
         return merged
 
     def to_send(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what the others lack of the own part: of whole tensors one rank speaks."""
-        speaks = self._runtime.coordinates.tp_rank == 0 or not self._slices
-        return {name: value for name, value in part.items() if speaks or name in self._slices}
+        """Returns what the others lack of the own part: of what several have one rank speaks."""
+        place, rank = self._runtime.coordinates, self._runtime.rank
+        if self._has_shards:
+            return {
+                name: value
+                for name, value in part.items()
+                if (self._own[name].speaker == rank if name in self else place.dp_rank == 0)
+            }
+        speaks = place.tp_rank == 0 or not self._pieces
+        return {name: value for name, value in part.items() if speaks or name in self._pieces}

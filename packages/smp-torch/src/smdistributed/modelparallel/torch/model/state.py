@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.model.holder import Holder, loads_by_itself
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.nested import map_tensors
@@ -120,7 +119,8 @@ class ModelState:
         """Loads what belongs here; ``absent`` are the names that other ranks miss."""
         elsewhere = self._elsewhere()
         if not elsewhere:
-            return self._module.load_state_dict(state, strict=strict)
+            with self._holder.as_blocks():
+                return self._module.load_state_dict(state, strict=strict)
         here = collections.OrderedDict(
             (name, value) for name, value in state.items() if name not in elsewhere
         )
@@ -128,7 +128,8 @@ class ModelState:
         here._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]
         self._check_shapes(state)
         # Not strict, as torch would miss what is elsewhere.
-        keys = self._module.load_state_dict(here, strict=False)
+        with self._holder.as_blocks():
+            keys = self._module.load_state_dict(here, strict=False)
         missing = [name for name in keys.missing_keys if name not in elsewhere or name in absent]
         problems = [
             f"{kind} key(s) in state_dict: {', '.join(map(repr, names))}."
@@ -149,15 +150,15 @@ class ModelState:
             RuntimeError: as torch's, on every rank.
         """
         problems = []
-        for name, ((module, _), fake) in self._loadable().items():
-            value = state.get(name)
-            if not isinstance(value, torch.Tensor) or _loads_by_itself(module):
+        for name, (slot, shape) in self._loadable().items():
+            module, value = slot[0], state.get(name)
+            if not isinstance(value, torch.Tensor) or loads_by_itself(module):
                 continue
             # Torch takes vectors of one number for scalars.
-            if value.shape != fake.shape and (fake.dim(), value.numel()) != (0, 1):
+            if value.shape != shape and (len(shape), value.numel()) != (0, 1):
                 problems.append(
                     f"size mismatch for {name}: copying a param with shape {value.shape} from "
-                    f"checkpoint, the shape in current model is {fake.shape}."
+                    f"checkpoint, the shape in current model is {shape}."
                 )
         if problems:
             lines = "\n\t".join(problems)
@@ -165,8 +166,12 @@ class ModelState:
                 f"Error(s) in loading state_dict for {type(self._module).__name__}:\n\t{lines}"
             )
 
-    def _loadable(self) -> dict[str, tuple[Slot, torch.Tensor]]:
-        return {name: (slot, self._holder.fakes.slots[slot]) for name, slot in self._slots.items()}
+    def _loadable(self) -> dict[str, tuple[Slot, torch.Size]]:
+        """Returns each tensor's place, and the shape of what is loaded of it."""
+        return {
+            name: (slot, torch.Size(self._holder.piece(slot).part.sizes))
+            for name, slot in self._slots.items()
+        }
 
     def gather_tensors(self) -> None:
         """Gives this rank the tensors of all, on the host. Collective: every rank of PP_GROUP."""
@@ -179,8 +184,8 @@ class ModelState:
         self._holder.gather({name: tensor for part in parts for name, tensor in part.items()})
 
     def _state(self) -> dict[str, Any]:
-        """Returns torch's own dict; what is elsewhere is empty in it."""
-        with self._holder.absence.past():
+        """Returns torch's own dict; what is elsewhere is empty in it, what is cut the own part."""
+        with self._holder.absence.past(), self._holder.as_blocks():
             return self._module.state_dict()
 
     def _elsewhere(self) -> set[str]:
@@ -196,13 +201,6 @@ class ModelState:
         while owner not in self._modules:
             owner = owner.rpartition(".")[0]
         return self._holder.holds_module(self._modules[owner])
-
-
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether a module reads states in a way of its own, so that other shapes may fit."""
-    loads = type(module)._load_from_state_dict
-    is_torchs = (loads.__module__ or "").startswith("torch.")
-    return bool(module._load_state_dict_pre_hooks) or not is_torchs
 
 
 def collect(

@@ -20,13 +20,15 @@ from smdistributed.modelparallel.common.errors import (
 from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
+from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
+from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
     """A torch optimizer over the parameters of a distributed model.
 
     It may be built before or after the model is wrapped or partitioned: parameters of other ranks
@@ -36,7 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With ``fp16``, ``bf16`` or ``shard_optimizer_state`` the wrapped optimizer updates masters: in
     its parameter groups they take the places of parameters, from the first ``step`` on, or when
-    state is read or loaded. Those that other ranks update are not in its groups then.
+    state is read or loaded. Those that other ranks update are not in its groups then. With sharded
+    data parallelism they are the blocks of this rank, as soon as there are some.
 
     Args:
         runtime: the state of the library in this process.
@@ -52,7 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ValueError: a parameter is in it twice.
         SMPError: it holds parameters that tensor parallelism has replaced.
         UnsupportedError: its update of one parameter needs the gradients of all, and the pipeline
-            has several partitions.
+            has several partitions; or all of the parameter, and parameters are sharded.
     """
 
     # A fused optimizer would take loss scaling into its own step, past what the ranks share.
@@ -74,15 +77,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{type(optimizer).__name__}."
             )
         config = runtime.config
-        has_masters = config.fp16 or config.bf16 or config.shard_optimizer_state
+        is_sharded = runtime.sharding_groups is not None
+        has_masters = config.fp16 or config.bf16 or config.shard_optimizer_state or is_sharded
         if isinstance(optimizer, torch.optim.LBFGS) and (
             runtime.topology.pp_size > 1 or has_masters
         ):
             raise UnsupportedError(
                 "LBFGS searches along the gradient of the whole model, of which a rank has a part; "
-                "use it with pipeline_parallel_degree 1, and without fp16, bf16 and "
-                "shard_optimizer_state."
+                "use it with pipeline_parallel_degree 1, and without fp16, bf16, "
+                "shard_optimizer_state and sharded data parallelism."
             )
+        if is_sharded:
+            check_number_by_number(optimizer)
         self.optimizer = optimizer
         self._runtime = runtime
         self.fp16_optimizer: FP16_Optimizer | None = None
@@ -102,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ):
             optimizer.whole_norms = functools.partial(_whole_norms, runtime, self._models_of(self))
         runtime.optimizers.append(weakref.ref(self))
+        self._adopt_shards()
 
     @staticmethod
     def _models_of(this: DistributedOptimizer) -> Callable[[], list[Any]]:
@@ -122,7 +129,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's."""
+        self._adopt_shards()
         return self.optimizer.param_groups
+
+    def _adopt_shards(self) -> None:
+        """Puts shards into the groups of the wrapped optimizer, as soon as there are any."""
+        if self._masters is not None and self._runtime.sharding_groups is not None:
+            self._masters.adopt()
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -186,9 +199,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the gradients that the step function left; call it outside the step function.
 
-        A process without parameters of its own does nothing. Under fp16 it is left out on all ranks
-        where a gradient is not finite on one; see ``overflow``. Collective: WORLD, with ``fp16`` or
-        ``shard_optimizer_state``.
+        With sharded data parallelism ``sdp_gradient_clipping`` bounds the norm of the gradients
+        first. A process without parameters of its own does nothing. Under fp16 it is left out on
+        all ranks where a gradient is not finite on one; see ``overflow``. Collective: WORLD, with
+        ``fp16``, ``shard_optimizer_state`` or sharded data parallelism.
 
         Raises:
             SMPError: it holds parameters that tensor parallelism has replaced since; it was called

@@ -60,7 +60,7 @@ class NamedState:
     def local(self, *, gather: bool) -> dict[str, Any]:
         """Returns the state of this rank's parameters, and whether that is only a part.
 
-        Collective with sharded state and ``gather``: DP_GROUP.
+        Collective with ``gather``, if state or parameters are sharded: DP_GROUP.
         """
         if self._masters is not None:
             self._masters.adopt()
@@ -71,10 +71,15 @@ class NamedState:
         for parameter, value in self._master_values().items():
             kept = named["state"].get(names[id(parameter)], {})
             named["state"][names[id(parameter)]] = {**kept, MASTER: value}
-        is_sharded = self._runtime.config.shard_optimizer_state
-        if is_sharded and gather:
-            named = self._with_shards(named)
-        is_part = self._is_split or (is_sharded and not gather)
+        has_owners = self._runtime.config.shard_optimizer_state
+        is_part = self._is_split or (has_owners and not gather)
+        if has_owners and gather:
+            named = self._with_owners(named)
+        elif self._has_shards and gather:
+            own = map_tensors(dict(named), torch.Tensor.cpu)
+            parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
+            named = self._merged(parts, CommGroup.DP_GROUP)
+            is_part = self._runtime.topology.pp_size > 1
         return {**named, **self._loss_scale(), PARTIAL_KEY: is_part}
 
     def whole(self, *, to_rank0: bool) -> dict[str, Any]:
@@ -84,7 +89,7 @@ class NamedState:
         """
         if not self._is_split and self._masters is None:
             return self._optimizer.state_dict()
-        local = self.local(gather=True)
+        local = self.local(gather=not self._has_shards)
         if self._is_split:
             local["state"] = self._sliced.to_send(local["state"])
             own = map_tensors(local, torch.Tensor.cpu)
@@ -99,6 +104,10 @@ class NamedState:
     def _is_split(self) -> bool:
         return self._runtime.topology.pp_size > 1 or bool(self._sliced)
 
+    @property
+    def _has_shards(self) -> bool:
+        return any(model.holder.has_shards for model in self._models)
+
     def _master_values(self) -> dict[nn.Parameter, torch.Tensor]:
         return {} if self._masters is None else self._masters.store.values()
 
@@ -106,7 +115,7 @@ class NamedState:
         scale = None if self._masters is None else self._masters.loss_scale
         return {} if scale is None else {LOSS_SCALE: scale.state_dict()}
 
-    def _with_shards(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_owners(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a state with what the owners have. Collective: DP_GROUP."""
         topology = self._runtime.topology
         own = map_tensors(dict(named), torch.Tensor.cpu)

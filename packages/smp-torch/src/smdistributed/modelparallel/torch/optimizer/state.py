@@ -100,6 +100,14 @@ def without_half(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
     return bare, {**state, "state": masters}
 
 
+def only_masters(state: State) -> dict[str, Any]:
+    """Returns a state, by name or number, without what an optimizer itself keeps."""
+    masters = {
+        key: {MASTER: values[MASTER]} for key, values in state["state"].items() if MASTER in values
+    }
+    return {**state, "state": masters}
+
+
 def merge(parts: Sequence[State]) -> dict[str, Any]:
     """Returns the union of named states of several ranks.
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import copy_all
+from smdistributed.modelparallel.torch.sharding.parameter import block_of, gradient_here, held
 
 
 @dataclass(eq=False)
@@ -29,18 +30,20 @@ class Master:
 
     Attributes:
         parameter: of the model.
-        tensor: what the wrapped optimizer updates; the parameter itself where it is as precise.
-        version: of the parameter when the master was last written to it.
+        source: what is here of the parameter: itself, or the block of a sharded one.
+        tensor: what the wrapped optimizer updates; ``source`` itself where it is as precise.
+        version: of ``source`` when the master was last written to it.
     """
 
     parameter: nn.Parameter
+    source: nn.Parameter
     tensor: nn.Parameter
     version: int
 
     @property
     def is_copy(self) -> bool:
         """Whether it has memory of its own."""
-        return self.tensor is not self.parameter
+        return self.tensor is not self.source
 
 
 class MasterStore:
@@ -101,7 +104,7 @@ class MasterStore:
                 kept += self._kept(each, here)
             group["params"][:] = kept
         for master in self:
-            if master.is_copy and master.parameter._version != master.version:
+            if master.is_copy and master.source._version != master.version:
                 self._read(master)
 
     def _kept(self, parameter: nn.Parameter, here: Mapping[nn.Parameter, bool]) -> list[Any]:
@@ -111,29 +114,30 @@ class MasterStore:
                 return [parameter]  # of no model
         elif not parameter.requires_grad:
             return [parameter]  # frozen: it is not updated, and may be set free
-        elif here[parameter]:
+        elif here[parameter] and held(parameter).numel():
             return [self._make(parameter).tensor]
         self._optimizer.state.pop(parameter, None)
         return []
 
     @torch.no_grad()
     def _make(self, parameter: nn.Parameter) -> Master:
-        tensor = parameter
+        source = tensor = held(parameter)
         if parameter.dtype is self._half:
-            tensor = nn.Parameter(parameter.detach().float())
-            if parameter in self._optimizer.state:
-                state = self._optimizer.state.pop(parameter)
-                self._optimizer.state[tensor] = {
-                    key: value.float() if _is_half(value) else value for key, value in state.items()
-                }
-        master = Master(parameter, tensor, parameter._version)
+            tensor = nn.Parameter(source.detach().float())
+        if tensor is not parameter and parameter in self._optimizer.state:
+            state = self._optimizer.state.pop(parameter)
+            self._optimizer.state[tensor] = {
+                key: value.float() if _is_half(value) else value
+                for key, value in block_of(parameter, state).items()
+            }
+        master = Master(parameter, source, tensor, source._version)
         self._of_tensor[id(tensor)] = master
         return master
 
     @torch.no_grad()
     def _read(self, master: Master) -> None:
-        master.tensor.copy_(master.parameter)
-        master.version = master.parameter._version
+        master.tensor.copy_(master.source)
+        master.version = master.source._version
 
     # ------------------------------------------------------------------ an update
 
@@ -145,9 +149,9 @@ class MasterStore:
             UnsupportedError: a gradient is sparse.
         """
         for master in self:
-            gradient = master.parameter.grad
             if not master.is_copy:
                 continue
+            gradient = gradient_here(master.parameter)
             if gradient is None:
                 master.tensor.grad = None
             elif gradient.is_sparse:
@@ -156,7 +160,8 @@ class MasterStore:
                     "which half precision does not take; use sparse=False."
                 )
             else:
-                master.tensor.grad = gradient.float()
+                # A copy, since it will be unscaled and clipped.
+                master.tensor.grad = gradient.to(torch.float32, copy=True)
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that the wrapped optimizer is about to use."""
@@ -172,9 +177,9 @@ class MasterStore:
         """Writes the masters to their parameters."""
         copies = [master for master in self if master.is_copy]
         if copies:
-            copy_all([each.parameter for each in copies], [each.tensor for each in copies])
+            copy_all([each.source for each in copies], [each.tensor for each in copies])
         for master in copies:
-            master.version = master.parameter._version
+            master.version = master.source._version
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Clears the gradients of the parameters that the script gave, and of masters."""
@@ -203,7 +208,7 @@ class MasterStore:
     def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Gives masters and their parameters values that ``values`` gave."""
         for master in self:
-            if master.is_copy and master.parameter in values:
+            if master.parameter in values:
                 master.tensor.copy_(values[master.parameter])
         self.publish()
 

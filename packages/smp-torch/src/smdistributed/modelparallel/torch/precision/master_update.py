@@ -14,7 +14,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private import multiply_all, norms_of_all
-from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks
+from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks, speaks_for
 from smdistributed.modelparallel.torch.precision import fused_update
 from smdistributed.modelparallel.torch.precision.casting import half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
@@ -76,6 +76,9 @@ class MasterUpdate:
             with torch.enable_grad():
                 loss = closure()
         self._take()
+        bound = self._runtime.config.sdp_gradient_clipping
+        if self._runtime.sharding_groups is not None and bound < float("inf"):
+            self.clip(bound, 2.0)
         found = self._found()
         if fused_update.update(self._optimizer, found):
             self.store.publish()
@@ -106,12 +109,20 @@ class MasterUpdate:
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for group in self._optimizer.param_groups:
             for each in group["params"]:
-                if each.grad is not None:
-                    tensors[id(self.store.parameter_of(each)) in slices].append(each.grad)
+                parameter = self.store.parameter_of(each)
+                is_slice = id(parameter) in slices
+                if each.grad is not None and self._counts(parameter, is_slice):
+                    tensors[is_slice].append(each.grad)
         norm = norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]
         nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
         return norm
+
+    def _counts(self, parameter: torch.Tensor, is_slice: bool) -> bool:
+        """Tells whether this rank gives what it has of a gradient to the norm of all."""
+        if self._runtime.sharding_groups is None:
+            return True
+        return speaks_for(self._runtime.live_models(), parameter, is_slice=is_slice)
 
     @torch.no_grad()
     def _take(self) -> None:

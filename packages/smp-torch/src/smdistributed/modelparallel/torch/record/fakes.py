@@ -95,6 +95,10 @@ class FakeModel:
             for (module, slot), tensor in self._tensors.items()
         )
 
+    def has_the_same(self, slot: Slot, other: FakeModel) -> bool:
+        """Tells whether a parameter or buffer is the one that the model had at another time."""
+        return slot in self._tensors and self._tensors[slot] is other._tensors.get(slot)
+
     def check_current(self) -> None:
         """Makes sure that the first forward has not changed the model where one rank alone is.
 

@@ -32,6 +32,9 @@ class Replicated(Protocol):
     def updates(self) -> Mapping[nn.Parameter, bool]:
         """Returns for each parameter on this rank whether this rank updates it."""
 
+    def speaks_for(self, parameter: Any, *, is_slice: bool) -> bool:
+        """Tells whether this rank is the first of those that have the same of a parameter."""
+
     def share_updates(self) -> None:
         """Gives all ranks the parameters that their owners have updated."""
 

@@ -54,6 +54,8 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
+from smdistributed.modelparallel.torch.sharding.groups import build_groups
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 
@@ -81,6 +83,7 @@ class TorchRuntime(Runtime):
         fake_mode: of all fake tensors.
         random: the random numbers of the step in progress.
         tensor_group: the ranks that split modules between them.
+        sharding_groups: the ranks that share parameters; None without sharded data parallelism.
         delayed: the parameters that have no values yet.
         current_step: the step in progress.
         replacements: functions of torch that stand replaced while the library runs.
@@ -99,6 +102,7 @@ class TorchRuntime(Runtime):
     fake_mode: FakeTensorMode
     random: StepRandom
     tensor_group: TensorGroup
+    sharding_groups: ShardingGroups | None
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     current_step: Step | None = None
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -154,6 +158,7 @@ class TorchRuntime(Runtime):
         # Only the end of the last reference to a group closes its connections.
         self.process_groups.clear()
         self.tensor_group = TensorGroup()
+        self.sharding_groups = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -212,6 +217,7 @@ def start(
         fake_mode=fake_mode,
         random=random,
         tensor_group=_tensor_group(settings, topology, transport.rank, peers, random),
+        sharding_groups=_sharding_groups(settings, topology, transport.rank, peers),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
@@ -364,6 +370,25 @@ def _tensor_group(
         is_prescaled=settings.prescaled_batch,
         keeps_gathered=settings.optimize == "speed",
     )
+
+
+def _sharding_groups(
+    settings: Config, topology: Topology, rank: int, peers: Peers
+) -> ShardingGroups | None:
+    """Returns the groups of sharded data parallelism. Collective: WORLD."""
+    degree = settings.sharded_data_parallel_degree
+    if degree == 1:
+        return None
+    timeout = data_plane_timeout(settings.communication_timeout)
+    with peers.connecting():
+        return build_groups(
+            topology,
+            degree,
+            rank,
+            lambda members: dist.new_group(list(members), timeout=timeout),
+            peers.blaming,
+            peers.hosts if settings.sdp_hierarchical_allgather else None,
+        )
 
 
 def _alive(references: list[weakref.ref[_Kept]]) -> list[_Kept]:

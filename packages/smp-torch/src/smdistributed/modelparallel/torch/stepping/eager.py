@@ -10,6 +10,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.compat.private import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
+from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
@@ -69,15 +70,16 @@ class EagerStep:
             model.data_parallel.begin_step()
         runtime.current_step = self
         try:
-            for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
-                if microbatch:
-                    self._usual_calls = self._calls
-                self._calls = 0
-                self._microbatch, self._weight = microbatch, weight
-                self._is_last = microbatch == len(calls) - 1
-                random.enter_pass(microbatch, backward=False)
-                with self._own_draws():
-                    results.append(self._result(call))
+            with running([model.data_parallel.shards for model in models]):
+                for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
+                    if microbatch:
+                        self._usual_calls = self._calls
+                    self._calls = 0
+                    self._microbatch, self._weight = microbatch, weight
+                    self._is_last = microbatch == len(calls) - 1
+                    random.enter_pass(microbatch, backward=False)
+                    with self._own_draws():
+                        results.append(self._result(call))
         finally:
             runtime.current_step = None
             if not random.end():

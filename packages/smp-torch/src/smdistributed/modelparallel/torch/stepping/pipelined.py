@@ -28,6 +28,7 @@ from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.passes import Passed
@@ -182,7 +183,10 @@ class PipelinedStep:
                 each.enter_pass(completes)
 
         try:
-            with without_autocast(("cpu", self.runtime.device.type)):
+            with (
+                without_autocast(("cpu", self.runtime.device.type)),
+                running([model.data_parallel.shards for model in models]),
+            ):
                 results, times = prepared.executor.run(inputs, scales, enter_pass)
         finally:
             if not random.end():

@@ -1,0 +1,168 @@
+"""Sharded parameters of one model, and the replicas that have the same shards."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smdistributed.modelparallel.torch.compat.private import is_in_backward, when_backward_ends
+from smdistributed.modelparallel.torch.gradients.replicas import Replicas, ReplicasOfSlices
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.home import ShardedModel, ShardingOptions
+from smdistributed.modelparallel.torch.sharding.saved_tensors import saving_places
+
+
+class Shards:
+    """What a model does together with the ranks of its sharding group.
+
+    Args:
+        runtime: the state of the library in this process; it has sharding groups.
+        replicas: all data-parallel ranks.
+        replicas_of_slices: those with the same slices.
+        overlapping: reduce gradients before a backward pass ends.
+        passes: steps with a backward pass whose gradients are summed.
+
+    Attributes:
+        model: the sharded parameters.
+        runs: whether the model runs for real, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        replicas: Replicas,
+        replicas_of_slices: ReplicasOfSlices,
+        *,
+        overlapping: bool,
+        passes: int,
+    ) -> None:
+        assert runtime.sharding_groups is not None
+        self._runtime = runtime
+        self._replicas = replicas
+        self._replicas_of_slices = replicas_of_slices
+        self._is_armed = False
+        self.runs = False
+        config, topology = runtime.config, runtime.topology
+        self.model = ShardedModel(
+            runtime.sharding_groups,
+            ShardingOptions(
+                most_live=config.sdp_max_live_parameters,
+                bucket_elements=config.sdp_reduce_bucket_size,
+                overlapping=overlapping,
+                passes=passes,
+                num_copies=(topology.dp_size, topology.rdp_size),
+            ),
+            may_gather=_method_or_false(self._may_gather),
+            has_begun=_method_or_false(self._arm),
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the sharded parameters of this rank."""
+        return (each for unit in self.model.units for each in unit.parameters)
+
+    def take(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        slices: Mapping[str, object],
+        fill: Callable[[nn.Parameter], None],
+    ) -> None:
+        """Cuts parameters into shards, with the values of the first replica. Collective: DP_GROUP.
+
+        Args:
+            parameters: with their names, in the order of the model.
+            slices: has the names of those that are slices.
+            fill: gives one its values if it has none.
+        """
+
+        def whole(name: str, parameter: nn.Parameter) -> torch.Tensor:
+            fill(parameter)
+            values = parameter.detach().to(self._runtime.device)
+            replicas = self._replicas_of_slices if name in slices else self._replicas
+            replicas.broadcast([values], 0)
+            return values
+
+        self.model.take(list(parameters), slices, self._runtime.device, whole)
+
+    def enter_pass(self) -> None:
+        """Starts a backward pass of a step."""
+        if self.model.units:
+            self.model.enter_pass()
+
+    def end(self) -> None:
+        """Ends a step with a backward pass. Collective: DP_GROUP."""
+        if self.model.units:
+            self.model.end(self._used_anywhere)
+
+    def _used_anywhere(self, flags: torch.Tensor) -> None:
+        replicas = self._replicas
+        if replicas.size > 1:
+            with replicas.blaming("reducing gradients with"):
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=replicas.group)
+
+    # ------------------------------------------------------------------ outside of steps
+
+    @contextlib.contextmanager
+    def called_outside_steps(self) -> Iterator[None]:
+        """Inside, the model runs outside of step functions. Collective: the sharding group."""
+        if self.runs:
+            yield
+            return
+        self.model.begin()
+        with running([self]):
+            yield
+
+    def _may_gather(self) -> bool:
+        """Tells whether all ranks use the parameters of the model now."""
+        return self.runs or is_in_backward()
+
+    def _arm(self) -> bool:
+        """Reduces at the end of a backward pass that no step function runs."""
+        if self._is_armed or not is_outside_step(self._runtime):
+            return False
+        self._is_armed = True
+
+        def end() -> None:
+            self._is_armed = False
+            self.end()
+            self.model.close(failed=False)
+
+        when_backward_ends(end)
+        return True
+
+
+@contextlib.contextmanager
+def running(shards: Sequence[Shards | None]) -> Iterator[None]:
+    """Inside, models run: autograd keeps no sharded parameters, and all go at the end."""
+    own = [each for each in shards if each is not None]
+    failed = True
+    for each in own:
+        each.runs = True
+    try:
+        with saving_places([each.model for each in own]):
+            yield
+        failed = False
+    finally:
+        for each in own:
+            each.runs = False
+            each.model.close(failed=failed)
+
+
+def is_outside_step(runtime: TorchRuntime) -> bool:
+    """Tells whether a backward pass that runs now belongs to no step function."""
+    return runtime.topology.pp_size == 1 and runtime.current_step is None
+
+
+def _method_or_false(method: Callable[[], bool]) -> Callable[[], bool]:
+    """Returns a function that does not keep the object of a method alive."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        own = found()
+        return own is not None and own()
+
+    return call

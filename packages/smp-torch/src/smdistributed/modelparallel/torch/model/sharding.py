@@ -1,0 +1,52 @@
+"""What sharded data parallelism does to a model, and refuses of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.gradients.shards import Shards
+from smdistributed.modelparallel.torch.model.compiled import CompiledModules
+from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+def shard_parameters(runtime: TorchRuntime, holder: Holder, shards: Shards | None) -> None:
+    """Cuts the parameters of this rank into shards, if so configured. Collective: DP_GROUP."""
+    if shards is None:
+        return
+    holder.choose_sharded()
+
+    def fill(parameter: nn.Parameter) -> None:
+        if runtime.delayed.holds(parameter):
+            runtime.delayed.fill(parameter, runtime.device)
+
+    slices = dict.fromkeys(holder.sliced_names())
+    shards.take(holder.named_sharded(), slices, fill)
+
+
+def check_not_compiled(holder: Holder, compiled: CompiledModules) -> None:
+    """Raises if compiled code would read sharded parameters.
+
+    Raises:
+        UnsupportedError: it would.
+    """
+    if holder.has_shards and compiled.has_any:
+        raise UnsupportedError(
+            "compiled code reads parameters past what gathers them: with "
+            "sharded_data_parallel_degree above 1 leave torch.compile out."
+        )
+
+
+def check_not_sharded(holder: Holder) -> None:
+    """Raises if the whole of a model is asked for where each rank has shards of it.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    if holder.has_shards:
+        raise UnsupportedError(
+            "model.cpu() would need the whole model on every rank, which has shards of it: "
+            "load state_dict() of the DistributedModel into a new model, or export a full "
+            "checkpoint by smp.save_checkpoint(partial=False)."
+        )

@@ -1,0 +1,96 @@
+"""What the ranks of a sharding group are about to do together.
+
+Which parameters are used, and when, only the Python of the model says, so a rank cannot know that
+its peers use the same. Before each exchange the ranks tell each other what they wish. A wish can be
+required: without it this rank cannot go on. What is optional, gathering ahead or reducing early, is
+done if all wish it at the same moment, and else left out. So the ranks never exchange one thing for
+another: they agree, or each of them raises the same error.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+
+
+class Required(enum.IntEnum):
+    """What a rank cannot go on without."""
+
+    NOTHING = 0
+    GATHER = 1
+    END_OF_PASS = 2
+
+
+#: Numbers that a wish beyond what is required may have.
+_MOST_OPTIONAL = 5
+_FREE = -1
+
+
+class Agreement:
+    """Wishes of the ranks of one sharding group; every one of them calls ``meet``.
+
+    Args:
+        collectives: of the group.
+        ranks: its global ranks.
+        describe: what a required wish is in words: its kind and number.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        ranks: Sequence[int],
+        describe: Callable[[Required, int], str],
+    ) -> None:
+        self._collectives = collectives
+        self._ranks = ranks
+        self._describe = describe
+
+    def meet(
+        self, required: Required, number: int = 0, optional: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Waits until all ranks wish the same. Collective: the sharding group.
+
+        Args:
+            required: what this rank needs.
+            number: of which unit.
+            optional: what it wishes besides.
+
+        Returns:
+            what of ``optional`` all ranks begin with; empty too if others require something now.
+
+        Raises:
+            SMPError: the ranks require different things.
+        """
+        wished = [*optional[:_MOST_OPTIONAL], *[_FREE] * (_MOST_OPTIONAL - len(optional))]
+        while True:
+            wishes = self._collectives.compare([int(required), number, *wished])
+            needs = {(each[0], each[1]) for each in wishes if each[0] != int(Required.NOTHING)}
+            if len(needs) > 1:
+                raise SMPError(self._difference(wishes))
+            is_common = all((each[0], each[1]) in needs for each in wishes)
+            if not needs or is_common:
+                rows = zip(*(each[2:] for each in wishes), strict=True)
+                common = itertools.takewhile(lambda row: len(set(row)) == 1, rows)
+                return tuple(row[0] for row in common if row[0] != _FREE)
+            if required is Required.NOTHING:
+                return ()
+            # The others have something optional to say first.
+
+    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of all ranks. Collective: the sharding group."""
+        return self._collectives.compare(numbers)
+
+    def _difference(self, wishes: Sequence[Sequence[int]]) -> str:
+        told = "; ".join(
+            f"rank {rank} {self._describe(Required(wish[0]), wish[1])}"
+            for rank, wish in zip(self._ranks, wishes, strict=True)
+        )
+        return (
+            "with sharded_data_parallel_degree above 1 the ranks of a sharding group must use the "
+            f"parameters of the model in the same order, since they gather them together: {told}. "
+            "Let all of them take the same branches, and make as many calls."
+        )

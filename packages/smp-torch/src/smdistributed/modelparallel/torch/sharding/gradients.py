@@ -1,0 +1,238 @@
+"""Gradients of sharded parameters: sums over the ranks, of which each rank keeps its blocks.
+
+In each backward pass a parameter's gradient is taken when autograd has it, and goes to the ranks
+that have its blocks: once ``sdp_reduce_bucket_size`` elements of complete units have come together,
+and the rest when the pass ends. Blocks are summed in fp32, over ranks and over microbatches; at the
+end of a step they are averaged with those of other sharding groups.
+
+Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private import past_subclass_functions
+from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, scatter_sum
+from smdistributed.modelparallel.torch.sharding.unit import Unit
+
+#: What a wish to reduce complete units begins with.
+_REDUCE = 2
+_BITS = 32
+
+
+class ShardedGradients:
+    """The gradients of the sharded parameters of one model.
+
+    Args:
+        groups: who exchanges.
+        agreement: with the ranks of the sharding group.
+        units: of the model, by number; they are there when the first gradient comes.
+        bucket_elements: that travel in one message.
+        overlapping: reduce before a backward pass ends.
+        passes: steps with a backward pass whose gradients are summed.
+        num_copies: of the model, and of its slices, over which gradients are averaged.
+        has_begun: called before the first gradient of a backward pass.
+
+    Attributes:
+        has_gradients: whether the step in progress has given this rank a gradient.
+    """
+
+    def __init__(
+        self,
+        groups: ShardingGroups,
+        agreement: Agreement,
+        units: list[Unit],
+        *,
+        bucket_elements: int,
+        overlapping: bool,
+        passes: int,
+        num_copies: tuple[int, int],
+        has_begun: Callable[[], object],
+    ) -> None:
+        self._groups = groups
+        self._agreement = agreement
+        self._units = units
+        self._bucket_elements = bucket_elements
+        self._overlapping = overlapping
+        self._passes = passes
+        self._passes_done = 0
+        self._num_copies = num_copies
+        self._has_begun = has_begun
+        self._pending: dict[int, dict[int, torch.Tensor]] = {}
+        self._complete: list[int] = []
+        self._is_common = True
+        self._sums: dict[int, torch.Tensor] = {}
+        self._used: set[tuple[int, int]] = set()
+        self._watched: set[Any] = set()
+        self.has_gradients = False
+
+    def _watch(self) -> None:
+        """Has autograd call for each parameter that gets gradients, also one that was set free."""
+        this = weakref.ref(self)
+
+        def note(parameter: Any) -> None:
+            gradients = this()
+            if gradients is not None:
+                gradients._take(parameter)
+
+        with past_subclass_functions():
+            for parameter in (each for unit in self._units for each in unit.parameters):
+                if parameter.requires_grad and parameter not in self._watched:
+                    self._watched.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(note)
+
+    def begin(self) -> None:
+        """Starts a step, or a call outside of steps."""
+        self._watch()
+        self.has_gradients = False
+        self._pending.clear()
+        self._complete.clear()
+
+    # ------------------------------------------------------------------ one backward pass
+
+    @torch.no_grad()
+    def _take(self, parameter: Any) -> None:
+        """Called by autograd after it has made a gradient."""
+        shard = parameter.shard
+        with past_subclass_functions():
+            gradient = parameter.grad
+            parameter.grad = None
+        if gradient.is_sparse:
+            raise UnsupportedError(
+                f"{shard.name} has a sparse gradient, which cannot be cut into shards; use "
+                "sparse=False."
+            )
+        self._has_begun()
+        self.has_gradients = True
+        self._used.add((shard.unit, shard.place))
+        pending = self._pending.setdefault(shard.unit, {})
+        earlier = pending.get(shard.place)
+        pending[shard.place] = gradient if earlier is None else earlier + gradient
+        unit = self._units[shard.unit]
+        if len(pending) == sum(each.requires_grad for each in unit.parameters):
+            if shard.unit not in self._complete:
+                self._complete.append(shard.unit)
+            self._reduce_early()
+
+    def _reduce_early(self) -> None:
+        size = sum(self._units[number].num_elements for number in self._complete)
+        if not self._overlapping or not self._is_common or size < self._bucket_elements:
+            return
+        wish = (_REDUCE, len(self._complete), zlib.crc32(repr(self._complete).encode()))
+        if self._agreement.meet(Required.NOTHING, 0, wish) == wish:
+            self._reduce(self._complete)
+            self._complete = []
+        else:
+            self._is_common = False  # the ranks differ: what they have is reduced at the end
+
+    def end_pass(self) -> None:
+        """Ends a backward pass. Collective: the sharding group."""
+        self._agreement.meet(Required.END_OF_PASS)
+        here = [number in self._pending for number in range(len(self._units))]
+        everyone = self._agreement.compare(list(_packed(here)))
+        anywhere = [
+            number
+            for number in range(len(self._units))
+            if any(words[number // _BITS] >> number % _BITS & 1 for words in everyone)
+        ]
+        self._reduce(anywhere)
+        self._complete = []
+        self._is_common = True
+
+    @torch.no_grad()
+    def _reduce(self, numbers: Sequence[int]) -> None:
+        """Adds the pending gradients of some units to the sums. Collective: sharding group."""
+        for message in self._messages(numbers):
+            units = [self._units[number] for number in message]
+            degree = self._groups.degree
+            given = torch.zeros(
+                (degree, sum(unit.shard.numel() for unit in units)),
+                dtype=units[0].dtype,
+                device=units[0].shard.device,
+            )
+            widths = [unit.shard.numel() for unit in units]
+            for unit, out in zip(units, torch.split(given, widths, 1), strict=True):
+                unit.pack(self._pending.pop(unit.number, {}), out)
+            total = scatter_sum(self._groups, given, max(self._bucket_elements // degree, 1))
+            for unit, part in zip(units, torch.split(total, widths), strict=True):
+                if unit.number in self._sums:
+                    self._sums[unit.number] += part
+                else:
+                    self._sums[unit.number] = part.clone()
+
+    def _messages(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Yields units of one type that have at most a bucket's elements; a larger one alone."""
+        message: list[int] = []
+        size = 0
+        for number in numbers:
+            unit = self._units[number]
+            is_other = bool(message) and self._units[message[0]].dtype is not unit.dtype
+            if message and (is_other or size + unit.num_elements > self._bucket_elements):
+                yield message
+                message, size = [], 0
+            message.append(number)
+            size += unit.num_elements
+        if message:
+            yield message
+
+    # ------------------------------------------------------------------ the end of a step
+
+    @torch.no_grad()
+    def end_step(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
+        """Ends a step with a backward pass: blocks get the means over all replicas.
+
+        Collective: DP_GROUP, at every ``passes``-th call.
+
+        Args:
+            used_anywhere: takes the largest of each flag over the data-parallel ranks.
+        """
+        self._passes_done = (self._passes_done + 1) % self._passes
+        if self._passes_done:
+            return
+        places = [(unit.number, place) for unit in self._units for place in range(len(unit.names))]
+        flags = torch.tensor(
+            [place in self._used for place in places],
+            dtype=torch.uint8,
+            device=self._units[0].shard.device,
+        )
+        used_anywhere(flags)
+        used = {place for place, flag in zip(places, flags.tolist(), strict=True) if flag}
+        for number, group in itertools.groupby(sorted(used), key=lambda place: place[0]):
+            self._finish(self._units[number], [place for _, place in group])
+        self._sums.clear()
+        self._used.clear()
+
+    def _finish(self, unit: Unit, places: Sequence[int]) -> None:
+        wide = torch.promote_types(unit.dtype, torch.float32)
+        sums = self._sums.get(unit.number)
+        if sums is None:
+            sums = torch.zeros_like(unit.shard, dtype=wide)
+        copies = self._groups.copies_of_slices if unit.is_sliced else self._groups.copies
+        if copies is not None:
+            with self._groups.blaming("reducing gradients with"):
+                dist.all_reduce(sums, group=copies)
+        sums.div_(self._num_copies[unit.is_sliced])
+        blocks = unit.blocks_of(sums)
+        for place in places:
+            shard = unit.shards[place]
+            if shard.gradient is None:
+                shard.gradient = blocks[place]
+            else:
+                shard.gradient.add_(blocks[place])
+
+
+def _packed(flags: Sequence[bool]) -> Iterator[int]:
+    """Yields flags as numbers, of which each has some."""
+    for start in range(0, len(flags), _BITS):
+        part = flags[start : start + _BITS]
+        yield sum(1 << place for place, flag in enumerate(part) if flag)

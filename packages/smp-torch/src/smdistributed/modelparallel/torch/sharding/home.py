@@ -1,0 +1,226 @@
+"""The sharded parameters of one model on this rank: cut, gathered while used, reduced, updated.
+
+Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients
+from smdistributed.modelparallel.torch.sharding.layout import group_names
+from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
+from smdistributed.modelparallel.torch.sharding.residency import Residency
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
+from smdistributed.modelparallel.torch.sharding.unit import Unit
+
+#: A unit has at most this part of what may be gathered, and of the model, so that some fit.
+_PART_OF_LIMIT = 4
+_PART_OF_MODEL = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """How a model is sharded.
+
+    Attributes:
+        most_live: elements that may be gathered at a time.
+        bucket_elements: of gradients that travel in one message.
+        overlapping: reduce gradients before a backward pass ends.
+        passes: steps whose gradients are summed.
+        num_copies: of the model, and of its slices.
+    """
+
+    most_live: int
+    bucket_elements: int
+    overlapping: bool
+    passes: int
+    num_copies: tuple[int, int]
+
+
+class ShardedModel:
+    """See the module.
+
+    Args:
+        groups: who exchanges.
+        options: how.
+        may_gather: tells whether the model runs, so that parameters are used by all ranks.
+        has_begun: called before the first gradient of a backward pass.
+
+    Attributes:
+        generation: how often the parameters were given other values.
+        is_read_in_blocks: whether functions of torch get the own blocks.
+    """
+
+    def __init__(
+        self,
+        groups: ShardingGroups,
+        options: ShardingOptions,
+        may_gather: Callable[[], bool],
+        has_begun: Callable[[], object],
+    ) -> None:
+        self._groups = groups
+        self._options = options
+        self._may_gather = may_gather
+        agreement = Agreement(groups.collectives, groups.members, self._describe)
+        self.residency = Residency(groups, agreement, options.most_live)
+        self.gradients = ShardedGradients(
+            groups,
+            agreement,
+            self.residency.units,
+            bucket_elements=options.bucket_elements,
+            overlapping=options.overlapping,
+            passes=options.passes,
+            num_copies=options.num_copies,
+            has_begun=has_begun,
+        )
+        self.generation = 0
+        self.is_read_in_blocks = False
+        self._is_in_pass = False
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """What is gathered together, in the order of the model."""
+        return self.residency.units
+
+    def take(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        slices: Mapping[str, object],
+        device: torch.device,
+        whole: Callable[[str, nn.Parameter], torch.Tensor],
+    ) -> None:
+        """Cuts parameters, and lets what is not of this rank go, one at a time.
+
+        Collective: as ``whole``.
+
+        Args:
+            named: the parameters with their names, in the order of the model; each once.
+            slices: has the names of those that are slices.
+            device: where the shards are.
+            whole: gives the values of one, the same on all ranks that hold it.
+        """
+        parameters = dict(named)
+        total = sum(each.numel() for each in parameters.values())
+        budget = max(1, min(self._options.most_live // _PART_OF_LIMIT, total // _PART_OF_MODEL))
+
+        def kind(name: str) -> tuple[torch.dtype, bool]:
+            return parameters[name].dtype, name in slices
+
+        for names in group_names([(name, each.numel()) for name, each in named], budget):
+            for (_, is_sliced), group in itertools.groupby(sorted(names, key=_stable(kind)), kind):
+                chosen = [(name, parameters[name]) for name in group]
+                unit = Unit(
+                    len(self.units),
+                    chosen,
+                    self._groups.degree,
+                    self._groups.index,
+                    device,
+                    is_sliced,
+                )
+                for place, (name, parameter) in enumerate(chosen):
+                    unit.take(place, whole(name, parameter), self)
+                self.residency.units.append(unit)
+
+    def _describe(self, kind: Required, number: int) -> str:
+        if kind is Required.GATHER:
+            return f"uses {self.units[number].names[0]}"
+        return "is done with a backward pass" if kind is Required.END_OF_PASS else "waits"
+
+    # ------------------------------------------------------------------ use
+
+    def enter(self, shards: Iterable[Shard]) -> None:
+        """See ``Home``."""
+        self.residency.enter(shard.unit for shard in shards)
+
+    def leave(self, shards: Iterable[Shard]) -> None:
+        """See ``Home``."""
+        self.residency.leave(shard.unit for shard in shards)
+
+    def check_use(self, shard: Shard, what: str) -> None:
+        """See ``Home``.
+
+        Raises:
+            SMPError: the model does not run.
+        """
+        if not self._may_gather():
+            raise SMPError(
+                f"{what} asks for the values of {shard.name} outside of a step function, and this "
+                f"rank has a shard of it, one of {self._groups.degree}: read state_dict() of the "
+                "DistributedModel, which every rank calls, write by its load_state_dict(), and "
+                "run the model by calling the DistributedModel."
+            )
+
+    def unit_at(self, key: int) -> Unit | None:
+        """See ``Gathered``."""
+        return self.residency.owner_of.get(key)
+
+    def memory_of(self, unit: int) -> torch.Tensor:
+        """See ``Gathered``."""
+        return self.residency.need(unit)
+
+    def view_of(self, shard: Shard) -> torch.Tensor:
+        """Returns a view that lies in the memory of a unit as a parameter of it does."""
+        unit = self.units[shard.unit]
+        memory = torch.empty(unit.num_elements, device="meta")
+        return unit.layout.views(memory)[shard.place]
+
+    # ------------------------------------------------------------------ steps
+
+    def begin(self) -> None:
+        """Starts a step, or a call outside of steps."""
+        self._is_in_pass = False
+        self.residency.begin()
+        self.gradients.begin()
+
+    def enter_pass(self) -> None:
+        """Starts a backward pass."""
+        self.leave_pass()
+        self._is_in_pass = True
+
+    def leave_pass(self) -> None:
+        """Ends the backward pass that has begun, if one has. Collective: the sharding group."""
+        if self._is_in_pass:
+            self._is_in_pass = False
+            self.gradients.end_pass()
+
+    def end(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
+        """Ends a step with a backward pass; then gradients are final. Collective: DP_GROUP."""
+        self._is_in_pass = True
+        self.leave_pass()
+        self.gradients.end_step(used_anywhere)
+
+    def updated(self) -> None:
+        """Takes note that parameters have other values."""
+        self.generation += 1
+        self.residency.empty()
+
+    def close(self, *, failed: bool) -> None:
+        """Lets all that is gathered go."""
+        if failed:
+            self.residency.abandon()
+        else:
+            self.residency.empty()
+
+    # ------------------------------------------------------------------ memory
+
+    def kept_bytes(self) -> int:
+        """Returns the bytes of what this rank keeps of the parameters between steps."""
+        return sum(unit.shard.numel() * unit.shard.element_size() for unit in self.units)
+
+
+def _stable(kind: Callable[[str], tuple[torch.dtype, bool]]) -> Callable[[str], tuple[str, bool]]:
+    """Returns what orders names by kind, and leaves their order as it is otherwise."""
+    return lambda name: (str(kind(name)[0]), kind(name)[1])
+
+
+def is_sharded(parameter: object) -> bool:
+    """Tells whether a parameter has been cut."""
+    return isinstance(parameter, ShardedParameter)

@@ -1,0 +1,371 @@
+"""A parameter of which this rank has a block, and which is whole only while something uses it.
+
+It stays the object that the script knows, with its whole shape. Every function of torch that gets
+it goes through ``__torch_function__``: while the model runs, its unit is gathered first; elsewhere
+what asks for its values is refused, since one rank alone cannot answer. What passes by this, if
+anything does, reads numbers that are not numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.compat.private import ABOUT_TENSORS, past_subclass_functions
+
+
+class Home(Protocol):
+    """Where the units of one model are."""
+
+    is_read_in_blocks: bool
+
+    def enter(self, shards: Iterable[Shard]) -> None:
+        """Makes parameters whole; they stay so until ``leave``."""
+
+    def leave(self, shards: Iterable[Shard]) -> None:
+        """Lets parameters go again."""
+
+    def check_use(self, shard: Shard, what: str) -> None:
+        """Raises where no values can be had."""
+
+
+class Shard:
+    """What this rank has of a parameter.
+
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+        part: the block.
+        values: the numbers in the block.
+        home: where the unit of the parameter is.
+        unit: number of the unit.
+        place: number of the parameter in the unit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: torch.Size,
+        part: Rectangle,
+        values: torch.Tensor,
+        home: Home,
+        unit: int,
+        place: int,
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.part = part
+        self.values = nn.Parameter(values)
+        self._home = weakref.ref(home)  # which has the parameter, too
+        self.unit = unit
+        self.place = place
+        # One number that is none, seen as if it had the parameter's shape.
+        self.vacant = values.new_full((1,), float("nan")).expand(shape)
+        self._wide: torch.Tensor | None = None
+        self._seen: ShardedGradient | None = None
+
+    @property
+    def home(self) -> Home:
+        """Where the unit of the parameter is.
+
+        Raises:
+            SMPError: its model is gone.
+        """
+        home = self._home()
+        if home is None:
+            raise SMPError(
+                f"the DistributedModel of parameter {self.name} is gone, and with it the shards "
+                "of the other ranks: keep the model as long as its parameters are used."
+            )
+        return home
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether sums of gradients have another type than the values."""
+        return torch.promote_types(self.values.dtype, torch.float32) != self.values.dtype
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The block of the mean of all gradients, in fp32 at least; None without.
+
+        Where that is the type of the values, it is the gradient of ``values``.
+        """
+        return self._wide if self.is_wide else self.values.grad
+
+    @gradient.setter
+    def gradient(self, gradient: torch.Tensor | None) -> None:
+        if self.is_wide:
+            self._wide = gradient
+        else:
+            self.values.grad = gradient
+
+    def seen_gradient(self) -> ShardedGradient | None:
+        """Returns what a script sees of the gradient: the same object while it is the same."""
+        gradient = self.gradient
+        if gradient is None:
+            self._seen = None
+        elif self._seen is None or self._seen.block is not gradient:
+            self._seen = gradient.as_subclass(ShardedGradient)
+            self._seen.block = gradient
+            self._seen.name_of_parameter = self.name
+        return self._seen
+
+
+def _of(names: str, *more: Any) -> frozenset[Any]:
+    """Returns methods of tensors, and what reads attributes of them."""
+    found = set(more)
+    for name in names.split():
+        each = getattr(torch.Tensor, name, None)
+        if each is not None:
+            found.add(each if callable(each) else each.__get__)
+    return frozenset(found)
+
+
+#: What asks for no values.
+_ABOUT = _of(
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mkldnn is_nested is_xpu is_mps itemsize nbytes name output_nr "
+    "retains_grad size dim ndimension numel nelement element_size "
+    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ "
+    "get_device is_inference",
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    *ABOUT_TENSORS,
+)
+#: What gives the tensor itself where there is nothing to convert.
+_CONVERSIONS = _of("to cpu cuda float double half bfloat16 contiguous")
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+#: What changes numbers one by one, wherever the others are.
+_NUMBER_BY_NUMBER = _of(
+    "mul_ div_ zero_ detach_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_ copy_ requires_grad_ "
+    "shape dtype device layout is_sparse is_cuda is_leaf requires_grad grad_fn ndim size dim numel "
+    "is_floating_point is_complex __hash__ __len__ is_cpu is_meta",
+    *ABOUT_TENSORS,
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """See the module; parameters get this class when they are cut."""
+
+    shard: Shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch that got such a parameter."""
+        kwargs = kwargs or {}
+        with past_subclass_functions():
+            if func in _ABOUT and not _is_read_in_blocks(args):
+                return func(*args, **kwargs)
+            given = {id(each): each for each in _parameters_in((args, kwargs.values()))}
+            shards = [each.shard for each in given.values()]
+            if all(each.home.is_read_in_blocks for each in shards):
+                return func(*_as_blocks(args), **_as_blocks(kwargs))
+            handled, result = _of_one(func, args, kwargs)
+            if handled:
+                return result
+            for shard in shards:
+                shard.home.check_use(shard, _named(func))
+            versions = [each._version for each in given.values()]
+            homes = {id(each.home): each.home for each in shards}
+            for home in homes.values():
+                home.enter([each for each in shards if each.home is home])
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                for home in homes.values():
+                    home.leave([each for each in shards if each.home is home])
+            for parameter, version in zip(given.values(), versions, strict=True):
+                if parameter._version != version:
+                    raise UnsupportedError(
+                        f"{_named(func)} wrote to {parameter.shard.name} while the model ran, and "
+                        "what is gathered is only a copy of the ranks' shards: change parameters "
+                        "by the optimizer, or between steps by DistributedModel.load_state_dict."
+                    )
+            return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Says what it is; its values are on several ranks."""
+        return f"ShardedParameter({self.shard.name}, shape={tuple(self.shard.shape)})"
+
+    # Compatibility: what scripts read of parameters that are in shards.
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shard.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return self.shard.shape.numel()
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """The block of this rank; its ``ds_numel`` is the number of its elements."""
+        block: Any = self.shard.values.detach()
+        block.ds_numel = block.numel()
+        return block  # type: ignore[no-any-return]
+
+
+class ShardedGradient(torch.Tensor):
+    """What a script sees as the gradient of a sharded parameter: the block of this rank.
+
+    Numbers can be changed one by one, as by ``mul_``; what looks at all of them is refused.
+    """
+
+    block: torch.Tensor
+    name_of_parameter: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch that got such a gradient."""
+        with past_subclass_functions():
+            if func in _NUMBER_BY_NUMBER:
+                return func(*args, **(kwargs or {}))
+            if func in _CONVERSIONS and _is_identity(func, args, kwargs or {}):
+                return args[0]
+        names = [each.name_of_parameter for each in _flat((args, kwargs)) if isinstance(each, cls)]
+        raise UnsupportedError(
+            f"{_named(func)} asks for the gradient of {', '.join(names) or 'a parameter'}, of "
+            "which each rank of the sharding group has a block: take norms by smp.clip_grad_norm_ "
+            "or torch.nn.utils.get_total_norm; mul_ and the like change all blocks where every "
+            "rank calls them."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Says what it is."""
+        return f"ShardedGradient({self.name_of_parameter}, block={tuple(self.block.shape)})"
+
+
+def held(tensor: Any) -> Any:
+    """Returns what is here of a parameter, as a parameter: its block, or itself if it is whole."""
+    return tensor.shard.values if isinstance(tensor, ShardedParameter) else tensor
+
+
+def gradient_here(tensor: Any) -> torch.Tensor | None:
+    """Returns what is here of a parameter's gradient: the block, or all of it."""
+    if isinstance(tensor, ShardedParameter):
+        return tensor.shard.gradient
+    gradient: torch.Tensor | None = tensor.grad
+    return gradient
+
+
+def block_of(tensor: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns of the state of a parameter what belongs to what is here of it."""
+    if not isinstance(tensor, ShardedParameter):
+        return state
+    whole = tensor.shard.shape
+    index = tensor.shard.part.within(Rectangle.whole(whole))
+    return {
+        key: value[index].clone()
+        if isinstance(value, torch.Tensor) and value.shape == whole
+        else value
+        for key, value in state.items()
+    }
+
+
+@contextlib.contextmanager
+def as_blocks(homes: Iterable[Home]) -> Iterator[None]:
+    """Lets the library read and write parameters: functions of torch get the own blocks."""
+    changed = [home for home in homes if not home.is_read_in_blocks]
+    for home in changed:
+        home.is_read_in_blocks = True
+    try:
+        yield
+    finally:
+        for home in changed:
+            home.is_read_in_blocks = False
+
+
+def _is_read_in_blocks(args: Any) -> bool:
+    own = args[0] if args else None
+    return isinstance(own, ShardedParameter) and own.shard.home.is_read_in_blocks
+
+
+def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Runs what concerns the gradient, the memory or the type of one parameter.
+
+    Returns:
+        whether it was that, and the result.
+    """
+    own = args[0] if args and isinstance(args[0], ShardedParameter) else None
+    if own is None:
+        return False, None
+    shard = own.shard
+    if func == _GRAD.__get__:
+        return True, shard.seen_gradient()
+    if func == _GRAD.__delete__ or (func == _GRAD.__set__ and args[1] is None):
+        shard.gradient = None
+        return True, None
+    if func == _GRAD.__set__:
+        if args[1] is shard.seen_gradient():
+            return True, None
+        raise UnsupportedError(
+            f"the gradient of {shard.name} is in blocks on the ranks of a sharding group, and no "
+            "whole tensor takes its place: change it in place, as by mul_."
+        )
+    if func == torch.Tensor.stride:
+        strides = torch.empty(shard.shape, device="meta").stride()
+        return True, strides if len(args) == 1 else strides[args[1]]
+    if func in _CONVERSIONS and _is_identity(func, args, kwargs):
+        return True, own
+    if func == _DATA.__set__ and args[1] is own:
+        return True, None
+    if func in (_DATA.__get__, _DATA.__set__):
+        raise UnsupportedError(
+            f".data of {shard.name} would go past the ranks that hold the parameter in shards: "
+            "read it inside the model by detach(); outside, call state_dict() and "
+            "load_state_dict() of the DistributedModel."
+        )
+    if func == torch.Tensor.register_post_accumulate_grad_hook:
+        raise UnsupportedError(
+            f"the gradient of {shard.name} goes to the ranks' shards when it has been computed, so "
+            "no hook can have it after that: use register_hook, which gets each microbatch's."
+        )
+    return False, None
+
+
+def _is_identity(func: Any, args: Any, kwargs: Any) -> bool:
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs) is like
+
+
+def _flat(structure: Any) -> Iterator[Any]:
+    if isinstance(structure, dict):
+        structure = structure.values()
+    elif isinstance(structure, torch.Tensor) or not hasattr(structure, "__iter__"):
+        yield structure
+        return
+    elif isinstance(structure, str):
+        return
+    for each in structure:
+        yield from _flat(each)
+
+
+def _parameters_in(structure: Any) -> Iterator[ShardedParameter]:
+    return (each for each in _flat(structure) if isinstance(each, ShardedParameter))
+
+
+def _as_blocks(structure: Any) -> Any:
+    if isinstance(structure, ShardedParameter):
+        return structure.shard.values
+    if isinstance(structure, dict):
+        return {key: _as_blocks(value) for key, value in structure.items()}
+    if isinstance(structure, list | tuple) and not isinstance(structure, torch.Size):
+        return type(structure)(map(_as_blocks, structure))
+    return structure
+
+
+def _named(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    return str(getattr(owner, "__name__", None) or getattr(func, "__name__", func))

@@ -1,0 +1,116 @@
+"""How shards reach the ranks of a sharding group, and gradients the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.compat.private import all_gather_into, start_all_gather_into
+
+
+@dataclass(frozen=True)
+class ShardingGroups:
+    """Torch's groups of sharded data parallelism that this rank is in.
+
+    Attributes:
+        members: global ranks of the sharding group, by their number in it.
+        index: the number of this rank.
+        gathering: of the sharding group, for nothing but gathering; on GPUs it has a stream of its
+            own, so that gathering ahead overlaps with what is computed.
+        collectives: of the sharding group, for agreements and reductions.
+        within_host: those of the sharding group on this host; None where one host has all, or
+            where ``sdp_hierarchical_allgather`` is off.
+        across_hosts: those of the sharding group with the same number on each host.
+        copies: those that have the same block of a parameter; None if nobody else has.
+        copies_of_slices: those that have the same block of a slice.
+        blaming: a context in which errors of torch name who is missing.
+    """
+
+    members: tuple[int, ...]
+    index: int
+    gathering: dist.ProcessGroup
+    collectives: Collectives
+    within_host: dist.ProcessGroup | None
+    across_hosts: dist.ProcessGroup | None
+    copies: dist.ProcessGroup | None
+    copies_of_slices: dist.ProcessGroup | None
+    blaming: Callable[[str], AbstractContextManager[Any]]
+
+    @property
+    def degree(self) -> int:
+        """How many ranks share a parameter."""
+        return len(self.members)
+
+
+class Gathering:
+    """Shards of all ranks that are on their way.
+
+    Args:
+        groups: who exchanges.
+        shard: of this rank. Shape: (width,).
+    """
+
+    def __init__(self, groups: ShardingGroups, shard: torch.Tensor) -> None:
+        self._groups = groups
+        self._shards = shard.new_empty((groups.degree, shard.numel()))
+        self._work: Any = None
+        with groups.blaming("gathering parameters with"):
+            if groups.within_host is not None and groups.across_hosts is not None:
+                # A shard crosses between hosts once for each rank, not once for each pair.
+                num_hosts = dist.get_world_size(groups.across_hosts)
+                across = shard.new_empty((num_hosts, shard.numel()))
+                all_gather_into(across.view(-1), shard, groups.across_hosts)
+                found = shard.new_empty((groups.degree // num_hosts, *across.shape))
+                all_gather_into(found.view(-1), across.view(-1), groups.within_host)
+                # Which has ranks of a host outside, and hosts inside.
+                self._shards.copy_(found.transpose(0, 1).reshape(self._shards.shape))
+            else:
+                self._work = start_all_gather_into(self._shards.view(-1), shard, groups.gathering)
+
+    def wait(self) -> torch.Tensor:
+        """Returns the shards of all ranks. Shape: (degree, width)."""
+        if self._work is not None:
+            with self._groups.blaming("gathering parameters with"):
+                self._work.wait()
+        return self._shards
+
+
+def scatter_sum(groups: ShardingGroups, given: torch.Tensor, most_columns: int) -> torch.Tensor:
+    """Returns the own row of the sum over the ranks of a sharding group.
+
+    It is summed in the order of the ranks and in fp32 at least; what travels has the given type.
+
+    Args:
+        groups: who exchanges.
+        given: one row for each rank. Shape: (degree, width).
+        most_columns: that travel in one message.
+    """
+    wide = torch.promote_types(given.dtype, torch.float32)
+    total = torch.zeros(given.shape[1], dtype=wide, device=given.device)
+    for start in range(0, given.shape[1], most_columns):
+        columns = given[:, start : start + most_columns]
+        rows = list(columns.unbind(0))
+        received = groups.collectives.swap(rows, [rows[0].shape] * len(rows))
+        target = total[start : start + most_columns]
+        target.copy_(received[0])
+        for each in received[1:]:
+            target += each
+    return total
+
+
+def is_hierarchical(hosts: Sequence[object]) -> bool:
+    """Tells whether ranks lie on several hosts, as many on each, one host after the other.
+
+    Args:
+        hosts: of each rank of a sharding group.
+    """
+    found = list(dict.fromkeys(hosts))
+    size = len(hosts) // len(found)
+    ordered = [host for host in found for _ in range(size)]
+    return 1 < len(found) < len(hosts) and list(hosts) == ordered

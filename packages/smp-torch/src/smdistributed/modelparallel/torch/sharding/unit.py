@@ -1,0 +1,130 @@
+"""A unit: parameters that are gathered and whose gradients are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.compat.private import (
+    copy_all,
+    past_subclass_functions,
+    storage_of,
+)
+from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
+from smdistributed.modelparallel.torch.sharding.parameter import Home, Shard, ShardedParameter
+
+
+class Unit:
+    """Some parameters of a model, of one type, of which this rank has a block each.
+
+    Args:
+        number: of the unit in its model.
+        named: the parameters with their names; they are cut by ``take``.
+        degree: over how many ranks they are cut.
+        index: which of them this is.
+        device: where they are.
+        is_sliced: whether they are slices, which other tensor-parallel ranks hold otherwise.
+
+    Attributes:
+        shard: the blocks of this rank. Shape: (width,).
+        parameters: in the order of the model.
+        memory: the whole parameters one after another while the unit is gathered; else None.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        degree: int,
+        index: int,
+        device: torch.device,
+        is_sliced: bool,
+    ) -> None:
+        self.number = number
+        self.is_sliced = is_sliced
+        self.parameters: list[Any] = [parameter for _, parameter in named]
+        self.names = [name for name, _ in named]
+        self._degree, self._index, self._device = degree, index, device
+        self.dtype = self.parameters[0].dtype
+        self.layout = UnitLayout(tuple(tuple(each.shape) for each in self.parameters), degree)
+        self.num_elements = self.layout.num_elements
+        self.shard = torch.zeros(self.layout.width, dtype=self.dtype, device=device)
+        self.memory: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def take(self, place: int, whole: torch.Tensor, home: Home) -> None:
+        """Keeps the own block of a parameter, which is a sharded one from now on.
+
+        Args:
+            place: of the parameter in the unit.
+            whole: its values.
+            home: where the unit is.
+        """
+        parameter = self.parameters[place]
+        part, start = list(self.layout.places(self._index))[place]
+        block = self.shard[start : start + part.num_elements].view(part.sizes)
+        block.copy_(whole[part.within(type(part).whole(whole.shape))])
+        shard = Shard(self.names[place], parameter.shape, part, block, home, self.number, place)
+        shard.values.requires_grad_(parameter.requires_grad)
+        parameter.data = shard.vacant
+        parameter.__class__ = ShardedParameter
+        parameter.shard = shard
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank has of each parameter."""
+        return [each.shard for each in self.parameters]
+
+    @torch.no_grad()
+    def fill(self, gathered: torch.Tensor) -> int:
+        """Makes the parameters whole; returns by what their memory is known.
+
+        Args:
+            gathered: the shards of all ranks. Shape: (degree, width).
+        """
+        memory = gathered.new_empty(self.num_elements)
+        views = self.layout.views(memory)
+        targets, sources = [], []
+        for number, part, values in self.layout.blocks(gathered):
+            if part.num_elements:
+                targets.append(views[number][part.within(type(part).whole(views[number].shape))])
+                sources.append(values)
+        copy_all(targets, sources)
+        with past_subclass_functions():
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.data = view
+        self.memory = memory
+        return storage_of(memory)
+
+    def empty(self) -> None:
+        """Lets the whole parameters go; what still views them keeps them alive."""
+        self.memory = None
+        with past_subclass_functions():
+            for parameter in self.parameters:
+                parameter.data = parameter.shard.vacant
+
+    def pack(self, gradients: Mapping[int, torch.Tensor], out: torch.Tensor) -> None:
+        """Lays whole gradients out as shards of all ranks.
+
+        Args:
+            gradients: by place of the parameter; a missing one counts as zero.
+            out: zeros. Shape: (degree, width).
+        """
+        targets, sources = [], []
+        for number, part, target in self.layout.blocks(out):
+            gradient = gradients.get(number)
+            if gradient is not None and part.num_elements:
+                sources.append(gradient[part.within(type(part).whole(gradient.shape))])
+                targets.append(target)
+        if targets:
+            copy_all(targets, sources)
+
+    def blocks_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the own block of each parameter in a tensor of the shape of the shard."""
+        return [
+            flat[start : start + part.num_elements].view(part.sizes)
+            for part, start in self.layout.places(self._index)
+        ]

@@ -1,0 +1,157 @@
+"""Sharded data parallelism, in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shard_cases
+import shard_population
+from world import run, world_of
+
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+
+def sharded(ranks: int, degree: int, **config: Any) -> World:
+    """Returns a world whose ranks have shards of the parameters."""
+    given = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 2}
+    return world_of(ranks, {**given, "microbatches": 4, "ddp": True, **config})
+
+
+LITTLE = {"sdp_max_live_parameters": 80, "sdp_reduce_bucket_size": 40}
+WORLDS = {
+    "sdp2": sharded(2, 2),
+    "sdp2-little": sharded(2, 2, **LITTLE),
+    "sdp4": sharded(4, 4, sdp_param_persistence_threshold=10),
+    "sdp2-dp2": sharded(4, 2, **LITTLE),
+}
+COMBINED = {
+    "pp2-sdp2": sharded(4, 2, pipeline_parallel_degree=2),
+    "tp2-sdp2": sharded(4, 2, tensor_parallel_degree=2),
+}
+
+
+#: What runs by default; the rest is for releases.
+QUICK = {
+    "sdp2-little": tuple(name for name in shard_cases.CASES if name != "adam"),
+    "sdp2-dp2": ("momentum_clipped",),
+    "pp2-sdp2": ("momentum_clipped", "a_state_comes_back"),
+    "tp2-sdp2": ("momentum_clipped",),
+}
+
+
+def is_quick(world: str, case: str) -> bool:
+    return case in QUICK.get(world, ())
+
+
+def run_case(name: str) -> None:
+    {**shard_cases.CASES, **shard_cases.HALF, **shard_cases.FP16}[name]()
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(world, case, marks=() if is_quick(world, case) else pytest.mark.slow)
+        for world in WORLDS
+        for case in shard_cases.CASES
+    ],
+)
+def test_shards(worlds: Worlds, world: str, case: str) -> None:
+    run(worlds, WORLDS[world], run_case, case)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(world, case, marks=() if is_quick(world, case) else pytest.mark.slow)
+        for world in COMBINED
+        for case in shard_cases.COMBINED
+    ],
+)
+def test_shards_with_other_parallelism(worlds: Worlds, world: str, case: str) -> None:
+    run(worlds, COMBINED[world], run_case, case)
+
+
+@pytest.mark.parametrize("case", [*shard_cases.HALF, *shard_cases.FP16])
+@pytest.mark.parametrize(
+    ("kind", "degree"), [("fp16", 2), pytest.param("bf16", 4, marks=pytest.mark.slow)]
+)
+def test_shards_in_half_precision(worlds: Worlds, kind: str, degree: int, case: str) -> None:
+    if case in shard_cases.FP16 and kind != "fp16":
+        pytest.skip("without a loss scale nothing is left out")
+    run(worlds, sharded(degree, degree, **{kind: True}), run_case, case)
+
+
+def around_a_checkpoint(path: str, resume: bool) -> list[float]:
+    return shard_cases.losses_around_a_checkpoint(path, resume)
+
+
+MIXED = {"microbatches": 2, "ddp": True}
+LAYOUTS = {
+    "sdp4": sharded(4, 4, **MIXED),
+    "sdp2-dp2": sharded(4, 2, **MIXED),
+    "sdp4-other-threshold": sharded(4, 4, **{**MIXED, "sdp_param_persistence_threshold": 60}),
+    "pp2-sdp2": sharded(4, 2, pipeline_parallel_degree=2, **MIXED),
+    "tp2-sdp2": sharded(4, 2, tensor_parallel_degree=2, **MIXED),
+    "pp2-dp2": world_of(4, {"pipeline_parallel_degree": 2, **MIXED}),
+    "owners": world_of(4, {"shard_optimizer_state": True, **MIXED}),
+    "sdp3": sharded(3, 3, **MIXED),
+    "sdp2": sharded(2, 2, **MIXED),
+    "one": world_of(1, MIXED),
+}
+PAIRS = {("sdp4", "sdp2"), ("pp2-sdp2", "one"), ("sdp2", "sdp2")}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(one, other, marks=() if (one, other) in PAIRS else pytest.mark.slow)
+        for one in LAYOUTS
+        for other in LAYOUTS
+    ],
+)
+def test_checkpoints_fit_any_layout(
+    worlds: Worlds, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    path = str(tmp_path)
+    want = run(worlds, LAYOUTS[saved], around_a_checkpoint, path, False)[0]
+    for got in run(worlds, LAYOUTS[resumed], around_a_checkpoint, path, True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def merged(path: str) -> None:
+    shard_cases.full_state_of(path)
+
+
+def without_state(path: str) -> None:
+    shard_cases.without_the_state_of_the_optimizer(path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param({}, id="fp32", marks=pytest.mark.slow), pytest.param({"fp16": True}, id="fp16")],
+)
+@pytest.mark.parametrize("body", [merged, without_state])
+def test_sharded_files(worlds: Worlds, tmp_path: Path, kind: dict[str, Any], body: Any) -> None:
+    run(worlds, sharded(2, 2, **kind), body, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["sdp2", "sdp2-little"])
+def test_a_population_is_exact_or_refused(worlds: Worlds, world: str) -> None:
+    found = run(worlds, WORLDS[world], shard_population.survey, timeout=280)[0]
+    print(found)
+    assert not found["wrong"]
+    assert found["refused"] == ["data_writes", "reads", "writes"]
+    assert sum(found["counts"].values()) == 324
+
+
+def hierarchical() -> None:
+    shard_cases.gathered_between_hosts()
+
+
+def test_gathering_between_hosts(worlds: Worlds) -> None:
+    run(worlds, COMBINED["tp2-sdp2"], hierarchical)
