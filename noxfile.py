@@ -300,8 +300,8 @@ def failures(session: nox.Session) -> None:
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Run smprun and jobs under a real Slurm on this host; needs root, slurm-wlm and munge."""
-    install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-launch")
+    install_groups(session, "test", "services", "serving")
+    install_packages(session, "smp-common", "smp-torch", "smp-launch")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
 
 
@@ -321,6 +321,14 @@ def serve(session: nox.Session) -> None:
     session.run("pytest", *suites("serving"), *session.posargs, env=ONE_THREAD)
     for framework in ("torch", "tensorflow"):
         check_conformance(session, framework, "--only", "a_model_is_served")
+
+
+@nox.session
+def fresh(session: nox.Session) -> None:
+    """Install as the documentation says, with pip, and run one notebook by both doors."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common")
+    session.run("pytest", *suites("fresh"), *session.posargs)
 
 
 @nox.session

@@ -32,6 +32,10 @@ from smdistributed.modelparallel.launch.storage.transfer import download_all, up
 
 __all__ = ["LocalSession", "Session", "get_execution_role"]
 
+#: Of the one account, and of the one caller, that there are here.
+ACCOUNT = "123456789012"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/local"
+
 _BUCKET = "smp-launch"
 _REGION = "local"
 _BACKEND_VARIABLE = "SMP_BACKEND"
@@ -84,6 +88,14 @@ class Session:
     def default_bucket(self) -> str:
         """Returns the bucket for what has no place of its own; ``s3://`` of it can be written."""
         return self._bucket
+
+    def account_id(self) -> str:
+        """Returns the account; there is one."""
+        return ACCOUNT
+
+    def get_caller_identity_arn(self) -> str:
+        """Returns the role; there is one."""
+        return ROLE
 
     def upload_data(
         self, path: str, bucket: str | None = None, key_prefix: str = "data", **_: object
@@ -254,4 +266,4 @@ class LocalSession(Session):
 
 def get_execution_role(sagemaker_session: object = None, **_: object) -> str:
     """Returns a role for arguments that want one; nothing is done with it."""
-    return "arn:aws:iam::000000000000:role/local"
+    return ROLE

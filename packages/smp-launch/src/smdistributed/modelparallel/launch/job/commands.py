@@ -139,6 +139,7 @@ def _environ(
     inherited = {name: text for name, text in environ.items() if not name.startswith("SM_")}
     # Last, so that a reader of pipes that is installed wins.
     readers = [str(_READERS)] if feeding.piped(request) else []
-    path = [str(folder.code), *filter(None, [environ.get("PYTHONPATH")]), *readers]
+    installed = [str(folder.packages)] if folder.packages.is_dir() else []
+    path = [str(folder.code), *installed, *filter(None, [environ.get("PYTHONPATH")]), *readers]
     own = contract.environment(folder, request, host)
     return {**inherited, "PYTHONPATH": os.pathsep.join(path), **own}
