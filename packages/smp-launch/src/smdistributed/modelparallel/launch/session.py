@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smdistributed.modelparallel.common.config import ConfigWarning
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch.backends import base
 from smdistributed.modelparallel.launch.backends.local import LocalBackend
 from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
@@ -42,6 +42,14 @@ _BACKEND_VARIABLE = "SMP_BACKEND"
 _BACKENDS: dict[str, base.Backend] = {
     backend.name: backend for backend in (LocalBackend(), SlurmBackend())
 }
+#: What somebody may look for, and the way out.
+_CONTAINERS = "jobs run in this Python environment; in a container of your own, use 'local'"
+_HOSTS = "use 'slurm', or start the script itself on hosts that ssh reaches by 'smprun --hosts'"
+_NOT_OFFERED = {
+    **dict.fromkeys(("docker", "podman", "container", "containers"), _CONTAINERS),
+    **dict.fromkeys(("hosts", "ssh"), _HOSTS),
+    **dict.fromkeys(("kubernetes", "k8s"), "use 'slurm', or 'local' in a pod of your own"),
+}
 
 
 class Session:
@@ -68,6 +76,10 @@ class Session:
         self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
         self._bucket = default_bucket
         self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
+        if self.backend in _NOT_OFFERED:
+            raise UnsupportedError(
+                f"the back-end {self.backend!r} is not offered: {_NOT_OFFERED[self.backend]}."
+            )
         if self.backend not in _BACKENDS:
             raise ConfigError(
                 f"the back-end must be one of {', '.join(_BACKENDS)}; got {self.backend!r}."
@@ -140,7 +152,7 @@ class Session:
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)
             file_channels.check(channel, self.root, mode, job.resource_config.instance_count)
-        places.make_private(self.root)
+        places.make_root(self.root)
         places.check_writable(places.locate(job.output_data_config.s3_output_path, self.root))
         backend = _BACKENDS[self.backend]
         with folder.created(self.root, job, status.new(base.about(backend))) as created:

@@ -14,7 +14,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.common.launcher.bootstrap import HOSTS_VARIABLE
 from smdistributed.modelparallel.launch import channels
-from smdistributed.modelparallel.launch.job import clusters, contract, feeding
+from smdistributed.modelparallel.launch.job import clusters, contract, feeding, warden
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import TrainingJob
@@ -90,6 +90,9 @@ def commands_of(
         starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
         own = {**_environ(folder, request, host, environ), **role.variables}
         whole = (*_reach(node), *starter, program, *words)
+        if not node:
+            # Steps of Slurm are ended by Slurm, and ranks by smprun.
+            whole = warden.guarded(whole, grace_seconds)
         commands.append(Command(host.name + role.name, whole, own, folder.code, serves=role.serves))
     return commands
 
