@@ -208,6 +208,9 @@ def test_what_slurm_refuses_leaves_no_job(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("SMP_SLURM_OPTIONS", '{"local": "--partition=nowhere"}')
     with pytest.raises(LaunchError, match=r"sbatch of Slurm: .*invalid partition"):
         make(tmp_path, "print(1)").fit()
+    monkeypatch.delenv("SMP_SLURM_OPTIONS")
+    with pytest.raises(LaunchError, match=r"not have the GPUs of ml.p3.2xlarge; .*--gres=none"):
+        make(tmp_path, "print(1)", instance_type="ml.p3.2xlarge").fit()
     monkeypatch.setenv("SMP_SLURM_OPTIONS", "--partition=main")
     with pytest.raises(ConfigError, match="must be a JSON object of types of hosts"):
         make(tmp_path, "print(1)").fit()

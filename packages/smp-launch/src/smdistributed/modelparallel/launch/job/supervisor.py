@@ -142,6 +142,8 @@ class Supervisor:
                 self._leave_word(f"{outcome.reason}\n\n{last}\n")
         if outcome.ending == "stopped" and self._is_taken_away:
             return Outcome("interrupted", 0, "The hosts were taken away; it starts again on others")
+        if outcome.ending == "stopped" and self._has_lost_a_node():
+            return Outcome("failed", 1, "a node of the allocation was lost")
         return outcome
 
     def _fill(self, channel: Channel) -> None:
@@ -296,6 +298,11 @@ class Supervisor:
         """Whether a scheduler ends the job for reasons of its own, and will start it again."""
         is_requeued = self._request.enable_managed_spot_training and slurm.is_inside(os.environ)
         return self._is_signalled and is_requeued and not self._folder.is_asked_to_stop
+
+    def _has_lost_a_node(self) -> bool:
+        """Whether a scheduler ends the job since it cannot go on; nobody asked for it."""
+        is_own = self._folder.is_asked_to_stop or not slurm.is_inside(os.environ)
+        return not is_own and slurm.has_lost_a_node(os.environ)
 
     def _check_for_stop(self) -> None:
         if self._is_to_stop():
