@@ -28,7 +28,7 @@ def _envelope(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _dry_run(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def _dry_run(document: dict[str, Any], *options: str) -> subprocess.CompletedProcess[str]:
     """Asks smprun what it would do with a configuration file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.json")
@@ -36,7 +36,7 @@ def _dry_run(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         launcher = ("-m", "smdistributed.modelparallel.common.launcher")
         script = Path(folder, "train.py")
         script.touch()
-        words = (sys.executable, *launcher, "--dry-run", "--config", str(path), str(script))
+        words = (sys.executable, *launcher, "--dry-run", "--config", path, *options, script)
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -55,6 +55,16 @@ def processes_per_host_is_the_size_of_the_job(adapter: Adapter) -> None:
     done = _dry_run(_envelope(mpi={"enabled": True, "processes_per_host": 3}))
     assert done.returncode == 0, done.stderr
     assert "-n 3" in done.stdout
+
+
+@case("config.C20", worlds=NEW, frameworks=("torch",))
+def slices_on_several_hosts_are_warned_about(adapter: Adapter) -> None:
+    parameters = {"tensor_parallel_degree": 2, "ddp": True}
+    split = {"modelparallel": {"enabled": True, "parameters": parameters}}
+    for places, is_warned in (("a:2,b:2", False), ("a:1,b:1,c:1,d:1", True)):
+        done = _dry_run(_envelope(smdistributed=split), "--hosts", places)
+        assert done.returncode == 0, done.stderr
+        assert ("ranks 0, 1 spans hosts 0, 1" in done.stderr) == is_warned, done.stderr
 
 
 @case("config.C17", worlds=NEW)

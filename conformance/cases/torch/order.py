@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from conformance.adapters.base import WIDTH
@@ -71,21 +73,54 @@ def a_long_chain_is_divided_evenly(adapter: Any) -> None:
     assert counts(nn.Sequential(chain(6), nn.Linear(WIDTH, WIDTH), chain(1))) == [2, 2, 2, 2]
 
 
-def uneven_net() -> Any:
-    """Returns a model with its parameters at the front, and its work at the end.
-
-    Two tables of parameters that cost no work, and two works without parameters.
-    """
+def table(rows: int) -> Any:
+    """Returns a module of parameters that cost no work."""
     import torch
     from torch import nn
 
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rows = nn.Parameter(torch.zeros(5000, WIDTH))
+            self.rows = nn.Parameter(torch.zeros(rows, WIDTH))
 
         def forward(self, x: Any) -> Any:
             return x + self.rows[0]
+
+    return Table()
+
+
+def least_of_the_heaviest(weights: Sequence[int], parts: int) -> int:
+    """Returns how light the heaviest part can be; tries every way to cut."""
+    ends = range(1, len(weights))
+    return min(
+        max(sum(weights[one:two]) for one, two in itertools.pairwise((0, *cuts, len(weights))))
+        for cuts in itertools.combinations(ends, parts - 1)
+    )
+
+
+@torch_case("torch.partition_tree", worlds=("deep", "by_memory"))
+def no_cut_of_a_chain_has_a_lighter_heaviest_part(adapter: Any) -> None:
+    from torch import nn
+
+    smp = adapter.smp
+    numbers = random.Random(1)
+    for _ in range(8):
+        weights = [numbers.randint(1, 9) for _ in range(numbers.randint(smp.pp_size(), 10))]
+        net = nn.Sequential(*(table(1000 * each) for each in weights))
+        model, _ = trained(adapter, smp.DistributedModel(net))
+        own = [int(name.partition(".")[0]) for name, _ in model.local_named_parameters()]
+        held = smp.allgather(own, smp.PP_GROUP)
+        assert [place for each in held for place in each] == list(range(len(weights)))
+        heaviest = max(sum(weights[place] for place in each) for each in held)
+        assert heaviest == least_of_the_heaviest(weights, smp.pp_size()), (weights, held)
+
+
+def uneven_net() -> Any:
+    """Returns a model with its parameters at the front, and its work at the end.
+
+    Two tables of parameters that cost no work, and two works without parameters.
+    """
+    from torch import nn
 
     class Work(nn.Module):
         def forward(self, x: Any) -> Any:
@@ -94,7 +129,7 @@ def uneven_net() -> Any:
                 wide = (wide @ wide.T) @ wide / 1e3
             return wide[:, :WIDTH]
 
-    return nn.Sequential(Table(), Table(), Work(), Work())
+    return nn.Sequential(table(5000), table(5000), Work(), Work())
 
 
 def shares(adapter: Any) -> tuple[list[int], list[int]]:

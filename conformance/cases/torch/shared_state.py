@@ -139,7 +139,7 @@ def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
 
 
 @torch_case("torch.script_rules", worlds=("alone", "replicas", "pipeline"))
-def a_module_that_a_step_adds_is_trained_or_refused(adapter: Any) -> None:
+def what_a_step_adds_is_trained_or_refused(adapter: Any) -> None:
     import torch
     from torch import nn
 
@@ -155,17 +155,24 @@ def a_module_that_a_step_adds_is_trained_or_refused(adapter: Any) -> None:
                 self.third.load_state_dict(self.second.state_dict())
             return self.third(torch.tanh(self.second(self.first(x))))
 
-    wanted = without_the_library(adapter, Growing().to(adapter.device), 2)
-    model = adapter.smp.DistributedModel(Growing())
-    step = adapter.smp.step(mean_square)
-    try:
-        for number, (losses, gradients) in enumerate(wanted):
-            model.zero_grad()
-            output = step(model, adapter.tensor(adapter.batch(8, seed=number)))
-            torch.testing.assert_close(output.outputs, losses)
-            found = {key: each.grad for key, each in model.local_named_parameters()}
-            assert found.keys() == gradients.keys()
-            for key, gradient in gradients.items():
-                torch.testing.assert_close(found[key], gradient)
-    except UnsupportedError:
-        assert adapter.smp.size() > 1
+    class Scaling(Growing):
+        def forward(self, x: Any) -> Any:
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, device=x.device))
+            return self.second(self.first(x)) * self.scale
+
+    for build in (Growing, Scaling):
+        wanted = without_the_library(adapter, build().to(adapter.device), 2)
+        model = adapter.smp.DistributedModel(build())
+        step = adapter.smp.step(mean_square)
+        try:
+            for number, (losses, gradients) in enumerate(wanted):
+                model.zero_grad()
+                output = step(model, adapter.tensor(adapter.batch(8, seed=number)))
+                torch.testing.assert_close(output.outputs, losses)
+                found = {key: each.grad for key, each in model.local_named_parameters()}
+                assert found.keys() == gradients.keys()
+                for key, gradient in gradients.items():
+                    torch.testing.assert_close(found[key], gradient)
+        except UnsupportedError:
+            assert adapter.smp.size() > 1

@@ -125,9 +125,16 @@ def run_body(directory: str) -> None:
         try:
             result = call()
         except Exception:
-            Path(directory, f"traceback.{rank}").write_text(traceback.format_exc())
+            _leave(Path(directory, f"traceback.{rank}"), traceback.format_exc().encode())
             raise
-        Path(directory, f"result.{rank}").write_bytes(pickle.dumps(result))
+        _leave(Path(directory, f"result.{rank}"), pickle.dumps(result))
+
+
+def _leave(path: Path, content: bytes) -> None:
+    """Writes a file that is whole or absent: a job may be killed while its ranks write."""
+    aside = path.with_name(f"{path.name}.aside")
+    aside.write_bytes(content)
+    aside.replace(path)
 
 
 def _result(directory: Path, rank: int) -> Any:

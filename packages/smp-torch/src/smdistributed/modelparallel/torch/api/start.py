@@ -9,7 +9,7 @@ from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.original_forward import original_forward
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
 from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
-from smdistributed.modelparallel.torch.model.adoption import modules_adopted
+from smdistributed.modelparallel.torch.model.adoption import additions_adopted
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
@@ -37,7 +37,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(norms_of_whole_models(runtime))
         runtime.replacements.enter_context(shared_overflows(runtime))
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
-        runtime.replacements.enter_context(modules_adopted(runtime))
+        runtime.replacements.enter_context(additions_adopted(runtime))
         runtime.replacements.enter_context(compiled_inside())
         runtime.replacements.enter_context(original_forward())
         runtime.replacements.enter_context(distributed_modules_in(runtime.tensor_group))

@@ -269,28 +269,30 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 self.scaled_batch_reducer_named_parameters(),
             )
 
-    def adopt(self, parent: nn.Module, name: str, child: nn.Module) -> None:
-        """Takes a module that code adds during a step; called before it is there.
+    def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
+        """Takes a module or parameter that code adds during a step; called before it is there.
 
         Raises:
-            UnsupportedError: it has parameters whose gradients replicas would not average.
+            UnsupportedError: it has gradients, which replicas would not average.
         """
-        self.drawing.adopt(parent, name, child)
+        if isinstance(added, nn.Module):
+            self.drawing.adopt(parent, name, added)
         runtime, names = self._runtime, self.holder.fakes.names
         if parent not in names or runtime.topology.pp_size > 1:
             return  # on fakes the recorder sees to it
         self._has_grown = True
         known = set(map(id, self.get_module().parameters()))
-        is_new = any(each.requires_grad and id(each) not in known for each in child.parameters())
+        parameters = added.parameters() if isinstance(added, nn.Module) else [added]
+        is_new = any(each.requires_grad and id(each) not in known for each in parameters)
         if is_new and runtime.config.ddp and runtime.topology.dp_size > 1:
             raise UnsupportedError(
                 f"{name} is added to {names[parent] or 'the model'} inside a step, and replicas "
-                "would not average the gradients of its parameters in this step. Make that change "
+                "would not average its gradients in this step. Make that change "
                 "between two steps, or run the model once before it becomes a DistributedModel."
             )
 
     def take_growth(self) -> None:
-        """Takes the modules that were added during the step that has ended."""
+        """Takes what was added during the step that has ended."""
         if self._has_grown:
             self._has_grown = False
             self.refresh()

@@ -50,6 +50,7 @@ class FakeModel:
         self._number = number
         self.names = {module: name for name, module in model.named_modules()}
         self._children = {module: list(module._modules.values()) for module in self.names}
+        self._parameters = {module: _parameter_names(module) for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
@@ -87,6 +88,7 @@ class FakeModel:
         """
         return all(
             list(module._modules.values()) == children
+            and _parameter_names(module) == self._parameters[module]
             for module, children in self._children.items()
         ) and all(
             slot in module._buffers or module._parameters.get(slot) is tensor
@@ -170,3 +172,7 @@ def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    return [name for name, each in module._parameters.items() if each is not None]

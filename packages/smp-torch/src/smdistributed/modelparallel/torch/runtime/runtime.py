@@ -184,7 +184,7 @@ def start(
         hooks = _hooks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     transport, peers = _join(timeout_seconds)
     hooks = hooks or _hooks(transport.rank, transport.size)
-    settings.check_world(transport.size, "pytorch")
+    settings.check_world(transport.size, "pytorch", transport.local_size)
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
     device = _bind_device(transport)
