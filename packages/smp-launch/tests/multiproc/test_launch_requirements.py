@@ -12,7 +12,11 @@ from job_bench import folder_of, log_of, make
 from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
 from smdistributed.modelparallel.launch.session import Session
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip"),
+]
 
 
 def write_wheel(folder: Path) -> str:
