@@ -94,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }.items():
         monkeypatch.setenv(name, text)
     files = s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True)
-    files.call_s3("create_bucket", Bucket="bucket")
+    files.call_s3("create_bucket", Bucket="cut-lines")
     files.line = line
     yield files
     line.close()
@@ -110,7 +110,7 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 
 def make(tmp_path: Path, script: str, **given: Any) -> PyTorch:
     (tmp_path / "train.py").write_text(script)
-    session = Session(root=tmp_path / "jobs", default_bucket="bucket")
+    session = Session(root=tmp_path / "jobs", default_bucket="cut-lines")
     return PyTorch(str(tmp_path / "train.py"), sagemaker_session=session, **given)
 
 
@@ -129,7 +129,7 @@ while not pathlib.Path({str(tmp_path / "go-on")!r}).exists():
     time.sleep(0.05)
 """
     given = {"hyperparameters": {"to": "/opt/ml/checkpoints"}}
-    estimator = make(tmp_path, script, checkpoint_s3_uri="s3://bucket/kept", **given)
+    estimator = make(tmp_path, script, checkpoint_s3_uri="s3://cut-lines/kept", **given)
     # Some of the file passes; what says that it is complete does not.
     store.line.bytes_left = NUM_BYTES // 2
     estimator.fit(wait=False)
@@ -137,15 +137,15 @@ while not pathlib.Path({str(tmp_path / "go-on")!r}).exists():
     wait_until(lambda: store.line.is_away, "nothing is copied")
     wait_until(lambda: "It is tried again" in log.read_text(), "nothing is said")
     store.invalidate_cache()
-    assert not store.exists("bucket/kept/latest")
+    assert not store.exists("cut-lines/kept/latest")
     store.line.is_away = False
 
     def is_there() -> bool:
         store.invalidate_cache()
-        return bool(store.exists("bucket/kept/latest"))
+        return bool(store.exists("cut-lines/kept/latest"))
 
     wait_until(is_there, "it is not tried again")
-    assert store.size("bucket/kept/big.pt") == NUM_BYTES
+    assert store.size("cut-lines/kept/big.pt") == NUM_BYTES
     (tmp_path / "go-on").touch()
     job = estimator.latest_training_job
     assert job is not None
@@ -154,11 +154,11 @@ while not pathlib.Path({str(tmp_path / "go-on")!r}).exists():
 
 
 def test_data_that_stops_coming_fails_the_job(tmp_path: Path, store: Any) -> None:
-    store.pipe("bucket/data/big", os.urandom(NUM_BYTES))
+    store.pipe("cut-lines/data/big", os.urandom(NUM_BYTES))
     store.line.bytes_left = NUM_BYTES // 2
     estimator = make(tmp_path, "print('never')")
-    with pytest.raises(UnexpectedStatusException, match=r"s3://bucket/data.* cannot be copied"):
-        estimator.fit({"train": "s3://bucket/data"}, logs=False)
+    with pytest.raises(UnexpectedStatusException, match=r"s3://cut-lines/data.* cannot be copied"):
+        estimator.fit({"train": "s3://cut-lines/data"}, logs=False)
     assert store.line.is_away
     # No half of a file has the name of the whole.
     assert not list(folder_of(estimator).data.rglob("big"))
