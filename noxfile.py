@@ -163,11 +163,10 @@ def check_imports(session: Runner) -> None:
     session.run("lint-imports", "--no-cache")
 
 
-def check_docs(session: Runner) -> None:
+def check_docs(session: Runner, **variables: str) -> None:
     shutil.rmtree(ROOT / "docs/_build", ignore_errors=True)
-    session.run(
-        "sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html"
-    )
+    words = ("-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.run("sphinx-build", *words, env={**ONE_THREAD, **variables})
     session.log("open docs/_build/html/index.html")
 
 
@@ -300,8 +299,8 @@ def failures(session: nox.Session) -> None:
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Run smprun and jobs under a real Slurm on this host; needs root, slurm-wlm and munge."""
-    install_groups(session, "test")
-    install_packages(session, "smp-common", "smp-launch")
+    install_groups(session, "test", "services", "serving")
+    install_packages(session, "smp-common", "smp-torch", "smp-launch")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
 
 
@@ -321,6 +320,14 @@ def serve(session: nox.Session) -> None:
     session.run("pytest", *suites("serving"), *session.posargs, env=ONE_THREAD)
     for framework in ("torch", "tensorflow"):
         check_conformance(session, framework, "--only", "a_model_is_served")
+
+
+@nox.session
+def fresh(session: nox.Session) -> None:
+    """Install as the documentation says, with pip, and run one notebook by both doors."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common")
+    session.run("pytest", *suites("fresh"), *session.posargs)
 
 
 @nox.session
@@ -385,10 +392,10 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation; warnings are errors."""
-    install_groups(session, "docs")
+    """Build the documentation, and run its notebooks; warnings and cells that fail are errors."""
+    install_groups(session, "docs", "serving")
     install_packages(session, *PACKAGES)
-    check_docs(session)
+    check_docs(session, SMP_RUN_NOTEBOOKS="1")
 
 
 @nox.session
@@ -431,7 +438,7 @@ def snippets(session: nox.Session) -> None:
 @nox.session(name="conformance-torch")
 def conformance_torch(session: nox.Session) -> None:
     """Try smp-torch against every row of the specification; words after -- go to the runner."""
-    install_groups(session, "test")
+    install_groups(session, "test", "serving")
     install_packages(session, "smp-common", "smp-torch", "smp-launch")
     check_conformance(session, "torch", *session.posargs)
 
@@ -439,7 +446,7 @@ def conformance_torch(session: nox.Session) -> None:
 @nox.session(name="conformance-tf")
 def conformance_tf(session: nox.Session) -> None:
     """Try smp-tf against every row of the specification; words after -- go to the runner."""
-    install_groups(session, "test")
+    install_groups(session, "test", "serving")
     install_packages(session, "smp-common", "smp-tf", "smp-launch")
     check_conformance(session, "tensorflow", *session.posargs)
 

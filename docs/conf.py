@@ -50,6 +50,9 @@ copybutton_prompt_is_regexp = True
 
 # Tables and pictures of the code come from the code, at each build.
 sys.path.insert(0, str(Path(__file__).parent))
+import notebooks  # noqa: E402 - beside this file
 import pages  # noqa: E402 - beside this file
 
-pages.write(Path(__file__).parent / "_generated")
+_HERE = Path(__file__).parent
+pages.write(_HERE / "_generated")
+notebooks.write(_HERE / "tutorials/notebooks", _HERE / "_generated")

@@ -54,6 +54,7 @@ MODULES = {
     "smp-launch": (
         f"{_ROOT}.launch",
         f"{_ROOT}.launch.analytics",
+        f"{_ROOT}.launch.debugger",
         f"{_ROOT}.launch.deserializers",
         f"{_ROOT}.launch.estimator",
         f"{_ROOT}.launch.exceptions",

@@ -48,17 +48,21 @@ import tarfile
 import boto3, sagemaker
 from sagemaker.pytorch import PyTorch
 
-boto3.client("iam").create_role(RoleName="r", AssumeRolePolicyDocument="{}")
 boto_session = boto3.session.Session()
 account = boto3.client("sts").get_caller_identity()["Account"]
 client = boto_session.client("sagemaker")
 session = sagemaker.session.Session(boto_session=boto_session, sagemaker_client=client)
+role = sagemaker.get_execution_role()
+assert session.account_id() == account
+assert sagemaker.get_execution_role(session) == role
+assert boto3.client("iam").get_role(RoleName=role.rpartition("/")[2])["Role"]["Arn"] == role
+print("ROLE", role)
 bucket = session.default_bucket()
 data = session.upload_data("data", bucket, "data")
 estimator = PyTorch(
     entry_point="train.py",
     source_dir="code",
-    role=f"arn:aws:iam::{account}:role/r",
+    role=role,
     instance_type="ml.p3.16xlarge",
     instance_count=1,
     sagemaker_session=session,
@@ -119,6 +123,7 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     assert "[0] step 2 loss: 5" in done.stdout
     assert 'files [\'a.txt\'] {"microbatches": 4, "partitions": 2}' in done.stdout
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:5].isupper())
+    assert said["ROLE"] == "arn:aws:iam::123456789012:role/local"
     assert said["STEPS"] == "3"
     assert said["METRIC"] == "5.0"
     assert said["LISTED"] == "True"

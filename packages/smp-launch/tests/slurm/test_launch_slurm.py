@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_bench import processes_of
 from slurm_cluster import cluster, run, state_of, wait_until
 
 from smdistributed.modelparallel.common.errors import ConfigError
@@ -207,9 +208,87 @@ def test_what_slurm_refuses_leaves_no_job(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("SMP_SLURM_OPTIONS", '{"local": "--partition=nowhere"}')
     with pytest.raises(LaunchError, match=r"sbatch of Slurm: .*invalid partition"):
         make(tmp_path, "print(1)").fit()
+    monkeypatch.delenv("SMP_SLURM_OPTIONS")
+    with pytest.raises(LaunchError, match=r"not have the GPUs of ml.p3.2xlarge; .*--gres=none"):
+        make(tmp_path, "print(1)", instance_type="ml.p3.2xlarge").fit()
     monkeypatch.setenv("SMP_SLURM_OPTIONS", "--partition=main")
     with pytest.raises(ConfigError, match="must be a JSON object of types of hosts"):
         make(tmp_path, "print(1)").fit()
     assert not [path for path in (tmp_path / "jobs").iterdir() if path.name != "s3"]
     with pytest.raises(ConfigError, match="must be one of local, slurm; got 'slrum'"):
         Session(root=tmp_path, backend="slrum")
+
+
+def test_a_lost_node_is_a_failed_job_and_nothing_is_left(tmp_path: Path) -> None:
+    estimator = make(tmp_path, SAVES, ranks=1, instance_count=2)
+    estimator.fit(wait=False)
+    job = folder_of(estimator)
+    wait_until(lambda: len(list(job.model.glob("ready*"))) == 2, "the ranks do not start")
+    try:
+        run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+        with pytest.raises(UnexpectedStatusException, match=r"NODE_FAIL|node"):
+            estimator.latest_training_job.wait(logs=False)
+        wait_until(lambda: not processes_of(job.path), "processes are left")
+    finally:
+        # Its daemon lives, and so it is taken back as soon as it has ended what ran there.
+        wait_until(lambda: run("sinfo", "-h", "-o", "%D", "-t", "idle").strip() == "2", "no n2")
+
+
+RESUMES = """
+import os, sys, time, torch
+import smdistributed.modelparallel.torch as smp
+place = sys.argv[sys.argv.index("--to") + 1]
+smp.init()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+model = smp.DistributedModel(net)
+optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+inputs = torch.linspace(-1, 1, 64).reshape(8, 8)
+
+@smp.step
+def train_step(model, inputs):
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    model.backward(loss)
+    return loss
+
+first = 0
+if os.path.exists(os.path.join(place, "newest")):
+    first = smp.resume_from_checkpoint(place)["step"]
+for step in range(first, 10):
+    optimizer.zero_grad()
+    loss = train_step(model, inputs).reduce_mean()
+    optimizer.step()
+    if smp.rank() == 0:
+        print(f"step {step} loss: {loss.item()!r}", flush=True)
+    kept = {"model": model, "optimizer": optimizer, "user_content": {"step": step + 1}}
+    smp.save_checkpoint(place, step, **kept)
+    is_here = smp.rank() == 0 and step == 5 and "SLURM_JOB_ID" in os.environ
+    if is_here and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        print("waits", flush=True)
+        time.sleep(100)
+"""
+
+
+def test_a_preempted_job_of_the_library_resumes_to_equal_losses(tmp_path: Path) -> None:
+    parameters = {"partitions": 2, "microbatches": 4}
+    given = {
+        "hyperparameters": {"to": "/opt/ml/checkpoints"},
+        "distribution": {
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+            "mpi": {"enabled": True, "processes_per_host": 1},
+        },
+        "instance_count": 2,
+    }
+    whole = make(tmp_path, RESUMES, backend="local", checkpoint_s3_uri="s3://b/whole", **given)
+    whole.fit(logs=False)
+    cut = make(tmp_path, RESUMES, use_spot_instances=True, checkpoint_s3_uri="s3://b/cut", **given)
+    cut.fit(wait=False)
+    wait_until(lambda: "waits" in log_of(cut), "the script does not come so far")
+    run("scontrol", "requeue", number_of(cut))
+    wait_until(lambda: state_of(number_of(cut)) == "PENDING", "the job is not requeued")
+    run("scontrol", "update", f"JobId={number_of(cut)}", "StartTime=now+2")
+    cut.latest_training_job.wait(logs=False)
+    assert status_of(cut) == ("Completed", "Completed")
+    here, there = (re.findall(r"step \d+ loss: \S+", log_of(each)) for each in (whole, cut))
+    assert len(here) == 10
+    assert there == here, "no step is missing, and none runs twice"

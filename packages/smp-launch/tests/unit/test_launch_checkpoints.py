@@ -109,6 +109,6 @@ def test_an_address_that_is_away_is_tried_again_and_said_once(
     with keeper:
         keeper._thread.join()
     assert len(tried) == 3
-    assert said == ["checkpoints: it is away. It is tried again"]
+    assert said == ["here: it is away. It is tried again"]
     with pytest.raises(StorageError):
         keeper.copy()

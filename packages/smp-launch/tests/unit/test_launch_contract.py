@@ -13,6 +13,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.job import contract
 from smdistributed.modelparallel.launch.job.commands import commands_of
 from smdistributed.modelparallel.launch.job.folder import JobFolder
+from smdistributed.modelparallel.launch.job.warden import guarded
 from smdistributed.modelparallel.launch.request import document, hyperparameters
 
 IMAGE = "tensorflow-training:2.21.0-cpu"
@@ -100,14 +101,14 @@ def test_a_script_runs_once_on_each_host(folder: JobFolder) -> None:
     request = request_of({"sagemaker_program": "train.py", "lr": 1}, 2)
     inherited = {"PYTHONPATH": "/x", "SM_HP_OLD": "1", "HOME": "/home"}
     first, second = commands_of(folder, request, 120, inherited)
-    assert first.words == (sys.executable, "-u", "train.py", "--lr", "1")
+    assert first.words == guarded((sys.executable, "-u", "train.py", "--lr", "1"), 120)
     assert (first.host, second.host) == ("algo-1", "algo-2")
     assert second.environ["SM_CURRENT_HOST"] == "algo-2"
     assert first.environ["PYTHONPATH"] == f"{folder.code}:/x"
     assert first.environ["HOME"] == "/home"
     assert "SM_HP_OLD" not in first.environ
     (shell,) = commands_of(folder, request_of({"sagemaker_program": "train.sh"}), 120, {})
-    assert shell.words == ("/bin/sh", "train.sh")
+    assert shell.words == guarded(("/bin/sh", "train.sh"), 120)
 
 
 def test_mpi_is_one_smprun_for_all_hosts(folder: JobFolder) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch.request import document, hyperparameters, naming
+from smdistributed.modelparallel.launch.session import Session
 
 REQUEST: dict[str, Any] = {
     "TrainingJobName": "job-1",
@@ -118,3 +120,14 @@ def test_names_of_jobs_have_the_time() -> None:
     long = naming.job_name("a-" * 40 + "a")
     assert len(long) <= 63
     document.read(changed("TrainingJobName", long))
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("ssh", "smprun --hosts"), ("kubernetes", "in a pod"), ("docker", "in a container")],
+)
+def test_a_back_end_that_is_not_there_is_refused_with_a_way_out(
+    tmp_path: Path, name: str, way_out: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"back-end '{name}' is not offered: .*{way_out}"):
+        Session(root=tmp_path, backend=name)

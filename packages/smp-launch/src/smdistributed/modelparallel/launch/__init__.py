@@ -6,6 +6,7 @@ model, predictor                   a model that is served, and an endpoint as a 
 serializers, deserializers         what requests and answers are made of
 session, inputs                    where jobs live and what they read
 s3, analytics                      copies of data, and tables of metrics
+debugger                           settings of the service's debugger that notebooks import
 names                              the names of the service's SDK, for notebooks as they are
 notebooks                          runs a notebook from a shell
 api                                the interface of the service, for the SDK and boto3

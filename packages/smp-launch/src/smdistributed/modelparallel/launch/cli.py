@@ -214,8 +214,10 @@ def _run(session: Session, arguments: argparse.Namespace) -> int:
                 _say("sagemaker names this machine in the notebook")
             notebooks.run(script, kept, with_names=not arguments.sdk)
             return 0
-        if not arguments.sdk:
-            names.install()
+        if arguments.sdk:
+            words = [sys.executable, str(script), *arguments.arguments]
+            return subprocess.run(words, env=os.environ, check=False).returncode
+        names.install()
         sys.argv = [str(script), *arguments.arguments]
         sys.path.insert(0, str(script.absolute().parent))
         runpy.run_path(str(script), run_name="__main__")

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.common.config import Framework as FrameworkName
 from smdistributed.modelparallel.common.config.schema import describe
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch import inputs as channel_inputs
+from smdistributed.modelparallel.launch.debugger import TensorBoardOutputConfig
 from smdistributed.modelparallel.launch.deployment import Deployable, TrainingJob
 from smdistributed.modelparallel.launch.job.code import ARCHIVE, Code, collect
 from smdistributed.modelparallel.launch.job.contract import num_gpus
@@ -19,6 +20,7 @@ from smdistributed.modelparallel.launch.request import distribution as strategie
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
 from smdistributed.modelparallel.launch.request.arguments import settle
+from smdistributed.modelparallel.launch.request.document import TENSORBOARD_PATH
 from smdistributed.modelparallel.launch.request.naming import (
     Image,
     base_of,
@@ -30,8 +32,6 @@ from smdistributed.modelparallel.launch.request.naming import (
 from smdistributed.modelparallel.launch.session import Session
 
 __all__ = ["Estimator", "EstimatorBase", "Framework", "TrainingJob"]
-
-_TENSORBOARD = "/opt/ml/output/tensorboard"
 
 
 class EstimatorBase(Deployable):
@@ -61,7 +61,7 @@ class EstimatorBase(Deployable):
     metric_definitions: list[dict[str, str]] | None
     checkpoint_s3_uri: str | None
     checkpoint_local_path: str
-    tensorboard_output_config: Any
+    tensorboard_output_config: TensorBoardOutputConfig | None
     tags: Any
     container_log_level: int
     use_spot_instances: bool
@@ -191,6 +191,12 @@ class EstimatorBase(Deployable):
             )
         if not self.entry_point:
             raise ConfigError(f"{self._kind} needs entry_point, the script to run.")
+        config = self.tensorboard_output_config
+        if config is not None and not isinstance(config, TensorBoardOutputConfig):
+            raise ConfigError(
+                f"tensorboard_output_config must be a TensorBoardOutputConfig; got "
+                f"{describe(config)}: import it from {TensorBoardOutputConfig.__module__}."
+            )
         names.encode(self._hyperparameters)
         self._strategy()
 
@@ -279,12 +285,16 @@ class EstimatorBase(Deployable):
         if self.max_retry_attempts:
             parts["RetryStrategy"] = {"MaximumRetryAttempts": self.max_retry_attempts}
         if self.tensorboard_output_config is not None:
-            parts["TensorBoardOutputConfig"] = {"LocalPath": self._tensorboard_path()}
+            config = self.tensorboard_output_config
+            parts["TensorBoardOutputConfig"] = {
+                "S3OutputPath": config.s3_output_path,
+                "LocalPath": config.local_path,
+            }
         return parts
 
     def _tensorboard_path(self) -> str:
-        path = getattr(self.tensorboard_output_config, "container_local_output_path", None)
-        return str(path or _TENSORBOARD)
+        config = self.tensorboard_output_config
+        return config.local_path if config else TENSORBOARD_PATH
 
     @classmethod
     def _arguments_of(cls, request: Mapping[str, Any]) -> dict[str, Any]:

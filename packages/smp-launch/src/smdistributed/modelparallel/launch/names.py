@@ -19,6 +19,7 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.launch import (
     analytics,
+    debugger,
     deserializers,
     estimator,
     exceptions,
@@ -101,7 +102,7 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.utils": {"name_from_base": naming.job_name},
     f"{_ROOT}.debugger": {
         **{name: type(name, (_Settings,), {}) for name in _SETTINGS},
-        "TensorBoardOutputConfig": type("TensorBoardOutputConfig", (_Settings,), {}),
+        **_own(debugger),
     },
     f"{_ROOT}.tuner": {
         name: _refused(f"{_ROOT}.tuner.{name}", "call fit in a loop") for name in _TUNING

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from smdistributed.modelparallel.common.config import ConfigWarning
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch.backends import base
 from smdistributed.modelparallel.launch.backends.local import LocalBackend
 from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
@@ -32,11 +32,23 @@ from smdistributed.modelparallel.launch.storage.transfer import download_all, up
 
 __all__ = ["LocalSession", "Session", "get_execution_role"]
 
+#: Of the one account, and of the one caller, that there are here.
+ACCOUNT = "123456789012"
+ROLE = f"arn:aws:iam::{ACCOUNT}:role/local"
+
 _BUCKET = "smp-launch"
 _REGION = "local"
 _BACKEND_VARIABLE = "SMP_BACKEND"
 _BACKENDS: dict[str, base.Backend] = {
     backend.name: backend for backend in (LocalBackend(), SlurmBackend())
+}
+#: What somebody may look for, and the way out.
+_CONTAINERS = "jobs run in this Python environment; in a container of your own, use 'local'"
+_HOSTS = "use 'slurm', or start the script itself on hosts that ssh reaches by 'smprun --hosts'"
+_NOT_OFFERED = {
+    **dict.fromkeys(("docker", "podman", "container", "containers"), _CONTAINERS),
+    **dict.fromkeys(("hosts", "ssh"), _HOSTS),
+    **dict.fromkeys(("kubernetes", "k8s"), "use 'slurm', or 'local' in a pod of your own"),
 }
 
 
@@ -64,6 +76,10 @@ class Session:
         self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
         self._bucket = default_bucket
         self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
+        if self.backend in _NOT_OFFERED:
+            raise UnsupportedError(
+                f"the back-end {self.backend!r} is not offered: {_NOT_OFFERED[self.backend]}."
+            )
         if self.backend not in _BACKENDS:
             raise ConfigError(
                 f"the back-end must be one of {', '.join(_BACKENDS)}; got {self.backend!r}."
@@ -84,6 +100,14 @@ class Session:
     def default_bucket(self) -> str:
         """Returns the bucket for what has no place of its own; ``s3://`` of it can be written."""
         return self._bucket
+
+    def account_id(self) -> str:
+        """Returns the account; there is one."""
+        return ACCOUNT
+
+    def get_caller_identity_arn(self) -> str:
+        """Returns the role; there is one."""
+        return ROLE
 
     def upload_data(
         self, path: str, bucket: str | None = None, key_prefix: str = "data", **_: object
@@ -128,7 +152,7 @@ class Session:
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)
             file_channels.check(channel, self.root, mode, job.resource_config.instance_count)
-        places.make_private(self.root)
+        places.make_root(self.root)
         places.check_writable(places.locate(job.output_data_config.s3_output_path, self.root))
         backend = _BACKENDS[self.backend]
         with folder.created(self.root, job, status.new(base.about(backend))) as created:
@@ -254,4 +278,4 @@ class LocalSession(Session):
 
 def get_execution_role(sagemaker_session: object = None, **_: object) -> str:
     """Returns a role for arguments that want one; nothing is done with it."""
-    return "arn:aws:iam::000000000000:role/local"
+    return ROLE

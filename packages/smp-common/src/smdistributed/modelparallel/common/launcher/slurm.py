@@ -10,6 +10,8 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher.hosts import Host, parse_host_list
 
 _LIMIT_SECONDS = 20.0
+#: Slurm's reasons for the end of an allocation.
+_LOST = ("NodeDown", "NodeFail")
 
 
 def is_inside(environ: Mapping[str, str]) -> bool:
@@ -37,6 +39,18 @@ def allocated_hosts(environ: Mapping[str, str], num_ranks: int | None) -> tuple[
     if len(tasks) != len(names) or (num_ranks is not None and num_ranks > sum(tasks)):
         return parse_host_list(",".join(names))
     return parse_host_list(",".join(f"{n}:{count}" for n, count in zip(names, tasks, strict=True)))
+
+
+def has_lost_a_node(environ: Mapping[str, str]) -> bool:
+    """Tells whether Slurm ends this allocation because one of its nodes is gone."""
+    words = ("squeue", "-h", "-j", environ.get("SLURM_JOB_ID", ""), "-t", "all", "-o", "%r")
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() in _LOST
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """One address of the loopback for the service and its object store, and what points programs at it.
 
-Who the caller is, and the protocol of the object store, are moto's; its data is files.
+The protocol of the object store is moto's; its data is files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from smdistributed.modelparallel.launch.api import caller
 from smdistributed.modelparallel.launch.api.hosting import Hosting
 from smdistributed.modelparallel.launch.api.operations import Operations
 from smdistributed.modelparallel.launch.api.signatures import NotSignedError, Request, Secret
@@ -46,7 +47,9 @@ SageMaker:
         DefaultS3Bucket: {bucket}
 """
 #: What would lead elsewhere.
-_UNSET = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3")
+_UNSET = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS")
+#: What each Python below this one runs when it starts.
+_STARTERS = Path(__file__).parent / "import_path"
 
 
 class _Door:
@@ -74,11 +77,13 @@ class _Door:
             service = self._secret.check(request)
         except NotSignedError as error:
             return _answer(start, 403, {"__type": "AccessDeniedException", "message": str(error)})
+        if found := caller.answer(service, body):
+            return _send(start, 200, {"Content-Type": "text/xml"}, found)
         if service not in _OWN:
             environ["wsgi.input"] = io.BytesIO(body)
             return self._of_store(environ, start, service, request)
-        if found := _INVOCATION.fullmatch(environ["PATH_INFO"]):
-            return _send(start, *self._hosting.invoke(found["name"], body, headers))
+        if asked := _INVOCATION.fullmatch(environ["PATH_INFO"]):
+            return _send(start, *self._hosting.invoke(asked["name"], body, headers))
         name = headers.get("x-amz-target", "").partition(".")[2]
         try:
             document = json.loads(body or b"{}")
@@ -119,6 +124,7 @@ def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
         the variables that point a program at this server.
     """
     secret = Secret.new()
+    caller.make_role()
     server = make_server(
         "127.0.0.1", port, _Door(session, secret), threaded=True, request_handler=_Quiet
     )
@@ -154,6 +160,7 @@ def _variables(port: int, secret: Secret, config: Path, root: Path) -> dict[str,
         "AWS_EC2_METADATA_DISABLED": "true",
         "SAGEMAKER_USER_CONFIG_OVERRIDE": str(config),
         JOBS_VARIABLE: str(root),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTERS), os.environ.get("PYTHONPATH")])),
     }
 
 

@@ -25,6 +25,8 @@ from smdistributed.modelparallel.launch.request.document import TrainingJob
 
 #: Options of sbatch by type of host; ``*`` is for all.
 OPTIONS_VARIABLE = "SMP_SLURM_OPTIONS"
+#: Options of the user that say how many GPUs there are.
+_OF_GPUS = ("--gpus", "--gres", "-G")
 _LIMIT_SECONDS = 30.0
 #: For archives, and for what smprun needs beyond the time of its ranks.
 _ENDING_SECONDS = 60.0
@@ -50,10 +52,17 @@ class SlurmBackend:
         script.write_text(f"#!/bin/sh\nexec {shlex.join(words)}\n")
         options = batch_options(request, os.environ)
         log = folder.logs / "supervisor.log"
-        done = _slurm(
-            *("sbatch", "--parsable", f"--job-name={folder.name}", f"--output={log}"),
-            *(*options, str(script)),
-        )
+        named = ("sbatch", "--parsable", f"--job-name={folder.name}", f"--output={log}")
+        try:
+            done = _slurm(*named, *options, str(script))
+        except LaunchError as error:
+            if "gres" not in str(error):
+                raise
+            kind = request.resource_config.instance_type
+            raise LaunchError(
+                f"{error}: the nodes do not have the GPUs of {kind}"
+                f'; {OPTIONS_VARIABLE}=\'{{"*": "--gres=none"}}\' asks for none.'
+            ) from None
         (folder.path / "slurm-job").write_text(done.partition(";")[0].strip())
 
     def observe(self, folder: JobFolder) -> Status:
@@ -105,10 +114,12 @@ def batch_options(request: TrainingJob, environ: Mapping[str, str]) -> list[str]
         "--open-mode=append",
         "--requeue" if request.enable_managed_spot_training else "--no-requeue",
     ]
-    if gpus := machines.num_gpus(kind):
+    found = _chosen_options(environ)
+    chosen = [*found.get("*", []), *found.get(kind, [])]
+    gpus = machines.num_gpus(kind)
+    if gpus and not any(word.startswith(_OF_GPUS) for word in chosen):
         options.append(f"--gpus-per-node={gpus}")
-    chosen = _chosen_options(environ)
-    return [*options, *chosen.get("*", []), *chosen.get(kind, [])]
+    return [*options, *chosen]
 
 
 def _chosen_options(environ: Mapping[str, str]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
-"""Keeps a folder of checkpoints in step with an address: restored first, copied while a job runs.
+"""Keeps a folder in step with an address: restored first, copied while a job runs.
 
-A file is copied when it has been still for two seconds; what says that a checkpoint is complete
-comes after the files that it is about.
+For checkpoints, and without restoring for what TensorBoard reads. A file is copied when it has been
+still for two seconds; what says that a checkpoint is complete comes after the files that it is
+about.
 
 Source: estimator interface, section 1 (resume); distributed-troubleshooting-model-parallel.md.
 """
@@ -17,7 +18,7 @@ from smdistributed.modelparallel.launch.exceptions import StorageError
 from smdistributed.modelparallel.launch.storage.places import Location
 from smdistributed.modelparallel.launch.storage.transfer import download, upload
 
-_STILL_SECONDS = 2.0
+STILL_SECONDS = 2.0
 _EVERY_SECONDS = 1.0
 #: Beginnings of names of files that speak for others.
 _LAST = ("manifest", "newest", "latest")
@@ -26,7 +27,14 @@ _LAST = ("manifest", "newest", "latest")
 class Keeper:
     """Keeps one folder. A context manager: copies while its body runs, and once more at the end."""
 
-    def __init__(self, folder: Path, target: Location, remark: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Location,
+        remark: Callable[[str], None],
+        still_seconds: float = STILL_SECONDS,
+    ) -> None:
+        self._still_seconds = still_seconds
         self._folder = folder
         self._target = target
         self._remark = remark
@@ -94,11 +102,11 @@ class Keeper:
         said = ""
         while not self._end.wait(_EVERY_SECONDS):
             try:
-                self.copy(_STILL_SECONDS)
+                self.copy(self._still_seconds)
             except (StorageError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
-                    self._remark(f"checkpoints: {said} It is tried again")
+                    self._remark(f"{self._folder.name}: {said} It is tried again")
 
     def _at(self, name: str) -> Location:
         target = self._target

@@ -14,7 +14,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.common.launcher.bootstrap import HOSTS_VARIABLE
 from smdistributed.modelparallel.launch import channels
-from smdistributed.modelparallel.launch.job import clusters, contract, feeding
+from smdistributed.modelparallel.launch.job import clusters, contract, feeding, warden
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import TrainingJob
@@ -90,6 +90,9 @@ def commands_of(
         starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
         own = {**_environ(folder, request, host, environ), **role.variables}
         whole = (*_reach(node), *starter, program, *words)
+        if not node:
+            # Steps of Slurm are ended by Slurm, and ranks by smprun.
+            whole = warden.guarded(whole, grace_seconds)
         commands.append(Command(host.name + role.name, whole, own, folder.code, serves=role.serves))
     return commands
 
@@ -139,6 +142,7 @@ def _environ(
     inherited = {name: text for name, text in environ.items() if not name.startswith("SM_")}
     # Last, so that a reader of pipes that is installed wins.
     readers = [str(_READERS)] if feeding.piped(request) else []
-    path = [str(folder.code), *filter(None, [environ.get("PYTHONPATH")]), *readers]
+    installed = [str(folder.packages)] if folder.packages.is_dir() else []
+    path = [str(folder.code), *installed, *filter(None, [environ.get("PYTHONPATH")]), *readers]
     own = contract.environment(folder, request, host)
     return {**inherited, "PYTHONPATH": os.pathsep.join(path), **own}

@@ -52,6 +52,11 @@ class JobFolder:
         return self.path / "code"
 
     @property
+    def packages(self) -> Path:
+        """What was installed for the script alone."""
+        return self.path / "packages"
+
+    @property
     def data(self) -> Path:
         """A folder for each channel."""
         return self.path / "input/data"
@@ -125,7 +130,8 @@ class JobFolder:
 
     def clear(self) -> None:
         """Removes code and data of an earlier run; a job may start again in its folder."""
-        for place in (self.code, self.data, self.path / "input/hosts", self.path / "pipe_state"):
+        of_channels = (self.data, self.path / "input/hosts", self.path / "pipe_state")
+        for place in (self.code, self.packages, *of_channels):
             shutil.rmtree(place, ignore_errors=True)
 
     def lock(self) -> int | None:

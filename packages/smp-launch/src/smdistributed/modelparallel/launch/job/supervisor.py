@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,7 +21,13 @@ from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.channels import pipe
-from smdistributed.modelparallel.launch.job import code, contract, literal_paths, results
+from smdistributed.modelparallel.launch.job import (
+    code,
+    contract,
+    literal_paths,
+    requirements,
+    results,
+)
 from smdistributed.modelparallel.launch.job.checkpoints import Keeper
 from smdistributed.modelparallel.launch.job.commands import Command, commands_of
 from smdistributed.modelparallel.launch.job.folder import JobFolder
@@ -80,7 +86,7 @@ class Supervisor:
         self._request = folder.request()
         self._status: Status = folder.status()
         self._is_signalled = False
-        self._keeper: Keeper | None = None
+        self._keepers: list[Keeper] = []
         self._metrics = Recorder(
             self._request.algorithm_specification.metric_definitions, folder.metrics
         )
@@ -109,6 +115,9 @@ class Supervisor:
         for channel in self._request.input_data_config:
             self._fill(channel)
         self._check_for_stop()
+        log = self._folder.logs / "algo-1.log"
+        if count := requirements.install(self._folder, log, self._check_for_stop):
+            self._say(f"{count} distributions of {requirements.NAME} are installed for this job")
         grace = grace_seconds(os.environ)
         commands = commands_of(self._folder, self._request, grace, os.environ)
         for name in ("checkpoints", "output/intermediate"):
@@ -117,20 +126,24 @@ class Supervisor:
         for command in commands:
             (self._folder.logs / f"{command.host}.log").touch()
         self._remark()
-        self._keeper = self._restored()
+        self._keepers = [*self._restored(), *self._kept_for_tensorboard()]
         seconds = self._request.stopping_condition.max_runtime_in_seconds
         self._enter("Training", "Running the script", training_start_time=time.time())
         with (
             Run(commands, self._folder.logs, self._metrics.look_at, grace) as running,
             # After the processes have started: a fork does not copy threads.
-            self._keeper or contextlib.nullcontext(),
+            contextlib.ExitStack() as kept,
         ):
+            for keeper in self._keepers:
+                kept.enter_context(keeper)
             outcome = running.wait(seconds, self._is_to_stop)
             if outcome.ending == "failed":
                 last = running.last_lines()
                 self._leave_word(f"{outcome.reason}\n\n{last}\n")
         if outcome.ending == "stopped" and self._is_taken_away:
             return Outcome("interrupted", 0, "The hosts were taken away; it starts again on others")
+        if outcome.ending == "stopped" and self._has_lost_a_node():
+            return Outcome("failed", 1, "a node of the allocation was lost")
         return outcome
 
     def _fill(self, channel: Channel) -> None:
@@ -163,16 +176,28 @@ class Supervisor:
             for command in commands
         ]
 
-    def _restored(self) -> Keeper | None:
+    def _restored(self) -> Iterator[Keeper]:
         """Brings back the checkpoints of an earlier job, if they are to be kept anywhere."""
         config = self._request.checkpoint_config
         if config is None:
-            return None
+            return
         place = Path(self._folder.inside(config.local_path))
         keeper = Keeper(place, locate(config.s3_uri, self._folder.root), self._say)
         if count := keeper.restore(self._check_for_stop):
             self._say(f"{count} files of checkpoints are restored from {config.s3_uri}")
-        return keeper
+        yield keeper
+
+    def _kept_for_tensorboard(self) -> Iterator[Keeper]:
+        """Makes the folder of TensorBoard's files, if they are to be kept anywhere."""
+        config = self._request.tensor_board_output_config
+        if config is None:
+            return
+        place = Path(self._folder.inside(config.local_path))
+        place.mkdir(parents=True, exist_ok=True)
+        name = self._request.training_job_name
+        address = f"{config.s3_output_path.rstrip('/')}/{name}/tensorboard-output"
+        # Its files grow line by line, and are read while they do.
+        yield Keeper(place, locate(address, self._folder.root), self._say, still_seconds=0.0)
 
     def _fetch_code(self) -> None:
         values = contract.values(self._folder, self._request)
@@ -191,8 +216,8 @@ class Supervisor:
         try:
             if self._status.training_start_time is not None:
                 self._enter("Uploading", "Packing results")
-                if self._keeper is not None:
-                    self._keeper.copy()
+                for keeper in self._keepers:
+                    keeper.copy()
                 if found := results.deliver(self._folder, self._request):
                     artifacts = Artifacts(s3_model_artifacts=found)
         except (SMPError, OSError) as error:
@@ -251,8 +276,6 @@ class Supervisor:
         python = f"py{sys.version_info.major}{sys.version_info.minor}"
         if image.py_version and image.py_version not in (python, "py3"):
             remarks.append(f"the job names Python {image.py_version}; runs {python}")
-        if (self._folder.code / "requirements.txt").is_file():
-            remarks.append("requirements.txt is not installed: install it beforehand")
         for remark in remarks:
             self._say(remark)
 
@@ -275,6 +298,11 @@ class Supervisor:
         """Whether a scheduler ends the job for reasons of its own, and will start it again."""
         is_requeued = self._request.enable_managed_spot_training and slurm.is_inside(os.environ)
         return self._is_signalled and is_requeued and not self._folder.is_asked_to_stop
+
+    def _has_lost_a_node(self) -> bool:
+        """Whether a scheduler ends the job since it cannot go on; nobody asked for it."""
+        is_own = self._folder.is_asked_to_stop or not slurm.is_inside(os.environ)
+        return not is_own and slurm.has_lost_a_node(os.environ)
 
     def _check_for_stop(self) -> None:
         if self._is_to_stop():

@@ -93,8 +93,8 @@ TABLE: tuple[Argument, ...] = (
              "starts, copied while it runs."),
     Argument("checkpoint_local_path", "used", "The folder of checkpoints.",
              default="/opt/ml/checkpoints"),
-    Argument("tensorboard_output_config", "used", "Its path is what `fit` shows TensorBoard's "
-             "command for."),
+    Argument("tensorboard_output_config", "used", "Where what TensorBoard reads is "
+             "kept while the job runs: at `<s3_output_path>/<job>/tensorboard-output`."),
     Argument("container_log_level", "used", "`SM_LOG_LEVEL` of the script.", default=20),
     Argument("sagemaker_session", "used", "A `Session` of this package, which says where jobs are; "
              "any other object is ignored."),
@@ -133,7 +133,7 @@ TABLE: tuple[Argument, ...] = (
              of=("TensorFlow",)),
     Argument("evaluation_steps", "refused", "use hyperparameters: Legacy Mode is not offered",
              of=("TensorFlow",)),
-    Argument("requirements_file", "refused", "install what the script needs in this environment: "
+    Argument("requirements_file", "refused", "name the file requirements.txt, in source_dir: "
              "Legacy Mode is not offered", of=("TensorFlow",)),
 )  # fmt: skip
 

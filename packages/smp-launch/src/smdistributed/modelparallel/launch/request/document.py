@@ -21,6 +21,8 @@ from smdistributed.modelparallel.common.errors import ConfigError
 JobName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}$")]
 ChannelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 InputMode = Literal["File", "Pipe", "FastFile"]
+#: Where scripts write what TensorBoard reads, unless they are told another place.
+TENSORBOARD_PATH = "/opt/ml/output/tensorboard"
 #: What the service takes, and this package keeps and does not read.
 Unread = dict[str, Any]
 
@@ -162,6 +164,13 @@ class Checkpoints(Part):
     local_path: str = "/opt/ml/checkpoints"
 
 
+class TensorBoardOutput(Part):
+    """A folder whose files are kept at an address, below the name of the job."""
+
+    s3_output_path: Annotated[str, Field(min_length=1)]
+    local_path: str = TENSORBOARD_PATH
+
+
 class Tag(Part):
     """A remark on a job."""
 
@@ -199,7 +208,7 @@ class TrainingJob(Part):
     vpc_config: Unread | None = None
     debug_hook_config: Unread | None = None
     debug_rule_configurations: tuple[Unread, ...] | None = None
-    tensor_board_output_config: Unread | None = None
+    tensor_board_output_config: TensorBoardOutput | None = None
     experiment_config: Unread | None = None
     profiler_config: Unread | None = None
     profiler_rule_configurations: tuple[Unread, ...] | None = None

@@ -71,6 +71,26 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def make_root(root: Path) -> None:
+    """Makes the folder of all jobs, if it is not there.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    problem = ""
+    try:
+        make_private(root)
+        if not os.access(root, os.W_OK | os.X_OK):
+            problem = "it is read-only for this user"
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise StorageError(
+            f"the folder of the jobs must be writable; {root}: {problem}: choose another one by "
+            f"{JOBS_VARIABLE}."
+        )
+
+
 def locate(address: str, root: Path, environ: Mapping[str, str] = os.environ) -> Location:
     """Returns what an address stands for.
 
