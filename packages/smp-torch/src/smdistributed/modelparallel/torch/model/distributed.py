@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
     DataParallelOptions,
 )
+from smdistributed.modelparallel.torch.model.additions import Additions
 from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
@@ -63,10 +64,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     """
 
     def __init__(
-        self,
-        runtime: TorchRuntime,
-        module: nn.Module,
-        options: DataParallelOptions,
+        self, runtime: TorchRuntime, module: nn.Module, options: DataParallelOptions
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -78,13 +76,13 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         half = half_type(runtime.config)
         self.module = ModuleShell(module if half is None else FP16_Module(module, half))
         self.scaled_by: LossScale | None = None
-        self._has_grown = False
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
         self._post_partition_hooks = OnceHooks()
         self._post_step_hooks = OnceHooks()
         self.number, self.place_in_keys = runtime.add_model(self)
         self.holder = Holder(runtime, module, self.place_in_keys)
+        self._additions = Additions(runtime, self.holder)
         self.compiled = CompiledModules(self.holder)
         self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
         if self.partitioned:  # first shards, since the whole model may fit on no device
@@ -290,24 +288,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         if isinstance(added, nn.Module):
             self.drawing.adopt(parent, name, added)
-        runtime, names = self._runtime, self.holder.fakes.names
-        if parent not in names or runtime.topology.pp_size > 1:
-            return  # on fakes the recorder sees to it
-        self._has_grown = True
-        known = set(map(id, self.get_module().parameters()))
-        parameters = added.parameters() if isinstance(added, nn.Module) else [added]
-        is_new = any(each.requires_grad and id(each) not in known for each in parameters)
-        if is_new and runtime.config.ddp and runtime.topology.dp_size > 1:
-            raise UnsupportedError(
-                f"{name} is added to {names[parent] or 'the model'} inside a step, and replicas "
-                "would not average its gradients in this step. Make that change "
-                "between two steps, or run the model once before it becomes a DistributedModel."
-            )
+        self._additions.note(parent, name, added)
 
     def take_growth(self) -> None:
         """Takes what was added during the step that has ended."""
-        if self._has_grown:
-            self._has_grown = False
+        if self._additions.take():
             self.refresh()
 
     def place(self, placement: Placement) -> None:
