@@ -1,4 +1,4 @@
-"""Faults of smp-torch."""
+"""Faults of smp-torch. Long, since it is one list."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""``smprun`` with real processes. Long, since it is one list of tests."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""The store of checkpoints. Long, since it is one list of tests."""
+
 from __future__ import annotations
 
 import os

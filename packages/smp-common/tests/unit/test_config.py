@@ -1,3 +1,5 @@
+"""Parameters and where they come from. Long, since it is one list of tests."""
+
 from __future__ import annotations
 
 import json

@@ -2,7 +2,7 @@
 
 An input is a call; what must come of it is said by words of the message. ``outcome`` makes it and
 judges: the error is one of the library's, or of Python's for a wrong type or value, and says what
-is wrong with what was received. Every rank must come to the same.
+is wrong with what was received. Every rank must come to the same. Long, since it is one list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Steps that must give the numbers of one process, whatever the partition."""
+"""Steps that must give the numbers of one process, whatever the partition.
+
+Long, since it is one list of cases that share their nets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients over data-parallel ranks and partitions must be those of one process."""
+"""Gradients over data-parallel ranks and partitions must be those of one process.
+
+Long, since it is one list of cases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Half precision must compute what a plain loop with the same arithmetic computes, bit for bit."""
+"""Half precision must compute what a plain loop with the same arithmetic computes, bit for bit.
+
+Long, since it is one list of cases beside that loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sharded data parallelism: parameters in shards, and nothing else changes."""
+"""Sharded data parallelism: parameters in shards, and nothing else changes.
+
+Long, since it is one list of cases that share their nets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules that are split over tensor-parallel ranks must compute what one process computes."""
+"""Modules that are split over tensor-parallel ranks must compute what one process computes.
+
+Long, since it is one list of cases.
+"""
 
 from __future__ import annotations
 

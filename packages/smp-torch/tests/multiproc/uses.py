@@ -3,7 +3,7 @@
 A use is code in some place of a small script: in the split model's forward, in a module that is
 never split, in the body of the step, before the training, between the steps. Each is run as plain
 PyTorch and with the library; losses, gradients and buffers must be the same, or the library must
-refuse it with an error of its own.
+refuse it with an error of its own. Long, since it is one table.
 """
 
 # Code of scripts stands on one line.
