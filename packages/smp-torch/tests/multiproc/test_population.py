@@ -24,7 +24,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 20, "uses": 10, "layers": 20}
+STRIDES = {"state": 32, "uses": 10, "layers": 20}
 
 
 def start(config: dict[str, object]) -> None:
@@ -81,7 +81,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
 
 
 def test_the_population_is_large_enough() -> None:
-    assert len(PROBES) >= 800
+    assert len(PROBES) >= 1200
     assert len(layers.LAYERS) >= 240
     assert len(POPULATIONS["uses"]) >= 150
 
