@@ -148,6 +148,15 @@ def nets() -> dict[str, Callable[[], Any]]:
             x = self.first(x.to(weight.dtype).to(weight.device))
             return self.second(x) / weight.shape[0] if weight.requires_grad else x
 
+    class Known(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = (self.first.linear.weight, self.second.linear.weight)
+
+        def forward(self, x: Any) -> Any:
+            sizes = [each.shape[0] * each.dim() * each.numel() for each in self.known]
+            return self.second(self.first(x) / sizes[0]) / sizes[1]
+
     class Results(Half):
         def forward(self, x: Any) -> Any:
             y = super().forward(x)
@@ -200,11 +209,12 @@ def nets() -> dict[str, Callable[[], Any]]:
         def forward(self, x: Any) -> Any:
             return super().forward(x).t()
 
-    class Turned(Net):
-        kinds = (Turning, Half)
-
+    class TurningBack(Half):
         def forward(self, x: Any) -> Any:
-            return self.second(self.first(x).t())
+            return super().forward(x.t())
+
+    class Turned(Net):
+        kinds = (Turning, TurningBack)
 
     class Own(Net):
         def __init__(self) -> None:
@@ -227,7 +237,7 @@ def nets() -> dict[str, Callable[[], Any]]:
     every = (
         *(Net, Tensor, Counter, Buffer, Setting, Between, Global, Nested, OfTheClass, Closure),
         *(Arguments, Facts, Structured, InPlace, Functional, Table, Memory),
-        *(Turned, Own, Derived),
+        *(Turned, Own, Derived, Known),
     )
     return {kind.__name__.lower(): kind for kind in every}
 
@@ -275,7 +285,7 @@ def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
         allowed |= {"memory"}
         if adapter.config.auto_partition:  # it may split a half, and a half keeps a tensor
             allowed |= {"structured", "functional", "table", "arguments"}
-            allowed |= {"derived", "own", "turned"}
+            allowed |= {"derived", "own", "turned", "known"}
     assert refused <= allowed, refused
 
 

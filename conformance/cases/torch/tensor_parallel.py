@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.adapters.base import WIDTH
+from conformance.cases.torch.partition import log_of
 from conformance.registry import torch_case
 
 BOTH = ("slices", "slices_in_pipelines")
@@ -252,6 +253,17 @@ def marked_modules_are_replaced_and_keep_their_values(adapter: Any) -> None:
     assert kinds == ["DistributedLinear", "Tanh", "DistributedLinear"]
 
 
+@torch_case("smp.tensor_parallelism", worlds=("slices",))
+def keywords_that_no_module_takes_are_told(adapter: Any) -> None:
+    from torch import nn
+
+    with adapter.smp.tensor_parallelism(no_such_keyword=3):
+        net = nn.Sequential(nn.Linear(4, 4))
+    with log_of() as log:
+        adapter.smp.DistributedModel(net)
+    assert "no_such_keyword" in log.getvalue()
+
+
 @torch_case("smp.set_tensor_parallelism", "smp.tensor_parallelism", worlds=("slices",))
 def the_innermost_word_counts(adapter: Any) -> None:
     from torch import nn
@@ -426,6 +438,8 @@ def models_of_transformers_are_split(adapter: Any) -> None:
         model.backward(loss)
         return loss
 
+    with pytest.raises(Exception, match="inputs_embeds"):
+        smp.step(lambda model, ids: model(ids, inputs_embeds=ids))(model, ids)
     found = smp.step(step)(model, ids).reduce_mean()
     torch.testing.assert_close(found, whole(ids, labels=ids)[0].detach(), rtol=1e-4, atol=1e-5)
     ((to_theirs, to_ours),) = smp.state.module_manager.translate_functions[-1:]
