@@ -699,6 +699,11 @@ USES = {
         top="class Tagged(torch.Tensor): pass",
         late="x = x.as_subclass(Tagged).sin().as_subclass(torch.Tensor)",
     ),
+    "penalty on a layer that keeps statistics": Use(
+        init="self.norm = nn.BatchNorm1d(4)",
+        late="x = self.norm(x)",
+        loss="loss = ((out - y) ** 2).mean() + sum(p.square().sum() for p in NET.parameters())",
+    ),
     "copy of the model": Use(between="other = copy.deepcopy(net)"),
     "conjugate across a cut": Use(
         init="self.second, self.third = (nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(2))",

@@ -282,13 +282,16 @@ def _check_state(graph: Graph) -> None:
 
     Each segment goes through the microbatches in order; several segments take turns.
     """
-    stateful = {module for node in graph.nodes for module in node.stateful}
+    stateful: dict[nn.Module, set[str]] = {}
+    for node in graph.nodes:
+        for module, names in node.stateful.items():
+            stateful.setdefault(module, set()).update(names)
     visits: dict[nn.Module, set[tuple[int, bool]]] = {}
     for node in graph.nodes:
         for module, flag in zip(node.modules, node.flags, strict=True):
             if module in stateful:
                 visits.setdefault(module, set()).add((node.segment, flag))
-        if node.kind is NodeKind.ATTRIBUTE and node.target[0] in stateful:
+        if node.kind is NodeKind.ATTRIBUTE and node.target[1] in stateful.get(node.target[0], ()):
             raise UnsupportedError(
                 f"{node.name} is changed by the module that has it, and read by code outside it: "
                 "microbatches that are under way would see each other's. Read it between two "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import enum
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,7 +126,8 @@ class Node:
         grad_enabled, autocast, default_dtype: the state it ran under.
         switches: of PyTorch's backends, that were set since the start of the step.
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
-        stateful: LEAF: the modules in it whose attributes, buffers or parameters it changes.
+        stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
+            that it changes.
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
@@ -150,7 +151,7 @@ class Node:
     switches: Changes = ()
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
-    stateful: tuple[nn.Module, ...] = ()
+    stateful: Mapping[nn.Module, set[str]] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False

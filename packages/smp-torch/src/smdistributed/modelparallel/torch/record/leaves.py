@@ -194,9 +194,9 @@ class Watch:
         self._flops = meter.flops
         self._tensors = [(each, version_of(each)) for each in tensors_in(arguments)]
         self._own = [
-            (inner, each, version_of(each))
+            (inner, name, each, version_of(each))
             for inner in module.modules()
-            for each in (*inner._buffers.values(), *inner._parameters.values())
+            for name, each in (*inner._buffers.items(), *inner._parameters.items())
             if each is not None
         ]
 
@@ -204,6 +204,6 @@ class Watch:
         """Notes it in an entry."""
         entry.flops = self._meter.flops - self._flops
         entry.changed = [each for each, version in self._tensors if version_of(each) != version]
-        entry.stateful |= {
-            inner: None for inner, each, version in self._own if version_of(each) != version
-        }
+        for inner, name, each, version in self._own:
+            if version_of(each) != version:
+                entry.stateful.setdefault(inner, set()).add(name)

@@ -157,13 +157,14 @@ class Scene:
         """
         for change in entry.changes:
             if change.owner is not None and change.owner.attribute == "_buffers":
-                entry.stateful[change.owner.module] = None
+                module = change.owner.module
+                entry.stateful.setdefault(module, set()).update(module._buffers)
             elif change.owner is None or self._is_shared(change, entry.target):
                 self._settle_shared(change, entry)
             elif change.owner.attribute not in OF_MODULES:
                 tensor = change.now if isinstance(change.now, FakeTensor) else None
                 entry.hidden.append((*change.owner, tensor))
-                entry.stateful[change.owner.module] = None
+                entry.stateful.setdefault(change.owner.module, set()).add(change.owner.attribute)
         entry.changes = []
         if entry.seen is Seen.NOTHING and any(
             has_hooks_of_packages(each[0]) for each in entry.hooked

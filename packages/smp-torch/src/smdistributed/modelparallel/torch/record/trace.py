@@ -114,7 +114,8 @@ class Entry:
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
         hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
-        stateful: LEAF: the modules in it whose attributes, buffers or parameters it changes.
+        stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
+            that it changes.
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
         refusal: why it can be made only in a module that stays whole; else "".
@@ -145,7 +146,7 @@ class Entry:
     inner: dict[int, tuple[Tap, torch.Tensor]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     hidden: list[tuple[Any, str, torch.Tensor | None]] = field(default_factory=list)
-    stateful: dict[nn.Module, None] = field(default_factory=dict)
+    stateful: dict[nn.Module, set[str]] = field(default_factory=dict)
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
     refusal: str = ""

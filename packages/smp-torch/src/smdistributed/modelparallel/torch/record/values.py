@@ -115,7 +115,7 @@ class Values:
             draw=entry.draw,
             region=entry.region,
             flops=entry.flops,
-            stateful=tuple(entry.stateful),
+            stateful=entry.stateful,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=kind is NodeKind.CALL
             and entry.draw is None
