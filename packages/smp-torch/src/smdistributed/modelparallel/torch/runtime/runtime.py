@@ -45,7 +45,6 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
-from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -169,15 +168,11 @@ def start(
     """Fills ``slot``: reads the configuration, joins the job, builds all groups.
 
     Collective: every process.
-
-    Raises:
-        UnsupportedError: the configuration asks for what is not there yet.
     """
     if slot.is_filled:
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("pytorch", config)
-    refuse_configuration(settings)
     # Before anything touches the GPU: CUDA reads it once.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     timeout_seconds = settings.communication_timeout
