@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
 from smdistributed.modelparallel.common.comm.addresses import listen_at, own_address
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
@@ -88,7 +89,8 @@ class TorchRuntime(Runtime):
         replacements: functions of torch that stand replaced while the library runs.
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
-        replaced_parameters: those that tensor parallelism has put others in the places of, and
+        pending_save: the checkpoint that may still be being written.
+    replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
 
@@ -109,6 +111,7 @@ class TorchRuntime(Runtime):
     num_models: int = 0
     replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
+    pending_save: BackgroundSave | None = None
 
     def add_model(self, model: Model) -> tuple[int, int]:
         """Takes note of a new DistributedModel.
