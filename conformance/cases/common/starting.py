@@ -114,6 +114,20 @@ def the_version_is_that_of_the_documented_level(adapter: Adapter) -> None:
     assert tuple(int(part) for part in package.__version__.split(".")[:2]) >= (1, 10)
 
 
+def want_three(framework: str) -> None:
+    """Asks for what the number of processes does not allow."""
+    adapter_of(framework).smp.init({"pipeline_parallel_degree": 3})
+
+
+@case("config.pipeline_parallel_degree", "smp.init", worlds=("new",))
+def degrees_that_do_not_divide_are_refused_with_some_that_do(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+
+    wanted = "start 3 processes, or set pipeline_parallel_degree to 2"
+    with pytest.raises(RanksFailedError, match=wanted):
+        run_ranks(2, want_three, timeout=60, args=[adapter.name])
+
+
 def come_alone(framework: str) -> tuple[str, tuple[int, ...]]:
     """The last of two processes never takes part."""
     smp = adapter_of(framework).smp

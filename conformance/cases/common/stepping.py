@@ -296,6 +296,17 @@ def reduce_mean_averages_over_microbatches(adapter: Adapter) -> None:
     np.testing.assert_allclose(got, np.mean(expected, axis=0), atol=1e-6)
 
 
+@case("StepOutput.reduce_mean", "StepOutput.reduce_sum", "StepOutput.stack", worlds=("new",))
+def results_of_one_microbatch_are_that_microbatch(adapter: Adapter) -> None:
+    adapter.smp.init({"pipeline_parallel_degree": 1, "microbatches": 1})
+    x = adapter.batch(4)
+    output = adapter.smp.step(_call)(adapter.model(), adapter.tensor(x))
+    wanted = adapter.reference(x)
+    for reduce in (output.reduce_mean, output.reduce_sum, output.concat):
+        np.testing.assert_allclose(adapter.array(reduce()), wanted, atol=1e-6)
+    np.testing.assert_allclose(adapter.array(output.stack()), wanted[None], atol=1e-6)
+
+
 @case("StepOutput.reduce_mean", "config.C07", worlds=("alone", "pipeline"))
 def reduce_mean_of_losses_is_that_of_the_batch(adapter: Adapter) -> None:
     x = adapter.batch(10)  # 3, 3, 2 and 2 examples

@@ -184,3 +184,56 @@ def a_plain_file_is_a_full_checkpoint(adapter: Any) -> None:
     trained(adapter, model)
     for name, parameter in model.local_named_parameters():
         torch.testing.assert_close(parameter.detach().cpu(), state[name])
+
+
+class Unknown:
+    """A class that no file may bring along."""
+
+
+@torch_case(
+    "smp.resume_from_checkpoint(partial)", "smp.resume_from_checkpoint", worlds=("pipeline",)
+)
+def classes_that_a_file_brings_are_refused_by_name(adapter: Any) -> None:
+    import torch
+
+    smp, folder = adapter.smp, shared_folder(adapter)
+    if smp.rank() == 0:
+        torch.save({"layers.0.weight": Unknown(), "size": torch.Size([3])}, f"{folder}/strange.pt")
+    smp.barrier()
+    model = adapter.model()
+    trained(adapter, model)
+    with pytest.raises(Exception, match=r"Unknown") as error:
+        smp.resume_from_checkpoint(folder, tag="strange.pt", partial=False)
+    assert "torch.Size" not in str(error.value)
+
+
+@torch_case("smp.save_checkpoint(partial)", "smp.save_checkpoint", worlds=("alone", "pipeline"))
+def what_stands_in_the_way_of_a_checkpoint_is_named(adapter: Any) -> None:
+    smp, folder = adapter.smp, shared_folder(adapter)
+    model, _ = after_steps(adapter, 1)
+    if smp.rank() == 0:
+        Path(folder, "one_partial").write_text("not a folder")
+        Path(folder, "two.pt").mkdir()
+    smp.barrier()
+    for tag, partial, name in (("one", True, "one_partial"), ("two.pt", False, "two.pt")):
+        with pytest.raises(Exception, match=name):
+            smp.save_checkpoint(folder, tag=tag, partial=partial, model=model)
+    assert Path(folder, "one_partial").read_text() == "not a folder"
+    assert not list(Path(folder, "two.pt").iterdir())
+    # Nothing is left that would keep the next one from being written.
+    smp.save_checkpoint(folder, tag="three", partial=True, model=model)
+    assert "three" in Path(folder, "newest").read_text()
+
+
+@torch_case("smp.DistributedModel.load_state_dict(same_partition_load)", worlds=("manual",))
+def a_state_of_another_partition_is_not_loaded_as_ones_own(adapter: Any) -> None:
+    model, _ = trained(adapter)
+    own = model.local_state_dict()
+    model.load_state_dict(own, same_partition_load=True)
+    other = adapter.model()
+    adapter.smp.set_partition(other.get_module().layers[0], 1 - adapter.smp.pp_size() % 2)
+    for index, layer in enumerate(other.get_module().layers):
+        adapter.smp.set_partition(layer, 1 if index % 2 else 0)
+    trained(adapter, other)
+    with pytest.raises(Exception, match=r"layers\.\d.*another partition"):
+        other.load_state_dict(own, same_partition_load=True)

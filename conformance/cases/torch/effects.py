@@ -114,6 +114,42 @@ def one_seed_gives_one_run(adapter: Any) -> None:
     assert torch.equal(*found)
 
 
+@torch_case("torch.script_rules", worlds=("alone", *SPLIT))
+def masks_go_by_the_module_and_the_step_not_by_what_was_drawn_before(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    class Drawing(nn.Module):
+        times = 0
+
+        def forward(self, x: Any) -> Any:
+            for _ in range(self.times):
+                nn.functional.dropout(x, 0.5)
+            return x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Drawing(), nn.Dropout(0.5)
+
+        def forward(self, x: Any) -> Any:
+            return self.second(torch.ones_like(self.first(x)))
+
+    def drawn(times: tuple[int, ...], chances: tuple[float, ...]) -> Any:
+        torch.manual_seed(5 + adapter.smp.dp_rank())
+        net = Net()
+        model = adapter.smp.DistributedModel(net)
+        for index, module in enumerate((net.first, net.second)):
+            adapter.smp.set_partition(module, index % adapter.smp.pp_size())
+        for net.first.times, net.second.p in zip(times, chances, strict=True):
+            found = masks(adapter, model)
+        return found
+
+    always = drawn((1, 1, 1, 1), (0.5,) * 4)
+    assert torch.equal(drawn((0, 0, 3, 3), (0.5,) * 4), always)
+    assert torch.equal(drawn((1, 0, 1, 2), (0.0, 0.0, 0.5, 0.5)), always)
+
+
 # Gradients
 
 

@@ -55,6 +55,10 @@ def set_partition_moves_modules_of_a_finished_model(adapter: Any) -> None:
     assert names[0] == ["layers.2.weight", "layers.2.bias"]
     with pytest.raises((RuntimeError, ValueError), match="partition"):
         adapter.smp.set_partition(model.get_module().layers[1], 0)
+    other = adapter.model().get_module().layers[0]
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=r"0|1"):
+            adapter.smp.set_partition(other, index)
 
 
 @torch_case("torch.manual_shared", worlds=("manual",))
@@ -111,7 +115,8 @@ def shared_values_gather_their_gradients(adapter: Any) -> None:
 
 
 @contextmanager
-def _log() -> Iterator[io.StringIO]:
+def log_of() -> Iterator[io.StringIO]:
+    """Gives what the library says meanwhile."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = logging.getLogger("smdistributed.modelparallel")
@@ -127,8 +132,10 @@ def _log() -> Iterator[io.StringIO]:
 
 @torch_case("torch.partition_tree", worlds=("pipeline",))
 def the_partition_is_balanced_and_logged(adapter: Any) -> None:
-    with _log() as log:
+    with log_of() as log:
         model, _ = trained(adapter)
     assert [len(names) for names in names_of(adapter, model, "parameters")] == [4, 4]
     if adapter.smp.rank() == 0:
-        assert "Partition assignments:" in log.getvalue()
+        _, _, assignments = log.getvalue().partition("Partition assignments:")
+        for name in ("layers.[0-1]", "layers.[2-3]"):
+            assert name in assignments

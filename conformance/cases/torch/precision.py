@@ -255,6 +255,9 @@ def what_loss_scales_are_made_of_is_checked(adapter: Any) -> None:
         _optimizer(adapter, model, static_loss_scale=8.0, dynamic_loss_scale=True)
     with pytest.raises(ValueError, match="scale_factor must be a number above 1"):
         _optimizer(adapter, model, dynamic_loss_scale=True, scale_factor=1.0)
+    for wrong in (float("inf"), float("nan"), 0.0, -1.0):
+        with pytest.raises(ValueError, match="init_scale must be a number above 0"):
+            _optimizer(adapter, model, dynamic_loss_scale=True, init_scale=wrong)
     assert _optimizer(adapter, model, static_loss_scale=8.0).loss_scale == 8.0
 
 

@@ -148,6 +148,15 @@ def nets() -> dict[str, Callable[[], Any]]:
             x = self.first(x.to(weight.dtype).to(weight.device))
             return self.second(x) / weight.shape[0] if weight.requires_grad else x
 
+    class Known(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = (self.first.linear.weight, self.second.linear.weight)
+
+        def forward(self, x: Any) -> Any:
+            sizes = [each.shape[0] * each.dim() * each.numel() for each in self.known]
+            return self.second(self.first(x) / sizes[0]) / sizes[1]
+
     class Results(Half):
         def forward(self, x: Any) -> Any:
             y = super().forward(x)
@@ -196,9 +205,39 @@ def nets() -> dict[str, Callable[[], Any]]:
             self.kept = y.detach()
             return y
 
+    class Turning(Half):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).t()
+
+    class TurningBack(Half):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.t())
+
+    class Turned(Net):
+        kinds = (Turning, TurningBack)
+
+    class Own(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+            self.register_buffer("shift", torch.linspace(-1.0, 1.0, WIDTH))
+
+        def forward(self, x: Any) -> Any:
+            x = self.first(x) * self.scale + self.shift
+            return self.second(x) * self.scale.square()
+
+    class Derived(Net):
+        table: Any = None
+
+        def forward(self, x: Any) -> Any:
+            if self.table is None:
+                self.table = torch.arange(float(WIDTH), device=x.device) / 2 + 1
+            return self.second(self.first(x) * self.table)
+
     every = (
         *(Net, Tensor, Counter, Buffer, Setting, Between, Global, Nested, OfTheClass, Closure),
         *(Arguments, Facts, Structured, InPlace, Functional, Table, Memory),
+        *(Turned, Own, Derived, Known),
     )
     return {kind.__name__.lower(): kind for kind in every}
 
@@ -246,6 +285,7 @@ def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
         allowed |= {"memory"}
         if adapter.config.auto_partition:  # it may split a half, and a half keeps a tensor
             allowed |= {"structured", "functional", "table", "arguments"}
+            allowed |= {"derived", "own", "turned", "known"}
     assert refused <= allowed, refused
 
 

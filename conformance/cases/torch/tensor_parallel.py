@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.adapters.base import WIDTH
+from conformance.cases.torch.partition import log_of
 from conformance.registry import torch_case
 
 BOTH = ("slices", "slices_in_pipelines")
@@ -137,6 +138,44 @@ def attention_is_split_by_heads(adapter: Any) -> None:
         adapter.smp.nn.DistributedAttentionLayer(**SIZES, post_layernorm=False)
 
 
+def plain_attention(layer: Any, queries: Any, others: Any, hidden: Any) -> Any:
+    """Returns what a whole attention layer without norms before it gives, by its formula."""
+    from torch.nn import functional as F
+
+    def heads(part: Any, x: Any) -> Any:
+        return F.linear(x, part.weight, part.bias).unflatten(-1, (2, 4)).transpose(1, 2)
+
+    scores = heads(layer.query, queries) @ heads(layer.key, others).transpose(-1, -2) / 2
+    seen = scores.masked_fill(hidden, -1e4).softmax(-1) @ heads(layer.value, others)
+    dense = F.linear(seen.transpose(1, 2).flatten(2), layer.dense.weight, layer.dense.bias)
+    norm = layer.layernorm
+    return F.layer_norm(queries + dense, (WIDTH,), norm.weight, norm.bias, norm.eps)
+
+
+@torch_case("smp.nn.DistributedAttentionLayer", worlds=("alone",))
+def attention_is_its_formula(adapter: Any) -> None:
+    import torch
+
+    here = torch.arange(LENGTH, device=adapter.device)
+    later, far = here[:, None] < here, here[:, None] - here >= 2
+    kind, x = adapter.smp.nn.DistributedAttentionLayer, examples(adapter, 0)
+    pre = {"pre_layernorm": False, "post_layernorm": True}
+    for options, hidden in (
+        ({}, torch.zeros_like(later)),
+        ({"causal_mask_size": 8}, later),
+        ({"causal_mask_size": 8, "attention_window": 2}, later | far),
+    ):
+        layer = kind(**SIZES, **pre, **options).to(adapter.device)
+        wanted = plain_attention(layer, x, x, hidden)
+        torch.testing.assert_close(layer((x, None)), wanted, rtol=1e-4, atol=1e-5)
+    layer = kind(**SIZES, **pre, cross_attention=True).to(adapter.device)
+    other = examples(adapter, 1)[:, :3]
+    mask = torch.zeros(4, 1, 1, 3, device=adapter.device)
+    mask[:, ..., 2] = -1e4
+    wanted = plain_attention(layer, x, other, mask.bool())
+    torch.testing.assert_close(layer((x, other, mask)), wanted, rtol=1e-4, atol=1e-5)
+
+
 @torch_case("smp.nn.DistributedTransformerOutputLayer", worlds=("slices",))
 def the_output_layer_is_split_by_inner_channels(adapter: Any) -> None:
     def build(adapter: Any) -> Any:
@@ -214,6 +253,17 @@ def marked_modules_are_replaced_and_keep_their_values(adapter: Any) -> None:
     assert kinds == ["DistributedLinear", "Tanh", "DistributedLinear"]
 
 
+@torch_case("smp.tensor_parallelism", worlds=("slices",))
+def keywords_that_no_module_takes_are_told(adapter: Any) -> None:
+    from torch import nn
+
+    with adapter.smp.tensor_parallelism(no_such_keyword=3):
+        net = nn.Sequential(nn.Linear(4, 4))
+    with log_of() as log:
+        adapter.smp.DistributedModel(net)
+    assert "no_such_keyword" in log.getvalue()
+
+
 @torch_case("smp.set_tensor_parallelism", "smp.tensor_parallelism", worlds=("slices",))
 def the_innermost_word_counts(adapter: Any) -> None:
     from torch import nn
@@ -234,6 +284,59 @@ def the_innermost_word_counts(adapter: Any) -> None:
     assert type(model.get_module()[4][0]) is nn.Linear
     with pytest.raises(RuntimeError, match="before DistributedModel"):
         smp.set_tensor_parallelism(model.get_module()[1])
+
+
+@torch_case("smp.optimizers.FusedLamb", worlds=("slices",))
+def rates_go_by_the_norms_of_whole_tensors(adapter: Any) -> None:
+    import torch
+
+    def trained_with(model: Any, optimizer: Any, given: Any, backward: Any) -> None:
+        for number in range(3):
+            optimizer.zero_grad()
+            backward(given + number)
+            optimizer.step()
+
+    smp, kind = adapter.smp, adapter.smp.optimizers.FusedLamb
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    torch.manual_seed(10)
+    model = smp.DistributedModel(smp.nn.DistributedLinear(WIDTH, 4))
+    torch.manual_seed(10)
+    with alone(adapter):
+        whole = smp.nn.DistributedLinear(WIDTH, 4).to(adapter.device)
+        given = torch.cat([examples(adapter, rank) for rank in range(smp.dp_size())])
+        trained_with(
+            whole,
+            kind(whole.parameters(), **options),
+            given,
+            lambda x: whole(x).square().mean().backward(),
+        )
+
+    @smp.step
+    def step(model: Any, given: Any) -> None:
+        model.backward(model(given).square().mean())
+
+    own = examples(adapter, smp.dp_rank())
+    optimizer = smp.DistributedOptimizer(kind(model.parameters(), **options))
+    trained_with(model, optimizer, own, lambda x: step(model, x))
+    state = model.state_dict()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(state[name].to(value.device), value, rtol=1e-4, atol=1e-5)
+
+
+@torch_case("config.prescaled_batch", "smp.nn.DistributedLinear", worlds=("slices",))
+def ranks_of_a_group_bring_batches_of_any_sizes(adapter: Any) -> None:
+    import torch
+
+    smp = adapter.smp
+    torch.manual_seed(10)
+    model = smp.DistributedModel(smp.nn.DistributedLinear(WIDTH, 4))
+    step = smp.step(lambda model, x: model(x))
+    for sizes in ((4, 8), (8, 4), (4, 4), (12, 4)):
+        x = torch.ones(sizes[smp.tp_rank()], WIDTH, device=adapter.device) * (1 + smp.tp_rank())
+        found = step(model, x).concat()
+        state = {name: value.to(x.device) for name, value in model.state_dict().items()}
+        wanted = torch.nn.functional.linear(x, state["weight"], state["bias"])
+        torch.testing.assert_close(found, wanted)
 
 
 # ---------------------------------------------------------------- models of Transformers
@@ -335,6 +438,8 @@ def models_of_transformers_are_split(adapter: Any) -> None:
         model.backward(loss)
         return loss
 
+    with pytest.raises(Exception, match="inputs_embeds"):
+        smp.step(lambda model, ids: model(ids, inputs_embeds=ids))(model, ids)
     found = smp.step(step)(model, ids).reduce_mean()
     torch.testing.assert_close(found, whole(ids, labels=ids)[0].detach(), rtol=1e-4, atol=1e-5)
     ((to_theirs, to_ours),) = smp.state.module_manager.translate_functions[-1:]

@@ -289,6 +289,82 @@ PLACES = {
     ),
 }
 
+#: Where a tensor may be kept: code at the top, how it is read, how another is put in its place.
+_HOLDERS = {
+    "a dict": ("BOX = {'factor': torch.tensor(1.0)}", "BOX['factor']", "BOX['factor'] = {new}"),
+    "a list": ("BOX = [torch.tensor(1.0)]", "BOX[0]", "BOX[0] = {new}"),
+    "a nested list": ("BOX = {'a': [torch.tensor(1.0)]}", "BOX['a'][0]", "BOX['a'][:] = [{new}]"),
+    "a tuple": ("BOX = [(torch.tensor(1.0), 0)]", "BOX[0][0]", "BOX[0] = ({new}, 0)"),
+    "a deque": (
+        "import collections\nBOX = collections.deque([torch.tensor(1.0)], maxlen=1)",
+        "BOX[0]",
+        "BOX.append({new})",
+    ),
+    "a global": ("FACTOR = torch.tensor(1.0)", "FACTOR", "globals().update(FACTOR={new})"),
+    "an object": (
+        "class Box: pass\nBOX = Box(); BOX.factor = torch.tensor(1.0)",
+        "BOX.factor",
+        "BOX.factor = {new}",
+    ),
+    "a class": ("class Box:\n    factor = torch.tensor(1.0)", "Box.factor", "Box.factor = {new}"),
+    "a slot": (
+        "class Box:\n    __slots__ = ('factor',)\nBOX = Box(); BOX.factor = torch.tensor(1.0)",
+        "BOX.factor",
+        "BOX.factor = {new}",
+    ),
+    "a closure": (
+        "def make():\n    factor = torch.tensor(1.0)\n    def get(): return factor\n"
+        "    def set(new):\n        nonlocal factor\n        factor = new\n    return get, set\n"
+        "get, set_ = make()",
+        "get()",
+        "set_({new})",
+    ),
+    "a context variable": (
+        "import contextvars\nBOX = contextvars.ContextVar('box'); BOX.set(torch.tensor(1.0))",
+        "BOX.get()",
+        "BOX.set({new})",
+    ),
+    "a thread's own": (
+        "import threading\nBOX = threading.local(); BOX.factor = torch.tensor(1.0)",
+        "BOX.factor",
+        "BOX.factor = {new}",
+    ),
+    "a default": (
+        "def get(factor=torch.tensor(1.0)): return factor",
+        "get()",
+        "get.__defaults__ = ({new},)",
+    ),
+    "a partial": (
+        "import functools\nBOX = [functools.partial(torch.mul, torch.tensor(1.0))]",
+        "BOX[0](1.0)",
+        "BOX[0] = functools.partial(torch.mul, {new})",
+    ),
+    "an attribute": ("", "(0.0 + self.factor)", "target.factor = {new}"),
+    "a list of the module": ("", "(0.0 + self.table[0])", "target.table[0] = {new}"),
+}
+#: How it changes: what is put, or what is done to it in place.
+_NEW = {
+    "made anew": "torch.tensor(1.0) * value",
+    "made from data": "torch.tensor([value]).sum()",
+    "computed": "torch.as_tensor({read}) * 0.5 + value",
+    "copied": "torch.as_tensor({read}).clone().add_(value)",
+}
+
+
+def _tensors() -> dict[str, Place]:
+    """Returns the places of tensors: each holder, each way to change."""
+    places = {}
+    for (holder, (setup, read, put)), (way, new) in itertools.product(
+        _HOLDERS.items(), _NEW.items()
+    ):
+        # The code that reads belongs to a module, the code that puts to a model.
+        new = new.format(read=read.replace("self.", "target."))
+        places[f"tensor in {holder}, {way}"] = Place(setup, read, put.format(new=new))
+    return places
+
+
+TENSORS = _tensors()
+
 #: How the reader comes by the number: code at the top of the script, code in its class, expression.
 ACCESSES = {
     "direct": ("", "", "{read}"),
@@ -374,7 +450,7 @@ class Probe:
 
     def script(self) -> str:
         """Returns its code."""
-        place = PLACES[self.place]
+        place = {**PLACES, **TENSORS}[self.place]
         access, members, expression = (
             each.format(read=place.read) for each in ACCESSES[self.access]
         )
@@ -408,6 +484,9 @@ def probes() -> list[Probe]:
             continue  # the same as inside a step
         number = 3 if reader == "glue" else 1
         found += [Probe(place, next(accesses), moment, reader) for _ in range(number)]
+    for place, moment, reader in itertools.product(TENSORS, MOMENTS, READERS):
+        if (moment, reader) != ("inside the reader", "glue"):
+            found.append(Probe(place, next(accesses), moment, reader))
     return found
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.nested import same
 from smdistributed.modelparallel.torch.record.run_state import RunState
@@ -65,22 +65,49 @@ def _changed(path: str, leaf: str) -> UnsupportedError:
     )
 
 
+class Deed(NamedTuple):
+    """What the call of a leaf does.
+
+    Attributes:
+        lines: what it computes, as text, which does not tell tensors of one shape apart.
+        read: the tensors that it reads and has not made.
+    """
+
+    lines: list[str]
+    read: list[torch.Tensor]
+
+    def is_like(self, other: Deed) -> bool:
+        """Whether two calls do the same with the same numbers."""
+        return (
+            self.lines == other.lines
+            and len(self.read) == len(other.read)
+            and all(map(_are_equal, self.read, other.read))
+        )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+        return False
+    with past_recording():
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
 class LeafAttributes:
     """Watches the attributes of leaves while microbatches run their Python.
 
     Args:
         scene: the models.
         state: where the run is.
-        lines: runs the call of a leaf on fakes again and returns what it does as text; None where
-            that does not show.
+        deed: runs the call of a leaf on fakes again and returns what it does; None where that does
+            not show.
     """
 
-    def __init__(
-        self, scene: Scene, state: RunState, lines: Callable[[Entry], list[str] | None]
-    ) -> None:
+    def __init__(self, scene: Scene, state: RunState, deed: Callable[[Entry], Deed | None]) -> None:
         self._scene = scene
         self._state = state
-        self._lines = lines
+        self._deed = deed
         self._called: dict[nn.Module, dict[Entry, None]] = {}
         self._real: dict[tuple[nn.Module, str], Any] = {}
         self._set: set[tuple[nn.Module, str]] = set()
@@ -176,13 +203,13 @@ class LeafAttributes:
         if not found:
             return False
         for entry in entries:
-            try:
-                now = self._lines(entry)
+            now = before = None
+            # The leaf itself may fail, one way or the other.
+            with contextlib.suppress(Exception):
+                now = self._deed(entry)
                 with as_it_was(found):
-                    before = self._lines(entry)
-            except Exception:
-                now = None  # the leaf itself fails, one way or the other
-            if now is None or now != before:
+                    before = self._deed(entry)
+            if now is None or before is None or not now.is_like(before):
                 raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
         return True
 

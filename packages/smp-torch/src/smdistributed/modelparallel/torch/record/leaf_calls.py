@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.attributes import LeafAttributes
+from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.carried import (
     Carried,
     CarriedObjects,
@@ -254,8 +254,8 @@ class LeafCalls:
 
     # Aside
 
-    def lines_of(self, call: Callable[..., Any], entry: Entry) -> list[str] | None:
-        """Returns what the call of a leaf does now, as text; None where fakes do not show it."""
+    def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
+        """Returns what the call of a leaf does now; None where fakes do not show it."""
 
         def stand_in(placeholder: Carried | Constant) -> Any:
             if isinstance(placeholder, Constant):
@@ -271,7 +271,10 @@ class LeafCalls:
             is_clear = not any(each.opaque for each in self._calls.profile.modules.values())
         for growth in run.grown:
             growth.remove()
-        return run.lines if is_clear else None
+        if not is_clear:
+            return None
+        read = [now.constants.given(e) if isinstance(e, Constant) else e for e in run.read]
+        return Deed(run.lines, read)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

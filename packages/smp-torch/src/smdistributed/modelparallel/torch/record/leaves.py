@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.record.python_random import python_random
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
-from smdistributed.modelparallel.torch.record.trace import Entry, HookedCall
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, HookedCall
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
 
@@ -46,6 +46,7 @@ class LeafRun:
         hooked: the calls in it, its own included, that have hooks of others.
         grown: what it added to containers that others see: not yet taken out.
         lines: what it did, as text.
+        read: what it read that no recorded call made.
     """
 
     result: Any
@@ -54,6 +55,7 @@ class LeafRun:
     hooked: list[HookedCall]
     grown: list[Growth]
     lines: list[str]
+    read: list[torch.Tensor | Constant]
 
 
 class LeafRuns:
@@ -97,12 +99,12 @@ class LeafRuns:
             try:
                 result = call()
                 inner = self.inner_of(module)
+                read = values.read
             finally:
                 changes = snapshot.note_changes()
                 grown = snapshot.put_back()
-        return LeafRun(
-            result, inner, changes, self._hooked, grown, [node.line(repr) for node in graph.nodes]
-        )
+        lines = [node.line(repr) for node in graph.nodes]
+        return LeafRun(result, inner, changes, self._hooked, grown, lines, read)
 
     def begin(self) -> None:
         """Starts to collect what inner modules return."""

@@ -29,7 +29,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     set_grad_enabled,
 )
 from smdistributed.modelparallel.torch.record import strays
-from smdistributed.modelparallel.torch.record.attributes import LeafAttributes
+from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.interception import intercepted
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
         self._state = state
         self._calls = ModuleCalls(scene, state, mode, meter)
         self._context = Context(scene, mode, device, random, meter, positions(), state, self._calls)
-        self._attributes = LeafAttributes(scene, state, self._lines_of)
+        self._attributes = LeafAttributes(scene, state, self._deed_of)
         self._number_ways = number_ways
         self._call_of_modules = nn.Module.__call__
         self._is_active = False
@@ -235,10 +235,10 @@ class Recorder(TorchFunctionMode):
         self._state.begin()
         self._calls.begin()
 
-    def _lines_of(self, entry: Entry) -> list[str] | None:
-        """See ``LeafCalls.lines_of``; also between microbatches."""
+    def _deed_of(self, entry: Entry) -> Deed | None:
+        """See ``LeafCalls.deed_of``; also between microbatches."""
         with contextlib.nullcontext() if self._is_active else self:
-            return self._leaves.lines_of(self._call_of_modules, entry)
+            return self._leaves.deed_of(self._call_of_modules, entry)
 
     def _finish(self, result: Any) -> Passed:
         now = self._now

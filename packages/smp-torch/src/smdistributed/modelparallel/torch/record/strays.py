@@ -21,6 +21,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.record.holders import Holder
 from smdistributed.modelparallel.torch.record.nested import Container
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace, Way
@@ -104,8 +105,7 @@ def _settle(
                 continue
             real = constant(fake) if put is not None else None
             if real is None or put is None:
-                name = type(owner).__name__
-                place = f"{name}.{key}" if isinstance(key, str) else f"a {name}"
+                place = _name(owner, key)
                 problem = UnsupportedError(
                     f"the step function, or the forward of a module that is split over partitions, "
                     f"stored a tensor in {place}. A pipelined step computes it elsewhere, so only "
@@ -152,6 +152,13 @@ def _owner(holder: Any) -> Any:
             if getattr(each, "__dict__", None) is holder:
                 return each
     return holder
+
+
+def _name(owner: Any, key: Any) -> str:
+    if isinstance(owner, Holder):
+        return owner.path  # what holds it shows itself to our snapshot alone
+    kind = type(owner).__name__
+    return f"{kind}.{key}" if isinstance(key, str) else f"a {kind}"
 
 
 def _containers(trace: Trace) -> Iterator[int]:

@@ -45,6 +45,7 @@ class Values:
 
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
+        read: what calls have read that no recorded call made; inside a leaf by its calls.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Values:
         where: Callable[[], str],
     ) -> None:
         self.graph = Graph()
+        self.read: list[torch.Tensor | Constant] = []
         self._scene = scene
         self._state = state
         self._where = where
@@ -170,13 +172,14 @@ class Values:
     @contextlib.contextmanager
     def aside(self) -> Iterator[Graph]:
         """Writes a graph of its own meanwhile, and forgets it."""
-        graph, known, constants = self.graph, self._known, self._constants
+        graph, known, constants, read = self.graph, self._known, self._constants, self.read
         self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
+        self.read = []
         self.graph.constants = list(graph.constants)
         try:
             yield self.graph
         finally:
-            self.graph, self._known, self._constants = graph, known, constants
+            self.graph, self._known, self._constants, self.read = graph, known, constants, read
 
     # ------------------------------------------------------------------ reading
 
@@ -207,6 +210,7 @@ class Values:
         if id(tensor) in self._scene.slots:
             return self._of_slot(tensor)
         made = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        self.read.append(tensor if made is None else made)
         if made is None:
             return self._of_stranger(tensor)
         return self._bind(
@@ -215,6 +219,7 @@ class Values:
 
     def _of_constant(self, constant: Constant) -> Value:
         if constant not in self._constants:
+            self.read.append(constant)
             node = self._node(
                 NodeKind.CONSTANT,
                 self._num_inputs + len(self.graph.constants),

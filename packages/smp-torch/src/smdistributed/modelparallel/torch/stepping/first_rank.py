@@ -14,7 +14,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.record.failure import Failure
 
 
-def say(communicator: Communicator, compute: Callable[[], Any]) -> Any:
+def say(communicator: Communicator, compute: Callable[[], Any]) -> None:
     """Computes a value on rank 0 of the pipeline and tells the others. Pairs with ``hear``."""
     try:
         value = compute()
@@ -22,7 +22,6 @@ def say(communicator: Communicator, compute: Callable[[], Any]) -> Any:
         communicator.from_first(Failure.of(error), CommGroup.PP_GROUP)
         raise
     communicator.from_first(value, CommGroup.PP_GROUP)
-    return value
 
 
 def hear(communicator: Communicator) -> Any:
