@@ -124,6 +124,9 @@ class _StreamCopies:
         return copy
 
     def fetch(self, copy: HostCopy) -> Arrival:
+        # Whether it was changed in place before its values were copied must be known now.
+        while any(each is copy for _, each in self._leaving):
+            self._let_go()
         tensor = torch.empty_like(copy.tensor, device=self._device, pin_memory=False)
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         self._back.wait_event(copy.written)
