@@ -22,13 +22,18 @@ def run_checkpointing(case: str) -> Any:
 
 
 #: What is tried over other numbers of partitions than two.
-FEW = ("functions_in_glue", "a_region_over_all_partitions", "native_sequential")
+FEW = {
+    1: ("functions_in_glue", "a_region_over_all_partitions", "native_sequential"),
+    3: ("a_region_over_all_partitions",),
+}
 
 
 @pytest.mark.parametrize(
     ("degree", "case"),
     [
-        pytest.param(degree, case, marks=() if degree == 2 or case in FEW else pytest.mark.slow)
+        pytest.param(
+            degree, case, marks=() if case in FEW.get(degree, (case,)) else pytest.mark.slow
+        )
         for degree in (1, 2, 3)
         for case in checkpointing_cases.cases()
     ],

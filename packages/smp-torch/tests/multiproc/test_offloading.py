@@ -10,6 +10,7 @@ from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
+SLICES = {"tensor_parallel_degree": 2, "ddp": True, "microbatches": 2, "optimize": "speed"}
 SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
 LITTLE = {"sdp_max_live_parameters": 80, "sdp_reduce_bucket_size": 40}
 #: Those of other files, so that none is started for these alone.
@@ -17,16 +18,8 @@ WORLDS = {
     "one": pipeline(1),
     "pp2": pipeline(2),
     "pp3": pipeline(3, launcher="fork"),
-    "pp2-tp2": world_of(
-        4,
-        {
-            "pipeline_parallel_degree": 2,
-            "tensor_parallel_degree": 2,
-            "ddp": True,
-            "microbatches": 2,
-            "optimize": "speed",
-        },
-    ),
+    "tp2": world_of(2, SLICES),
+    "pp2-tp2": world_of(4, {**SLICES, "pipeline_parallel_degree": 2}),
     "pp2-fp16": world_of(
         2, {"fp16": True, "microbatches": 4, "ddp": True, "pipeline_parallel_degree": 2}
     ),
@@ -38,8 +31,8 @@ WORLDS = {
 #: What runs by default; the rest is for releases.
 QUICK = {
     "one": tuple(offload_cases.CASES),
-    "pp2": ("a_sequence", "all_forward_passes_first", "regions_in_glue"),
-    "pp2-tp2": ("a_sequence",),
+    "pp2": ("all_forward_passes_first", "regions_in_glue"),
+    "tp2": ("a_sequence",),
     "pp2-fp16": ("a_sequence",),
     "sdp2": ("regions_in_glue",),
 }
