@@ -398,7 +398,13 @@ def _gpt2(adapter: Any) -> Any:
             self.lm_head = nn.Linear(8, 12, bias=False)
             self.lm_head.weight = self.transformer.wte.weight
 
-        def forward(self, input_ids: Any, labels: Any = None, return_dict: Any = None) -> Any:
+        def forward(
+            self,
+            input_ids: Any,
+            labels: Any = None,
+            return_dict: Any = None,
+            inputs_embeds: Any = None,
+        ) -> Any:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             x = self.transformer.wte(input_ids) + self.transformer.wpe(positions)
             for block in self.transformer.h:
