@@ -175,9 +175,6 @@ def parameters() -> Iterator[tuple[str, str, str]]:
     for name, field in Parameters.model_fields.items():
         if parameter(field).frameworks == TENSORFLOW:
             yield name, "not applicable", "of TensorFlow only"
-        elif name in later._WITHOUT:
-            value = later._WITHOUT[name]
-            yield name, "later", f"anything but `{value}` raises `UnsupportedError`"
         elif re.search(rf'\b(config|settings|self)\.{name}\b|given\.get\("{name}"', code):
             yield name, "there", parameter(field).meaning
         else:

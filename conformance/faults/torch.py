@@ -457,4 +457,18 @@ MUTATIONS = (
         '_{0}"',
         ("shards_are_saved_and_come_back",),
     ),
+    Mutation(
+        "a horizon that is ignored",
+        "torch/stepping/offloaded.py",
+        "Offloading(config.activation_loading_horizon,",
+        "Offloading(4,",
+        ("the_horizon_says_how_many_activations_are_back_before_their_use",),
+    ),
+    Mutation(
+        "an activation that came back from memory that was overwritten",
+        "torch/activations/copies.py",
+        "HostCopy(torch.empty_like(tensor).copy_(tensor.detach()))",
+        "HostCopy(vars(self).setdefault('h', torch.empty_like(tensor)).copy_(tensor.detach()))",
+        ("offloaded_activations_leave_the_device_and_the_numbers_alone",),
+    ),
 )

@@ -52,7 +52,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], object, list[object], list[object]]] = 
     "ddp": (_TORCH, False, [True], ["yes", 1]),
     "active_microbatches": (_TORCH, 3, [1, 100], [0, 1.5, False]),
     "deterministic_server": (_TORCH, False, [True], ["yes", 1]),
-    "offload_activations": (_TORCH, False, [], ["yes", 1]),
+    "offload_activations": (_TORCH, False, [True], ["yes", 1]),
     "activation_loading_horizon": (_TORCH, 4, [1, 9], [0, -2, True]),
     "tensor_parallel_degree": (_TORCH, 1, [1], [0, "two"]),
     "fp16": (_TORCH, False, [], ["yes", 1]),

@@ -2,7 +2,7 @@
 
 ``steps <folder> <scenario>``: repeat a save in ``<folder>/<k>`` and end the process right before
 its k-th operation on files, for every k until the save completes.
-``loop <folder>``: save tags 1, 2, 3, ... until killed.
+``loop <folder>``: save tags 1, 2, 3, ... until killed; ``loop-behind``: asynchronously.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def directory(path: Path) -> CheckpointDirectory:
     return CheckpointDirectory(path, rank=0, gather=lambda mine: [mine])
 
 
+def write_behind(checkpoints: CheckpointDirectory, tag: Any, files: Any, **options: Any) -> None:
+    options = {"partial": True, **options}
+    checkpoints.write_behind(tag, files, timeout_seconds=60, **options).wait()
+
+
 def save_three(checkpoints: CheckpointDirectory) -> None:
     for tag in (5, 6, 1):
         checkpoints.write_partial(tag, partial_files("old"))
@@ -62,6 +67,22 @@ SCENARIOS: dict[str, tuple[Callable[[CheckpointDirectory], Any], ...]] = {
     "retention": (
         save_three,
         lambda d: d.write_partial(2, partial_files("new"), keep=1),
+    ),
+    "behind-next": (
+        lambda d: d.write_partial(1, partial_files("old")),
+        lambda d: write_behind(d, 2, partial_files("new")),
+    ),
+    "behind-same": (
+        lambda d: d.write_partial(1, partial_files("old")),
+        lambda d: write_behind(d, 1, partial_files("new")),
+    ),
+    "behind-retention": (
+        save_three,
+        lambda d: write_behind(d, 2, partial_files("new"), keep=1),
+    ),
+    "full-behind": (
+        lambda d: d.write_full("a", full_files("old")),
+        lambda d: write_behind(d, "b", full_files("new"), partial=False),
     ),
     "full-next": (
         lambda d: d.write_full("a", full_files("old")),
@@ -114,11 +135,12 @@ def kill_at(k: int) -> None:
     sys.addaudithook(hook)
 
 
-def loop(folder: Path) -> None:
+def loop(folder: Path, behind: bool) -> None:
     checkpoints = directory(folder)
     newest = checkpoints.newest()
     for tag in itertools.count(int(newest.name) + 1 if newest else 1):
-        checkpoints.write_partial(tag, partial_files(str(tag) * 1000), keep=2)
+        save = write_behind if behind else CheckpointDirectory.write_partial
+        save(checkpoints, tag, partial_files(str(tag) * 1000), keep=2)
         print(tag, flush=True)
 
 
@@ -126,4 +148,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "steps":
         steps(Path(sys.argv[2]), sys.argv[3])
     else:
-        loop(Path(sys.argv[2]))
+        loop(Path(sys.argv[2]), behind=sys.argv[1] == "loop-behind")

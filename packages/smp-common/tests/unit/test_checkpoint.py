@@ -3,100 +3,23 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from checkpoint_helpers import World, alone, content, disk_full, names, of_rank, read, save
 
 from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
 from smdistributed.modelparallel.common.checkpoint.store import CheckpointStore, Tag
 from smdistributed.modelparallel.common.errors import CheckpointError
 
 DRIVER = Path(__file__).with_name("checkpoint_driver.py")
-Writer = Callable[[BinaryIO], None]
-
-
-def content(text: str) -> Writer:
-    def write(stream: BinaryIO) -> None:
-        stream.write(text.encode())
-
-    return write
-
-
-def disk_full(stream: BinaryIO) -> None:
-    stream.write(b"half")
-    raise OSError(28, "No space left on device")
-
-
-def alone(path: Path) -> CheckpointDirectory:
-    return CheckpointDirectory(path, rank=0, gather=lambda mine: [mine])
-
-
-def save(path: Path, tag: str | int, text: str = "text", **options: Any) -> None:
-    alone(path).write_partial(tag, {"model_0_0.pt": content(text)}, **options)
-
-
-def read(path: Path, tag: str | int | None = None, **options: Any) -> dict[str, str]:
-    checkpoint = alone(path).resolve(tag, **options)
-    found = {}
-    for name in checkpoint.paths:
-        with checkpoint.open(name) as stream:
-            found[name] = stream.read().decode()
-    return found
-
-
-def names(path: Path) -> set[str]:
-    return set(os.listdir(path))
-
-
-class World:
-    """Ranks as threads; a rank that waits for one that does not come breaks the barrier."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=20)
-
-    def gather(self, rank: int, mine: object) -> list[Any]:
-        self._slots[rank] = pickle.loads(pickle.dumps(mine))
-        self._barrier.wait()
-        found = list(self._slots)
-        self._barrier.wait()
-        return found
-
-    def run(
-        self, body: Callable[[CheckpointDirectory, int], Any], *paths: Path
-    ) -> list[Exception | Any]:
-        """Result or exception of each rank; rank r works in ``paths[r % len(paths)]``."""
-        results: list[Any] = [None] * self.size
-
-        def run_rank(rank: int) -> None:
-            directory = CheckpointDirectory(
-                paths[rank % len(paths)], rank=rank, gather=lambda mine: self.gather(rank, mine)
-            )
-            try:
-                results[rank] = body(directory, rank)
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        return results
-
-
-def of_rank(rank: int, text: str = "text") -> Mapping[str, Writer]:
-    return {f"model_{rank}_0.pt": content(f"{text} {rank}")}
 
 
 # ------------------------------------------------------------------- layout
@@ -554,7 +477,12 @@ def run_driver(*args: object) -> None:
         ("first", 20),
         ("next", 20),
         ("same", 20),
-        ("retention", 30),
+        # Written behind, the same operations follow.
+        pytest.param("retention", 30, marks=pytest.mark.slow),
+        ("behind-retention", 30),
+        pytest.param("behind-next", 20, marks=pytest.mark.slow),
+        pytest.param("behind-same", 20, marks=pytest.mark.slow),
+        pytest.param("full-behind", 20, marks=pytest.mark.slow),
         ("full-next", 20),
         ("full-same", 20),
         ("full-same-without-content", 20),
@@ -597,11 +525,15 @@ def test_a_kill_before_any_operation_leaves_a_complete_newest_checkpoint(
     assert 0 < first < len(seen) - 1
 
 
-def test_sigkill_at_random_moments_never_loses_the_newest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [15, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["loop", "loop-behind"])
+def test_sigkill_at_random_moments_never_loses_the_newest(
+    tmp_path: Path, mode: str, kills: int
+) -> None:
     generator = random.Random(0)
     last = 0
-    for _ in range(30):
-        command = [sys.executable, str(DRIVER), "loop", str(tmp_path)]
+    for _ in range(kills):
+        command = [sys.executable, str(DRIVER), mode, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             reported = int(process.stdout.readline())

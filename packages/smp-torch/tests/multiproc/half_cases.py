@@ -377,6 +377,48 @@ def case_groups_and_frozen_parameters() -> None:
     assert {each.dtype for each in held} <= {torch.float32}
 
 
+def case_a_scaler_of_torch() -> None:
+    """torch's GradScaler unscales what is updated, and all ranks skip together."""
+    data = [tuple(each.chunk(smp.dp_size())[smp.dp_rank()] for each in pair) for pair in batches(4)]
+
+    def trained_with(scale: float) -> dict[str, torch.Tensor]:
+        model = smp.DistributedModel(net())
+        optimizer = smp.DistributedOptimizer(momentum(model.parameters()))
+        scaler = smp.amp.GradScaler(init_scale=scale, enabled=scale > 1)
+
+        @smp.step
+        def step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model(inputs).float(), targets)
+            model.backward(scaler.scale(loss))
+            return loss
+
+        for number, pair in enumerate(data):
+            optimizer.zero_grad()
+            step(model, *pair)
+            if number == 1:  # twice, and clipped between
+                scaler.unscale_(optimizer)
+                optimizer.clip_master_grads(0.05)
+            if number == 2 and scale > 1:
+                last = list(model.local_parameters())[-1]
+                if smp.rank() == smp.size() - 1:
+                    last.grad[0] = float("inf")
+                before = last.detach().clone()
+                scaler.step(optimizer)
+                same_bits(last.detach(), before, "skipped on all")
+                scaler.update()
+                assert scaler.get_scale() == scale / 2
+            elif number != 2:
+                scaler.step(optimizer)
+                scaler.update()
+        return {name: each.detach().clone() for name, each in model.local_named_parameters()}
+
+    want, got = trained_with(1.0), trained_with(16.0)
+    for name, value in want.items():
+        if half() is torch.bfloat16:
+            same_bits(got[name], value, name)
+        torch.testing.assert_close(got[name], value, rtol=1e-2, atol=1e-3)
+
+
 BIT_FOR_BIT: dict[str, Callable[[], None]] = {
     "adam": lambda: trained(adam, None),
     "momentum": lambda: trained(momentum, None),
@@ -391,6 +433,7 @@ FP16: dict[str, Callable[[], None]] = {
 }
 BOTH: dict[str, Callable[[], None]] = {
     "names_and_types": case_names_and_types,
+    "a_scaler_of_torch": case_a_scaler_of_torch,
     "a_changed_parameter_counts": case_a_changed_parameter_counts,
     "delayed_parameters_are_cast": case_delayed_parameters_are_cast,
     "state_goes_on": case_state_goes_on,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 import smdistributed.modelparallel.torch as smp
 
 MICROBATCHES = 8
+#: Of malloc.h: blocks of at least so many bytes go back to the system when they are freed.
+_M_MMAP_THRESHOLD = -3
 
 
 def peak_bytes() -> int:
     """Returns the most memory that this process ever had resident."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return _of_status("VmHWM")
+
+
+def _of_status(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024
 
@@ -157,4 +165,59 @@ def training(degree: int, active_microbatches: int) -> dict[str, int]:
         "own": num_bytes(model.local_parameters()),
         "live": num_bytes(each for each in live if not each.is_meta),
         "kept": kept.most,
+    }
+
+
+def limited_training(degree: int, width: int, layers: int, budget_bytes: int) -> dict[str, Any]:
+    """Trains a model whose parameters are shared by so many ranks, in little memory.
+
+    Args:
+        degree: the number of ranks, 1 for none that share.
+        width: of each of its layers.
+        layers: of the model.
+        budget_bytes: what the process may take beside what it has before the model is made.
+
+    Returns:
+        what it took beside that, at most; or the error of an allocation that was refused.
+    """
+    # glibc keeps what is freed in pieces for later, which is resident and nobody's.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+    shared = {"sharded_data_parallel_degree": degree, "sdp_gradient_clipping": float("inf")}
+    shared |= {"sdp_max_live_parameters": 4 * width**2, "sdp_reduce_bucket_size": width**2}
+    smp.init({"ddp": True, "microbatches": 1, **(shared if degree > 1 else {})})
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def train(width: int) -> Any:
+        torch.manual_seed(0)
+        with smp.delay_param_initialization():
+            module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = step(model, torch.ones(1, width)).outputs
+            optimizer.step()
+        return model, losses
+
+    train(64)  # what code takes when it runs first is not the model's
+    gc.collect()
+    before = _of_status("VmRSS")
+    resource.setrlimit(resource.RLIMIT_DATA, (_of_status("VmData") + budget_bytes,) * 2)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    try:
+        model, losses = train(width)
+    except (MemoryError, RuntimeError) as error:
+        return {"error": str(error)}
+    live = model.data_parallel.shards.model.residency.most_live
+    return {
+        "taken": peak_bytes() - before,
+        "parameters": layers * width**2,
+        "gathered": live,
+        "bucket": width**2,
+        "loss": losses[0].item(),
     }

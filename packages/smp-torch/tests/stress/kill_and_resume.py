@@ -6,6 +6,8 @@ run to the last bit.
 
     python packages/smp-torch/tests/stress/kill_and_resume.py --kills 200
 
+With ``--asynchronous`` the next step runs while a checkpoint is written.
+
 A fork server has PyTorch loaded, so that a start costs a fraction of a second.
 """
 
@@ -28,7 +30,7 @@ NUM_RANKS = 2
 DEADLINE_SECONDS = 120
 
 
-def job(rank: int, port: int, folder: Path, log: Path, saves: bool) -> None:
+def job(rank: int, port: int, folder: Path, log: Path, saves: bool, asynchronous: bool) -> None:
     """One process of the job; writes what it did to ``log``, line by line."""
     os.environ.update(
         RANK=str(rank),
@@ -62,33 +64,43 @@ def job(rank: int, port: int, folder: Path, log: Path, saves: bool) -> None:
         if (folder / "newest").exists():
             first = smp.resume_from_checkpoint(folder)
         print("start", first, file=out)
+        pending = None
         for step in range(first, LAST_STEP):
             optimizer.zero_grad()
             output = train_step(model, torch.randn(4, WIDTH))
             optimizer.step()
             print("loss", step, [loss.item().hex() for loss in output.outputs], file=out)
+            if pending is not None:
+                pending.wait()
+                print("saved", step, file=out)
             if saves:
-                smp.save_checkpoint(
+                pending = smp.save_checkpoint(
                     folder,
                     step + 1,
                     model=model,
                     optimizer=optimizer,
                     user_content=step + 1,
                     num_kept_partial_checkpoints=2,
+                    asynchronous=asynchronous,
                 )
-                print("saved", step + 1, file=out)
+                if not asynchronous:
+                    print("saved", step + 1, file=out)
 
 
 class Job:
     """The processes of one start."""
 
-    def __init__(self, context: Any, folder: Path, log: Path, saves: bool) -> None:
+    def __init__(
+        self, context: Any, folder: Path, log: Path, *, saves: bool = True, asynchronous: bool
+    ) -> None:
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._processes = [
-            context.Process(target=job, args=(rank, port, folder, Path(f"{log}.{rank}"), saves))
+            context.Process(
+                target=job, args=(rank, port, folder, Path(f"{log}.{rank}"), saves, asynchronous)
+            )
             for rank in range(NUM_RANKS)
         ]
         for process in self._processes:
@@ -138,7 +150,7 @@ def check(lines: list[str], curve: list[str], saved: int) -> int:
     return saved
 
 
-def run(kills: int, seed: int, folder: Path) -> dict[str, int]:
+def run(kills: int, seed: int, asynchronous: bool, folder: Path) -> dict[str, int]:
     """Kills and resumes; returns what happened.
 
     Raises:
@@ -147,14 +159,17 @@ def run(kills: int, seed: int, folder: Path) -> dict[str, int]:
     draw = random.Random(seed)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "smdistributed.modelparallel.torch", __name__])
-    undisturbed = Job(context, folder / "none", folder / "undisturbed", saves=False)
+    undisturbed = Job(
+        context, folder / "none", folder / "undisturbed", saves=False, asynchronous=False
+    )
     undisturbed.finish()
     curve = undisturbed.lines()[1:]
     assert len(curve) == LAST_STEP
     counts = {"kills": 0, "starts": 0, "resumed steps checked": 0, "killed inside a save": 0}
     checkpoints, saved = folder / "checkpoints", 0
     while True:
-        current = Job(context, checkpoints, folder / f"log{counts['starts']}", saves=True)
+        log = folder / f"log{counts['starts']}"
+        current = Job(context, checkpoints, log, asynchronous=asynchronous)
         counts["starts"] += 1
         last = counts["kills"] == kills
         # A kill may come at any moment from the start of the processes on.
@@ -181,10 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="smp-stress-") as folder:
         begin = time.monotonic()
-        print(run(args.kills, args.seed, Path(folder)), f"{time.monotonic() - begin:.0f} s")
+        counts = run(args.kills, args.seed, args.asynchronous, Path(folder))
+        print(counts, f"{time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

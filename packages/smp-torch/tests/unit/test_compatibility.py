@@ -22,7 +22,6 @@ from smdistributed.modelparallel.common.errors import (
     UnsupportedError,
 )
 from smdistributed.modelparallel.torch.api.slot import slot
-from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 
 ROOT = "smdistributed.modelparallel"
 TRANSLATED = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta")
@@ -379,7 +378,6 @@ UNDOCUMENTED = {
 def test_undocumented_keys_are_accepted() -> None:
     config = load("pytorch", {"ddp": True, "skip_tracing": True, **UNDOCUMENTED}, environ={})
     assert config.ddp
-    refuse_configuration(config)
 
 
 def test_launch_beats_the_script_and_partitions_is_the_degree() -> None:
@@ -389,14 +387,3 @@ def test_launch_beats_the_script_and_partitions_is_the_degree() -> None:
     }
     config = load("pytorch", {"pipeline_parallel_degree": 4, "ddp": True}, environ=environ)
     assert (config.partitions, config.microbatches, config.ddp) == (2, 4, True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"offload_activations": True}, "offload_activations True"),
-    ],
-)
-def test_features_that_are_not_there_yet_are_refused(asked: dict[str, Any], named: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"not supported yet: .*{named}"):
-        refuse_configuration(load("pytorch", {"ddp": True, **asked}, environ={}))

@@ -14,13 +14,16 @@ model-parallel-extended-features-pytorch-checkpoint.md.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave, Written
 from smdistributed.modelparallel.common.checkpoint.durable_files import (
     FileRecord,
     Writer,
@@ -189,10 +192,90 @@ class CheckpointDirectory:
             raise CheckpointError(f"{doing} failed. {causes}{more}") from failure
         return replies
 
+    def write_behind(
+        self,
+        tag: str | int,
+        files: Mapping[str, Writer],
+        *,
+        partial: bool,
+        keep: int | None = None,
+        timeout_seconds: float,
+    ) -> BackgroundSave:
+        """Save as ``write_partial`` or ``write_full`` do, but write while the job goes on.
+
+        Collective: all participating ranks. Returns when all files have been made, in memory; each
+        rank then writes its own, and the first of them commits the checkpoint when all have. One
+        such save at a time may be under way.
+
+        Args:
+            tag: as there.
+            files: as there.
+            partial: the kind of the checkpoint.
+            keep: as there.
+            timeout_seconds: how long a rank that has written waits for the others.
+
+        Raises:
+            TypeError, ValueError: on the ranks whose own arguments break a rule.
+            CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
+        """
+        target, leader, staging = self._begin(tag, files, is_partial=partial, keep=keep)
+        doing = _doing(target.name, self.path)
+        leads = self._rank == leader.rank
+        writes = partial or leads
+        made: dict[str, bytes] = {}
+
+        def make() -> None:
+            if writes:
+                _check_shared(staging, leader.host)
+                made.update(_made(files))
+
+        with self._removed_if_failed(staging, leads):
+            replies = self.everywhere(doing, make)
+        ranks = [reply.rank for reply in replies] if partial else [leader.rank]
+        written = Written(staging, self._rank, ranks)
+
+        def write() -> None:
+            if not writes:
+                return
+            try:
+                writers = {name: _writer_of(data) for name, data in made.items()}
+                written.write(lambda: _write_files(staging, writers))
+                if leads:
+                    records = written.collect(timeout_seconds)
+                    self._store.commit(target, staging, records, keep)
+            except BaseException:
+                written.give_up()
+                raise
+            finally:
+                made.clear()
+
+        return BackgroundSave(doing, write, self.everywhere)
+
     def _write(
         self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
     ) -> None:
-        doing = f"Saving checkpoint {str(tag)!r} in {self.path}"
+        target, leader, staging = self._begin(tag, files, is_partial=is_partial, keep=keep)
+        doing = _doing(target.name, self.path)
+        leads = self._rank == leader.rank
+
+        def write() -> dict[str, FileRecord]:
+            if not (is_partial or leads):
+                return {}
+            _check_shared(staging, leader.host)
+            return _write_files(staging, files)
+
+        with self._removed_if_failed(staging, leads):
+            written = self.everywhere(doing, write)
+            records = {name: record for r in written for name, record in r.result.items()}
+            self.everywhere(
+                doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
+            )
+
+    def _begin(
+        self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
+    ) -> tuple[Tag, Reply, Path]:
+        """Checks what is asked for; returns it, who commits it, and where files are written."""
+        doing = _doing(str(tag), self.path)
         requests = self.everywhere(
             doing,
             lambda: _check_request(tag, files, is_partial, keep),
@@ -201,37 +284,32 @@ class CheckpointDirectory:
         leader = _agree(requests)
         leads = self._rank == leader.rank
         target = Tag(leader.result.tag, is_partial)
-
         replies = self.everywhere(doing, lambda: self._store.prepare(target) if leads else None)
-        staging = self.path / next(r.result for r in replies if r.rank == leader.rank)
+        return target, leader, self.path / next(r.result for r in replies if r.rank == leader.rank)
+
+    @contextlib.contextmanager
+    def _removed_if_failed(self, staging: Path, leads: bool) -> Iterator[None]:
         try:
-            written = self.everywhere(
-                doing,
-                lambda: (
-                    self._write_files(staging, files, leader.host) if is_partial or leads else {}
-                ),
-            )
-            records = {name: record for r in written for name, record in r.result.items()}
-            self.everywhere(
-                doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
-            )
+            yield
         except BaseException:
             if leads:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
-    def _write_files(
-        self, staging: Path, files: Mapping[str, Writer], leader_host: str
-    ) -> dict[str, FileRecord]:
-        if not staging.is_dir():
-            raise CheckpointError(
-                f"{self.path} must be one directory for all ranks, but what was just made there "
-                f"on host {leader_host} is not visible on host {socket.gethostname()}: use a path "
-                "on storage that all hosts share."
-            )
-        records = {name: write_and_flush(staging / name, files[name]) for name in files}
-        flush_directory(staging)
-        return records
+
+def _check_shared(staging: Path, leader_host: str) -> None:
+    if not staging.is_dir():
+        raise CheckpointError(
+            f"{staging.parent} must be one directory for all ranks, but what was just made there "
+            f"on host {leader_host} is not visible on host {socket.gethostname()}: use a path "
+            "on storage that all hosts share."
+        )
+
+
+def _write_files(staging: Path, files: Mapping[str, Writer]) -> dict[str, FileRecord]:
+    records = {name: write_and_flush(staging / name, files[name]) for name in files}
+    flush_directory(staging)
+    return records
 
 
 def _check_request(
@@ -285,6 +363,27 @@ def _agree(replies: Sequence[Reply]) -> Reply:
     if first.result.is_partial:
         return first
     return next(reply for reply in replies if reply.rank == owners["model"])
+
+
+def _doing(name: str, path: Path) -> str:
+    return f"Saving checkpoint {name!r} in {path}"
+
+
+def _made(files: Mapping[str, Writer]) -> dict[str, bytes]:
+    """Returns what files will hold."""
+    made = {}
+    for name, writer in files.items():
+        stream = io.BytesIO()
+        writer(stream)
+        made[name] = stream.getvalue()
+    return made
+
+
+def _writer_of(data: bytes) -> Writer:
+    def write(stream: BinaryIO) -> None:
+        stream.write(data)
+
+    return write
 
 
 def _describe(error: BaseException) -> str:

@@ -60,7 +60,12 @@ def checkpoint_sequential(
             f"{len(input)}: set pack_args_as_tuple=True to hand it over as one."
         )
     for group in _groups(list(layers), strategy, partition_of):
-        input = checkpoint(_InTurn(group), input, preserve_rng_state=preserve_rng_state)
+        call = _InTurn(group)
+        if isinstance(input, tuple):
+            # One by one, since torch saves as tensors what is no tuple.
+            input = checkpoint(_OfParts(call), *input, preserve_rng_state=preserve_rng_state)
+        else:
+            input = checkpoint(call, input, preserve_rng_state=preserve_rng_state)
     return input
 
 
@@ -120,6 +125,16 @@ class _InTurn:
         for layer in self.layers:
             input = layer(input)
         return input
+
+
+@dataclass(frozen=True)
+class _OfParts:
+    """Calls what takes a tuple with the parts of one."""
+
+    call: Callable[[Any], Any]
+
+    def __call__(self, *parts: Any) -> Any:
+        return self.call(parts)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.checkpoint import rank_files
 from smdistributed.modelparallel.torch.checkpoint import resume as resuming
@@ -26,10 +27,17 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
-) -> None:
+    *,
+    asynchronous: bool = False,
+) -> BackgroundSave | None:
     """Saves a checkpoint that a later job can resume from; never leaves half of one.
 
     Collective: every process; the library picks the writers. On return everything is on disk.
+
+    With ``asynchronous``, an addition of this library, everything has been copied on return, to
+    host memory, and is written while training goes on; so each writer has its own files once more
+    in memory until they are on disk. The checkpoint is there, and the newest, when all ranks have
+    written. The next save or resume waits for that, and so does a process that ends normally.
 
     Args:
         path: the folder; made if missing.
@@ -44,14 +52,20 @@ def save_checkpoint(
         translate_if_full: give the weights of a full checkpoint the names and shapes of the modules
             that were replaced: those of Transformers.
         num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
+        asynchronous: return before everything is on disk.
+
+    Returns:
+        None; with ``asynchronous`` what can be waited for: its ``wait()``, called by every process,
+        returns when the checkpoint is complete, or raises why it is not.
 
     Raises:
         TypeError: ``model`` or ``optimizer`` is not wrapped.
-        CheckpointError: some rank failed to write; nothing was committed.
+        CheckpointError: some rank failed to write; nothing was committed. Or a former asynchronous
+            save failed that nobody has waited for: nothing was saved by this call; save again.
 
     Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
     """
-    saving.save_checkpoint(
+    return saving.save_checkpoint(
         slot.get(),
         path,
         tag,
@@ -61,6 +75,7 @@ def save_checkpoint(
         user_content=user_content,
         num_kept_partial_checkpoints=num_kept_partial_checkpoints,
         translate_if_full=translate_if_full,
+        asynchronous=asynchronous,
     )
 
 

@@ -21,6 +21,17 @@ def directory_at(runtime: TorchRuntime, path: str | os.PathLike[str]) -> Checkpo
     )
 
 
+def finish_pending(runtime: TorchRuntime) -> None:
+    """Waits for a save that is still being written. Collective: every process.
+
+    Raises:
+        CheckpointError: it failed; on all ranks.
+    """
+    pending, runtime.pending_save = runtime.pending_save, None
+    if pending is not None:
+        pending.wait()
+
+
 def expect_wrapped(value: object, kind: type, argument: str) -> None:
     """Raises unless an argument is None or wrapped by this library.
 

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
     expect_wrapped,
+    finish_pending,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
@@ -81,6 +82,7 @@ def resume_from_checkpoint(
     optimizer = _given_or_last(optimizer, DistributedOptimizer, optimizers_of(runtime), "optimizer")
     if model is None:
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
+    finish_pending(runtime)
     directory = directory_at(runtime, path)
     checkpoint = directory.resolve(tag, partial=partial)
     reader = _Reader(runtime, checkpoint, trust_pickle)

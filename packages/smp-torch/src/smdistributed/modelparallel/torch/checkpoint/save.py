@@ -16,12 +16,15 @@ from typing import Any, BinaryIO
 
 import torch
 
+from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
 from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
     expect_wrapped,
+    finish_pending,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
@@ -44,8 +47,10 @@ def save_checkpoint(
     user_content: Any,
     num_kept_partial_checkpoints: int | None,
     translate_if_full: bool,
-) -> None:
+    asynchronous: bool,
+) -> BackgroundSave | None:
     """See ``smp.save_checkpoint``."""
+    finish_pending(runtime)
     expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
     expect_wrapped(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
     directory = directory_at(runtime, path)
@@ -65,8 +70,7 @@ def save_checkpoint(
                     files[name] = _user_content_writer(value)
                 elif name == "model" or value is not None:
                     files[name] = _writer(lambda value=value: value)  # type: ignore[misc]
-        directory.write_full(tag, files)
-        return
+        return _written(runtime, directory, tag, files, asynchronous, partial=False)
     place = runtime.coordinates
     part = part_name(place.pp_rank, place.tp_rank)
     own = own_part_name(runtime, runtime.rank)
@@ -88,7 +92,32 @@ def save_checkpoint(
         files[layout.FILE] = lambda stream: _write_bytes(stream, index)
         if user_content is not None:
             files[USER_CONTENT] = _user_content_writer(user_content)
-    directory.write_partial(tag, files, keep=num_kept_partial_checkpoints)
+    keep = num_kept_partial_checkpoints
+    return _written(runtime, directory, tag, files, asynchronous, partial=True, keep=keep)
+
+
+def _written(
+    runtime: TorchRuntime,
+    directory: CheckpointDirectory,
+    tag: str | int,
+    files: dict[str, Writer],
+    asynchronous: bool,
+    *,
+    partial: bool,
+    keep: int | None = None,
+) -> BackgroundSave | None:
+    """Writes files, now or while the job goes on; then it returns what can be waited for."""
+    if asynchronous:
+        timeout_seconds = runtime.config.communication_timeout
+        runtime.pending_save = directory.write_behind(
+            tag, files, partial=partial, keep=keep, timeout_seconds=timeout_seconds
+        )
+        return runtime.pending_save
+    if partial:
+        directory.write_partial(tag, files, keep=keep)
+    else:
+        directory.write_full(tag, files)
+    return None
 
 
 def _halves(optimizer: DistributedOptimizer) -> tuple[Any, Any]:

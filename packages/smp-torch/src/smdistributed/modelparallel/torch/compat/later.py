@@ -9,30 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import UnsupportedError
-
-#: Parameters whose feature is not there yet, and the value that does without it.
-_WITHOUT: dict[str, object] = {
-    "offload_activations": False,
-}
-
-
-def refuse_configuration(config: Config) -> None:
-    """Raises for parameters that ask for features that are not there yet.
-
-    Raises:
-        UnsupportedError: lists them all.
-    """
-    asked = {
-        name: getattr(config, name)
-        for name, without in _WITHOUT.items()
-        if getattr(config, name) != without
-    }
-    if asked:
-        received = ", ".join(f"{name} {value!r}" for name, value in asked.items())
-        fix = ", ".join(f"{name} to {_WITHOUT[name]!r}" for name in asked)
-        raise UnsupportedError(f"not supported yet: {received}. Set {fix}.")
 
 
 def later_function(name: str) -> Callable[..., NoReturn]:

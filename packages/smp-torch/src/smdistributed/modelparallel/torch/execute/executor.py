@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
@@ -191,8 +193,8 @@ def _backward_readers(plan: Plan, value: Value, rank: int) -> list[int]:
 class _Saved:
     """What a forward pass keeps for its backward pass."""
 
-    inputs: list[tuple[int, torch.Tensor]]
-    outputs: list[tuple[int, torch.Tensor]]
+    inputs: list[tuple[int, torch.Tensor | Entrance]]
+    outputs: list[tuple[int, torch.Tensor | GradientEdge]]
 
 
 class Executor:
@@ -204,6 +206,7 @@ class Executor:
         itinerary: what this rank does.
         links: the way to the other ranks.
         device: where it computes.
+        frees_cuts: hold no memory of what comes in and goes out until the backward pass.
     """
 
     def __init__(
@@ -213,12 +216,15 @@ class Executor:
         itinerary: Itinerary,
         links: Links,
         device: torch.device,
+        *,
+        frees_cuts: bool = False,
     ) -> None:
         self._plans = plans
         self._programs = programs
         self._itinerary = itinerary
         self._links = links
         self._device = device
+        self._frees_cuts = frees_cuts
         self._values = [
             {value.index: value for segment in plan.segments for value in segment.outputs}
             for plan in plans
@@ -230,6 +236,11 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
         }
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What this rank does, in order."""
+        return self._itinerary.actions
 
     def run(
         self,
@@ -301,19 +312,19 @@ class Executor:
         activations = step.activations[m]
         has_backward = segment.index in plan.backward
         arguments = []
-        cut_inputs = []
+        cut_inputs: list[tuple[int, torch.Tensor | Entrance]] = []
         for value in segment.inputs:
             tensor = activations[value.index]
             if value.requires_grad and has_backward:
-                tensor = tensor.detach().requires_grad_()
+                tensor, entered = enter(tensor, frees=self._frees_cuts)
                 if value in plan.with_gradient:
-                    cut_inputs.append((value.index, tensor))
+                    cut_inputs.append((value.index, entered))
             arguments.append(tensor)
         with torch.set_grad_enabled(has_backward):
             results = self._programs[m][segment.index].run(
                 step.inputs[m], step.carried[m], *arguments
             )
-        cut_outputs = []
+        cut_outputs: list[tuple[int, torch.Tensor | GradientEdge]] = []
         for value, tensor in zip(segment.outputs, results, strict=True):
             if tensor.shape != value.shape or tensor.dtype is not value.dtype:
                 raise UnsupportedError(
@@ -323,7 +334,9 @@ class Executor:
                     "same partition."
                 )
             if value in plan.with_gradient:
-                cut_outputs.append((value.index, tensor))
+                # A start of its own has the shape of what it starts at.
+                frees = self._frees_cuts and value.index not in self._roots[m]
+                cut_outputs.append((value.index, leave(tensor, frees=frees)))
             detached = tensor.detach()
             if value.index in self._returned[m]:
                 step.results[m][value.index] = detached
@@ -337,21 +350,24 @@ class Executor:
         root_scale = step.root_scales[m]
         gradients = step.gradients[m]
         saved = step.saved.pop((action.segment, m))
-        tensors, starts = [], []
-        for index, tensor in saved.outputs:
+        tensors: list[torch.Tensor | GradientEdge] = []
+        starts: list[torch.Tensor] = []
+        for index, left in saved.outputs:
             gradient = gradients.pop(index, None)
-            for _ in range(self._roots[m].count(index)):
-                seed = start_of(tensor, root_scale)
-                gradient = seed if gradient is None else gradient + seed
-            if gradient is not None and tensor.requires_grad:
-                tensors.append(tensor)
+            if isinstance(left, torch.Tensor):
+                for _ in range(self._roots[m].count(index)):
+                    seed = start_of(left, root_scale)
+                    gradient = seed if gradient is None else gradient + seed
+                if not left.requires_grad:
+                    continue
+            if gradient is not None:
+                tensors.append(left)
                 starts.append(gradient)
         if tensors:
-            torch.autograd.backward(tensors, starts)
-        for index, tensor in saved.inputs:
+            torch.autograd.backward(tensors, starts)  # type: ignore[arg-type]
+        for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
-            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            _accumulate(gradients, index, gradient)
+            _accumulate(gradients, index, gradient_at(entered))
 
     def _send(self, step: _StepState, position: int) -> None:
         sends = self._itinerary.sends[position]

@@ -34,10 +34,11 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
     unscale, initialize = kind._unscale_grads_, kind._lazy_init_scale_growth_tracker
 
     def unscale_grads(self: torch.amp.GradScaler, optimizer: Any, *args: Any) -> Found:
+        own = [each for each in runtime.live_optimizers() if optimizer in (each, each.optimizer)]
+        for each in own:
+            each.take_gradients()  # where there are masters, theirs are what is updated
         found: Found = unscale(self, optimizer, *args)
-        if any(optimizer in (each, each.optimizer) for each in runtime.live_optimizers()):
-            found = _shared(runtime, found)
-        return found
+        return _shared(runtime, found) if own else found
 
     def lazy_init(self: torch.amp.GradScaler, dev: torch.device) -> None:
         # A step function runs on fakes first; the scale must be a real tensor and no part of it.

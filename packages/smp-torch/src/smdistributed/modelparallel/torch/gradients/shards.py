@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private import is_in_backward, when_backward_ends
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas, ReplicasOfSlices
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -136,15 +137,18 @@ class Shards:
 
 
 @contextlib.contextmanager
-def running(shards: Sequence[Shards | None]) -> Iterator[None]:
-    """Inside, models run: autograd keeps no sharded parameters, and all go at the end."""
+def running(shards: Sequence[Shards | None]) -> Iterator[SavingHooks]:
+    """Inside, models run: autograd keeps no sharded parameters, and all go at the end.
+
+    Yields what autograd saves tensors with.
+    """
     own = [each for each in shards if each is not None]
     failed = True
     for each in own:
         each.runs = True
     try:
-        with saving_places([each.model for each in own]):
-            yield
+        with saving_places([each.model for each in own]) as saving:
+            yield saving
         failed = False
     finally:
         for each in own:

@@ -152,6 +152,11 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         own = {id(parameter) for group in self._groups() for parameter in group}
         return any(id(parameter) in own for parameter in model.parameters())
 
+    def take_gradients(self) -> None:
+        """Brings gradients to what the wrapped optimizer updates; the next ``step`` takes these."""
+        if self._masters is not None:
+            self._masters.take_gradients()
+
     def _groups(self) -> list[list[torch.Tensor]]:
         """Returns the parameters that the script gave, by parameter group."""
         if self._masters is None:

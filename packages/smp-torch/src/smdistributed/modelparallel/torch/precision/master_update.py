@@ -96,6 +96,11 @@ class MasterUpdate:
         for model in self._models():
             model.scaled_by = None
 
+    def take_gradients(self) -> None:
+        """Brings gradients to the masters, for one who changes them before the next update."""
+        self.adopt()
+        self._take()
+
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Bounds the norm of the gradients that the next update uses. Collective: WORLD.
@@ -103,8 +108,7 @@ class MasterUpdate:
         Returns:
             The norm before, over the whole model. Shape: scalar.
         """
-        self.adopt()
-        self._take()
+        self.take_gradients()
         slices = {id(each) for model in self._models() for each in model.split_parameters()}
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for group in self._optimizer.param_groups:

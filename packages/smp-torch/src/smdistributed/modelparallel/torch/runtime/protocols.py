@@ -78,5 +78,8 @@ class Optimizer(Protocol):
     def applied_loss_scale(self) -> Any:
         """What the losses of its models are multiplied by; None for nothing."""
 
+    def take_gradients(self) -> None:
+        """Brings gradients to what the wrapped optimizer updates."""
+
     def serves(self, model: Any) -> bool:
         """Tells whether it holds a parameter of ``model``."""

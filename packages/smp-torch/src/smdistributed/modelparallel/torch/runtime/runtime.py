@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.common import config as configuration
+from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
 from smdistributed.modelparallel.common.comm.addresses import listen_at, own_address
 from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
@@ -45,7 +46,6 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
-from smdistributed.modelparallel.torch.compat.later import refuse_configuration
 from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -89,7 +89,8 @@ class TorchRuntime(Runtime):
         replacements: functions of torch that stand replaced while the library runs.
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
-        replaced_parameters: those that tensor parallelism has put others in the places of, and
+        pending_save: the checkpoint that may still be being written.
+    replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
 
@@ -110,6 +111,7 @@ class TorchRuntime(Runtime):
     num_models: int = 0
     replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
+    pending_save: BackgroundSave | None = None
 
     def add_model(self, model: Model) -> tuple[int, int]:
         """Takes note of a new DistributedModel.
@@ -169,15 +171,11 @@ def start(
     """Fills ``slot``: reads the configuration, joins the job, builds all groups.
 
     Collective: every process.
-
-    Raises:
-        UnsupportedError: the configuration asks for what is not there yet.
     """
     if slot.is_filled:
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("pytorch", config)
-    refuse_configuration(settings)
     # Before anything touches the GPU: CUDA reads it once.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     timeout_seconds = settings.communication_timeout

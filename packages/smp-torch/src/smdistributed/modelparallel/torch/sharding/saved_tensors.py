@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
 from smdistributed.modelparallel.torch.compat.private import storage_of
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 from smdistributed.modelparallel.torch.sharding.unit import Unit
@@ -41,19 +42,14 @@ class _InUnit:
     offset: int
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Any other tensor, and its version."""
-
-    tensor: torch.Tensor
-    version: int
-
-
 @contextlib.contextmanager
-def saving_places(homes: Sequence[Gathered]) -> Iterator[None]:
-    """Has autograd keep places of gathered parameters, and gather them again for backward."""
+def saving_places(homes: Sequence[Gathered]) -> Iterator[SavingHooks]:
+    """Has autograd keep places of gathered parameters, and gather them again for backward.
+
+    Yields the hooks that do so, for who saves tensors by hooks of its own inside.
+    """
     if not homes:
-        yield
+        yield KEEPING
         return
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -79,11 +75,10 @@ def saving_places(homes: Sequence[Gathered]) -> Iterator[None]:
                     tensor.stride(),
                     int(tensor.storage_offset()),
                 )
-        # Detached: a saved result would keep itself alive.
-        return _Kept(tensor.detach(), tensor._version)
+        return Kept.of(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-        yield
+        yield SavingHooks(pack, _unpack)
 
 
 def _unpack(saved: Any) -> torch.Tensor:
@@ -95,11 +90,5 @@ def _unpack(saved: Any) -> torch.Tensor:
             )
         memory = saved.home.memory_of(saved.unit)
         return memory.as_strided(saved.size, saved.stride, saved.offset)
-    if saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
-            f"{saved.tensor._version}; expected version {saved.version} instead."
-        )
-    tensor: torch.Tensor = saved.tensor
+    tensor: torch.Tensor = saved.get()
     return tensor

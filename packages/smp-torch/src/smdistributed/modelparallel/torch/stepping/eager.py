@@ -8,6 +8,8 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
+from smdistributed.modelparallel.torch.activations.horizon import Pass
+from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.gradients.shards import running
@@ -16,6 +18,7 @@ from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.stepping.offloaded import offloading_of
 from smdistributed.modelparallel.torch.stepping.results import combine
 
 
@@ -49,6 +52,7 @@ class EagerStep:
         self._usual_calls = 0
         self._reached: dict[DistributedModel, None] = {}
         self._flags: tuple[object, ...] | None = None
+        self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
 
@@ -70,14 +74,17 @@ class EagerStep:
             model.data_parallel.begin_step()
         runtime.current_step = self
         try:
-            with running([model.data_parallel.shards for model in models]):
+            with (
+                running([model.data_parallel.shards for model in models]) as saving,
+                self._offloaded(len(calls), saving),
+            ):
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
                         self._usual_calls = self._calls
                     self._calls = 0
                     self._microbatch, self._weight = microbatch, weight
                     self._is_last = microbatch == len(calls) - 1
-                    random.enter_pass(microbatch, backward=False)
+                    self._enter_pass(backward=False)
                     with self._own_draws():
                         results.append(self._result(call))
         finally:
@@ -116,7 +123,7 @@ class EagerStep:
         loss_scale = model.apply_loss_scale()
         if loss_scale is not None:
             scale = loss_scale * scale
-        self.runtime.random.enter_pass(self._microbatch, backward=True)
+        self._enter_pass(backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
         is_last = self._is_last and self._calls == self._usual_calls
         for each in models_of(self.runtime):
@@ -125,7 +132,29 @@ class EagerStep:
             else:
                 each.data_parallel.enter_pass(frozenset())
         differentiate(tensors, grad_tensors, scale)
-        self.runtime.random.enter_pass(self._microbatch, backward=False)
+        self._enter_pass(backward=False)
+
+    def _enter_pass(self, *, backward: bool) -> None:
+        """Says which pass is computed next."""
+        self.runtime.random.enter_pass(self._microbatch, backward=backward)
+        if self.offloading is not None:
+            self.offloading.enter(2 * self._microbatch + backward)
+
+    @contextlib.contextmanager
+    def _offloaded(self, num_microbatches: int, saving: SavingHooks) -> Iterator[None]:
+        """Inside, the activations of checkpointed calls are offloaded, if that is asked for."""
+        if self.offloading is None:
+            yield
+            return
+        passes = [
+            Pass(0, microbatch, is_backward)
+            for microbatch in range(num_microbatches)
+            for is_backward in (False, True)
+        ]
+        with self.offloading.running(passes, saving):
+            yield
+        if self._reached and not self.offloading.has_regions:
+            self.offloading.warn()
 
     @contextlib.contextmanager
     def _own_draws(self) -> Iterator[None]:

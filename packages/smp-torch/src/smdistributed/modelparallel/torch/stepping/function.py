@@ -5,6 +5,7 @@ Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import warnings
@@ -19,6 +20,7 @@ from smdistributed.modelparallel.common.microbatch import (
 )
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
 from smdistributed.modelparallel.torch.compat.private import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
@@ -114,6 +116,22 @@ class StepFunction:
         if not isinstance(self._engine, PipelinedStep):
             raise SMPError("there is a timeline after a call with more than one partition only.")
         return self._engine.timeline()
+
+    def activation_memory(self) -> ActivationMemory:
+        """Returns where the activations that checkpointing saved were in the last call.
+
+        Of this rank; an addition of this library. Local.
+
+        Raises:
+            SMPError: ``offload_activations`` is not set, or the function has not run yet.
+        """
+        offloading = None if self._engine is None else self._engine.offloading
+        if offloading is None:
+            raise SMPError(
+                "activations are counted where they are offloaded: set offload_activations to "
+                f"True, and call step function {self.name}."
+            )
+        return dataclasses.replace(offloading.memory)
 
 
 def step(

@@ -15,6 +15,7 @@ What a call does, on every rank of a pipeline; each line is a call in ``Pipeline
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
+from smdistributed.modelparallel.torch.activations.horizon import Pass
+from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.gradients.shards import running
@@ -39,6 +42,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
+from smdistributed.modelparallel.torch.stepping.offloaded import offloading_of
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
@@ -78,6 +82,7 @@ class PipelinedStep:
         name = getattr(function, "__name__", str(function))
         self._passes = StaticPasses(lockstep, name) if static else lockstep
         self._preparation = Preparation(runtime)
+        self.offloading = offloading_of(runtime, name)
         self._ran: tuple[Executor, list[tuple[float, float]]] | None = None
         self._recorder: Recorder | None = None
 
@@ -176,7 +181,12 @@ class PipelinedStep:
         # Between two passes Python's code is out of the caches: what need not run costs most.
         reduced = [model.data_parallel for model in models if model.data_parallel.reduces]
 
+        positions = itertools.count()
+        offloading = self.offloading
+
         def enter_pass(kind: Kind, microbatch: int) -> None:
+            if offloading is not None:
+                offloading.enter(next(positions))
             random.enter_pass(microbatch, backward=kind.is_backward)
             completes = next(final) if kind.completes else frozenset()
             for each in reduced:
@@ -185,7 +195,8 @@ class PipelinedStep:
         try:
             with (
                 without_autocast(("cpu", self.runtime.device.type)),
-                running([model.data_parallel.shards for model in models]),
+                running([model.data_parallel.shards for model in models]) as saving,
+                self._offloaded(prepared, saving),
             ):
                 results, times = prepared.executor.run(inputs, scales, enter_pass)
         finally:
@@ -195,6 +206,23 @@ class PipelinedStep:
                     model.drawing.learn()
         self._ran = prepared.executor, times
         return results
+
+    def _offloaded(
+        self, prepared: Prepared, saving: SavingHooks
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the activations of checkpointed calls are offloaded, if that is asked for."""
+        if self.offloading is None:
+            return contextlib.nullcontext()
+        has_regions = any(
+            node.region is not None for plan in set(prepared.plans) for node in plan.graph.nodes
+        )
+        if prepared.differentiated and not has_regions:
+            self.offloading.warn()
+        passes = [
+            Pass(each.segment, each.microbatch, each.kind.is_backward)
+            for each in prepared.executor.actions
+        ]
+        return self.offloading.running(passes, saving)
 
 
 def _scales(passed: Sequence[Passed], weights: Sequence[float]) -> list[Scale]:

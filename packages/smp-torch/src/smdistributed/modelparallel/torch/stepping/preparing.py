@@ -86,6 +86,7 @@ class Preparation:
             itinerary,
             runtime.links,
             runtime.device,
+            frees_cuts=runtime.config.offload_activations,
         )
         every = {index for plan in plans for index in range(len(plan.segments))}
         return Prepared(
