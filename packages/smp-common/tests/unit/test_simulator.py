@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -349,8 +350,28 @@ def test_a_large_plan_is_whole(num_ranks: int) -> None:
 def test_costs_that_nobody_measured_give_transfers_some_time() -> None:
     graph = chain([0, 1])
     costs = CostModel.unmeasured(graph)
-    assert 0 < costs.latency < 0.1 * graph.segments[0].forward_cost
+    assert 0 < costs.latency < 0.2 * graph.segments[0].forward_cost
     waits = build_schedule(graph, 8, "interleaved", 4).schedule
     hides = build_schedule(graph, 8, "interleaved", 4, costs).schedule
     late = CostModel(latency=0.3 * graph.segments[0].forward_cost)
     assert simulate(graph, hides, 8, late).makespan < simulate(graph, waits, 8, late).makespan
+
+
+def test_costs_that_are_a_little_wrong_hide_no_transfers() -> None:
+    graph = chain([0, 1])
+    late = CostModel(latency=0.1 * graph.segments[0].forward_cost)
+    best = build_schedule(graph, 8, "interleaved", 4, late).makespan
+    # As if one partition waited for the other one anyway.
+    for factors in ((1.0, 1.03), (1.03, 1.0)):
+        segments = tuple(
+            replace(
+                segment,
+                forward_cost=factor * segment.forward_cost,
+                backward_cost=factor * segment.backward_cost,
+            )
+            for segment, factor in zip(graph.segments, factors, strict=True)
+        )
+        guess = replace(graph, segments=segments)
+        costs = CostModel.unmeasured(guess)
+        plan = build_schedule(guess, 8, "interleaved", 4, costs).schedule
+        assert simulate(graph, plan, 8, late).makespan == pytest.approx(best)

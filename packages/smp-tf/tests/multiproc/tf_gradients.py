@@ -134,7 +134,36 @@ def of_one_output(side: Side) -> Found:
         gradients = compute(rows())
         found = by_name(model.trainable_variables, gradients)
         own |= {f"{count} {name}": each.reduce_sum() for name, each in found.items()}
-    return Found([], own)
+    return Found([], own | _of_a_spare_half(side))
+
+
+def _of_a_spare_half(side: Side) -> dict[str, Any]:
+    """Trains a model of which one half has no gradients; returns its weights by name."""
+
+    class Spare(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="spare")
+            self.first, self.second = L.Dense(WIDTH, name="first"), L.Dense(WIDTH, name="second")
+
+        def call(self, x: Any) -> Any:
+            with side.part(0):
+                x = self.first(x)
+            with side.part(1):
+                self.second(x)
+            return x
+
+    model = Spare()
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(model(x)))
+        return tape.gradient(loss, model.trainable_variables)
+
+    pairs = zip(compute(rows()), model.trainable_variables, strict=True)
+    given = [(gradient.accumulate(), one) for gradient, one in pairs if gradient is not None]
+    tf.keras.optimizers.SGD(0.01).apply_gradients(given)
+    return by_name(model.trainable_variables, model.trainable_variables)
 
 
 def of_gradients(side: Side) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tf_beside import Found, Side
+from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
 from tf_users import dense, model_of, train
 
@@ -49,7 +49,11 @@ def mask_of_the_caller(side: Side) -> Found:
 
 
 def stateful_recurrence(side: Side) -> Found:
-    """A recurrence that goes on where the batch before ended."""
+    """A recurrence that goes on where the batch before ended, and a mask up to Keras's loss."""
+    numbers = np.random.RandomState(0).standard_normal((8, 5, WIDTH))
+    numbers[:, 3:] *= np.arange(8)[:, np.newaxis, np.newaxis] % 3 > 0
+    batch = tf.constant(numbers, tf.float32)
+    mean = tf.keras.losses.MeanSquaredError()
 
     def call(model: Any, x: Any, training: Any) -> Any:
         with side.part(0):
@@ -57,11 +61,26 @@ def stateful_recurrence(side: Side) -> Found:
         with side.part(1):
             return model.head(x)
 
-    batch = tf.constant(np.random.RandomState(0).standard_normal((8, 5, WIDTH)), tf.float32)
-    model = model_of(
-        side, call, cell=lambda: L.GRU(WIDTH, stateful=True, name="cell"), head=dense("head")
-    )
-    return train(side, model, batch)
+    def cell() -> Any:
+        return L.GRU(WIDTH, stateful=True, return_sequences=True, name="cell")
+
+    model = model_of(side, call, cell=cell, head=dense("head"))
+    masking = L.Masking()
+
+    @side.step
+    def compute(x: Any) -> Any:
+        x = masking(x)  # whose mask goes into the model with its input, and out with its result
+        with tf.GradientTape() as tape:
+            loss = mean(0.3 * x, model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    optimizer, losses = tf.keras.optimizers.SGD(0.1), []
+    for _ in range(3):
+        gradients, loss = compute(batch)
+        means = [each.accumulate() for each in gradients]
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+        losses.append(loss.reduce_mean())
+    return Found(losses, by_name(model.trainable_variables, model.trainable_variables))
 
 
 def penalties(side: Side) -> Found:
@@ -238,7 +257,7 @@ def bfloat16(side: Side) -> Found:
 
 
 def lazy_variables(side: Side) -> Found:
-    """Variables of ``tf.Module``, made in the first call, and a list of them."""
+    """Variables of ``tf.Module``, made in the first call, beside Python with a gradient."""
 
     class Affine(tf.Module):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
@@ -263,6 +282,8 @@ def lazy_variables(side: Side) -> Found:
     def call(model: Any, x: Any, training: Any) -> Any:
         with side.part(0):
             x = model.first(x)
+            # TensorFlow keeps one tape for all calls of it.
+            x = tf.ensure_shape(tf.py_function(lambda y: y * y, [x], tf.float32), x.shape)
         with side.part(1):
             return model.second(model.wrapping(x))
 

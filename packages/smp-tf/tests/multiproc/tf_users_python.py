@@ -265,20 +265,11 @@ def _called(side: Side, apply: Any) -> Found:
     return Found(same, by_name(model.trainable_variables, model.trainable_variables))
 
 
-def called_in_a_loop(side: Side) -> Found:
-    """A loop in the body hands the model what it returned."""
+def called_in_loops_and_branches(side: Side) -> Found:
+    """A loop hands the model what it returned, and a branch calls it on that."""
 
     def apply(model: Any, x: Any) -> Any:
-        return tf.while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, model(x)), (0, x))[1]
-
-    return _called(side, apply)
-
-
-def called_in_a_branch(side: Side) -> Found:
-    """A branch in the body calls the model on what another call returned."""
-
-    def apply(model: Any, x: Any) -> Any:
-        y = model(x)
+        y = tf.while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, model(x)), (0, x))[1]
         return tf.cond(tf.reduce_sum(x) > 0.0, lambda: model(y), lambda: model(2.0 * y) + x)
 
     return _called(side, apply)
@@ -324,8 +315,7 @@ NAMES = (
     "compiled_by_xla",
     "custom_gradients",
     "effects_of_gradients",
-    "called_in_a_loop",
-    "called_in_a_branch",
+    "called_in_loops_and_branches",
     "called_for_each_row",
     "called_again_for_the_gradient",
 )

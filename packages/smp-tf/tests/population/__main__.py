@@ -1,7 +1,7 @@
 """Trains a population of Keras models split and whole: ``python packages/smp-tf/tests/population``.
 
 Exact: the numbers are those of TensorFlow alone up to rounding. Refused: an error of the library
-that says why. Wrong: anything else.
+that says why. Wrong: anything else. Invalid: TensorFlow alone fails.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "multiproc"))
 
 import members
-from tf_beside import compare
+from tf_beside import Found, compare
 from tf_worlds import MICROBATCHES, PLAIN, world
 
-from smdistributed.modelparallel.common.testing import RanksFailedError, Worlds
+from smdistributed.modelparallel.common.testing import RanksFailedError, World, Worlds
 
 TOLERANCE = 1e-4
 _REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError", "OutsideStepError")
@@ -27,37 +27,57 @@ _REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError", "Outsid
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="members; all if none is given")
-    parser.add_argument("--partitions", type=int, default=2, choices=[2, 4])
-    parser.add_argument("--pipeline", default="interleaved", choices=["interleaved", "simple"])
+    degrees, kinds = [2, 4], ["interleaved", "simple"]
+    parser.add_argument("--partitions", type=int, choices=degrees, help="both if not given")
+    parser.add_argument("--pipeline", choices=kinds, help="both if not given")
+    parser.add_argument("--by-hand", action="store_true", help="by smp.partition, not automatic")
     parser.add_argument("--seconds", type=float, default=200, help="time limit of a member (200)")
     options = parser.parse_args()
-    ways = world(
-        options.partitions,
-        pipeline_parallel_degree=options.partitions,
-        pipeline=options.pipeline,
-        microbatches=MICROBATCHES,
-    )
+    by_hand = {"auto_partition": False, "default_partition": 0} if options.by_hand else {}
+    ways = {
+        (partitions, pipeline): world(
+            partitions,
+            pipeline_parallel_degree=partitions,
+            pipeline=pipeline,
+            microbatches=MICROBATCHES,
+            **by_hand,
+        )
+        for partitions in ([options.partitions] if options.partitions else degrees)
+        for pipeline in ([options.pipeline] if options.pipeline else kinds)
+    }
     counts: Counter[str] = Counter()
-    pool = Worlds()
+    pool = Worlds(most_ranks=1 + sum(way.num_ranks for way in ways.values()))
     try:
         for name in options.names or members.MEMBERS:
-            begin = time.monotonic()
-            (expected,) = pool.run(PLAIN, members.run, name, True, timeout=options.seconds)
             try:
-                found = pool.run(ways, members.run, name, False, timeout=options.seconds)
-                compare(found, expected, TOLERANCE)
-                verdict, reason = "exact", ""
+                (expected,) = pool.run(PLAIN, members.run, name, True, timeout=options.seconds)
             except RanksFailedError as error:
-                reason = str(error).splitlines()[0]
-                verdict = "refused" if any(each in reason for each in _REASONS) else "wrong"
-            except AssertionError as error:
-                verdict, reason = "wrong", " ".join(str(error).split())[:200]
-            counts[verdict] += 1
-            print(f"{verdict:8} {name:32} {time.monotonic() - begin:5.0f} s  {reason}", flush=True)
+                counts["invalid"] += 1
+                print(f"{'invalid':8} {name:32} {str(error).splitlines()[0]}", flush=True)
+                continue
+            for way, one in ways.items():
+                begin = time.monotonic()
+                verdict, reason = _tried(pool, one, name, expected, options.seconds)
+                counts[verdict] += 1
+                words = (f"{verdict:8}", f"{name:32}", *way, f"{time.monotonic() - begin:5.0f} s")
+                print(*words, "", reason, flush=True)
     finally:
         pool.close()
-    print(", ".join(f"{verdict} {counts[verdict]}" for verdict in ("exact", "refused", "wrong")))
-    return 1 if counts["wrong"] else 0
+    verdicts = ("exact", "refused", "wrong", "invalid")
+    print(", ".join(f"{verdict} {counts[verdict]}" for verdict in verdicts))
+    return 1 if counts["wrong"] or counts["invalid"] else 0
+
+
+def _tried(pool: Worlds, way: World, name: str, expected: Found, seconds: float) -> tuple[str, str]:
+    """Returns the verdict on a member in a world, and the reason if it is not exact."""
+    try:
+        compare(pool.run(way, members.run, name, False, timeout=seconds), expected, TOLERANCE)
+    except RanksFailedError as error:
+        reason = str(error).splitlines()[0]
+        return ("refused" if any(each in reason for each in _REASONS) else "wrong"), reason
+    except AssertionError as error:
+        return "wrong", " ".join(str(error).split())[:200]
+    return "exact", ""
 
 
 if __name__ == "__main__":

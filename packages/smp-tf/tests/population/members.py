@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import networks
 import numpy as np
 import tensorflow as tf
 import tf_calls
@@ -18,10 +19,14 @@ import tf_users_fit
 import tf_users_layers
 import tf_users_python
 import tf_users_training
+import uses_of_fit
+import uses_of_layers
+import uses_of_state
+import uses_of_training
+from making import BATCH, given
 from tf_beside import Found, Side
 
 L = tf.keras.layers
-BATCH = 8
 #: Side of the images that the smallest model of each family of ``tf.keras.applications`` takes.
 _IMAGES = {
     "VGG16": 32,
@@ -38,6 +43,9 @@ _IMAGES = {
     "Xception": 71,
     "InceptionV3": 75,
     "InceptionResNetV2": 75,
+    # With Keras 2 only.
+    "RegNetX002": 32,
+    "ResNetRS50": 32,
 }
 
 
@@ -61,7 +69,7 @@ def _double() -> Iterator[None]:
 def train(side: Side, make: Callable[[], Any], *shape: int, training: bool = True) -> Found:
     """Trains a model for two steps; returns the losses and the last gradients."""
     with _double():
-        return _train(side, _given(side, make()), _numbers(BATCH, *shape), training)
+        return _train(side, given(side, make()), _numbers(BATCH, *shape), training)
 
 
 def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
@@ -86,12 +94,8 @@ def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
         every = model._smp_engine.everywhere()[0]
     places = {id(variable): str(place) for place, variable in enumerate(every)}
     pairs = zip(gradients, model.trainable_variables, strict=True)
-    given = {id(v): g.accumulate() for g, v in pairs if g is not None}
-    return Found(losses, {places[key]: given[key] for key in given if key in places})
-
-
-def _given(side: Side, model: Any) -> Any:
-    return model if side.base is tf.keras.Model else side.base(model)
+    found = {id(v): g.accumulate() for g, v in pairs if g is not None}
+    return Found(losses, {places[key]: found[key] for key in found if key in places})
 
 
 def _application(name: str) -> Callable[[Side], Found]:
@@ -133,8 +137,12 @@ def _transformer() -> Any:
     return tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
 
 
+_MODULES = (
+    *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit),
+    *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit),
+)
 MEMBERS: dict[str, Callable[[Side], Found]] = {
-    **{name: _application(name) for name in _IMAGES},
+    **{name: _application(name) for name in _IMAGES if hasattr(tf.keras.applications, name)},
     "LSTM": _sequential(
         lambda: L.LSTM(8, return_sequences=True),
         lambda: L.LSTM(8),
@@ -172,7 +180,7 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
     "fit with losses by name": tf_fit.outputs,
     **{
         name.replace("_", " "): getattr(module, name)
-        for module in (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit)
+        for module in _MODULES
         for name in module.NAMES
     },
     "gradients of features": tf_users_training.gradients_of_features,

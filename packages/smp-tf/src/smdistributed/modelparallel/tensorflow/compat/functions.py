@@ -27,6 +27,23 @@ def called(definition: Any) -> list[str]:
     return [name for key in sorted(definition.attr) for name in _names(definition.attr[key])]
 
 
+def calls_anywhere(graph: graphs.Graph, operation: graphs.Operation, kind: str) -> bool:
+    """Tells whether an operation is of a type, or calls a function that has one of that type."""
+    if operation.type == kind:
+        return True
+    seen: set[str] = set()
+    names = called(operation.node_def)
+    while names:
+        name = names.pop()
+        if name not in seen:
+            seen.add(name)
+            for node in nodes_of(graph, name):
+                if node.op == kind:
+                    return True
+                names += called(node)
+    return False
+
+
 def body_of_loop(definition: Any) -> str | None:
     """Returns the function that an operation calls for each turn; None if it is no loop."""
     return str(definition.attr["body"].func.name) if definition.op in _LOOPS else None

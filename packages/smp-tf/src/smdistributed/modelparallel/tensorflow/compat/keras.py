@@ -52,7 +52,33 @@ def variables_made(model: Any) -> list[Variable]:
         variable_of(variable)
         for layer in model._flatten_layers()
         for variable in (*layer._trainable_weights, *layer._non_trainable_weights)
+        if is_variable(variable)
     ]
+
+
+def variables_of_metrics(model: Any) -> list[Variable]:
+    """Returns TensorFlow's variables of metrics that are attributes of a model or its layers.
+
+    Those are layers of it with Keras 2 alone.
+    """
+    if IS_KERAS_3:
+        return []
+    return [
+        variable_of(variable)
+        for layer in model._flatten_layers()
+        for metric in layer._metrics
+        for variable in metric.variables
+    ]
+
+
+def mask_of(tensor: Any) -> Any:
+    """Returns the mask that Keras carries beside a tensor, for layers and losses; or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Puts a mask beside a tensor, where ``mask_of`` and Keras find it."""
+    tensor._keras_mask = mask
 
 
 def is_variable(value: Any) -> bool:
@@ -122,7 +148,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     """Returns all variables of an optimizer of Keras, those of the scale of losses among them."""
     variables = optimizer.variables
     found = list(variables() if callable(variables) else variables)
-    if not IS_KERAS_3 and _scales(optimizer) and optimizer.dynamic:
+    if not IS_KERAS_3 and scales(optimizer) and optimizer.dynamic:
         state = optimizer._loss_scale
         found += [state.current_loss_scale, state.counter]
     return found
@@ -166,7 +192,7 @@ def slot_key(optimizer: Any, variable: Any) -> Any:
 
 def _keeper(optimizer: Any) -> Any:
     """Returns what keeps state of each trained variable: the optimizer, or one that it wraps."""
-    return optimizer.inner_optimizer if _scales(optimizer) else optimizer
+    return optimizer.inner_optimizer if scales(optimizer) else optimizer
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -187,8 +213,8 @@ def scaled(optimizer: Any, loss: Any, variables: Sequence[Any]) -> Any:
         variables: that the optimizer will train; it is made ready for them.
     """
     if not IS_KERAS_3:
-        return optimizer.get_scaled_loss(loss) if _scales(optimizer) else loss
-    if _scales(optimizer):
+        return optimizer.get_scaled_loss(loss) if scales(optimizer) else loss
+    if scales(optimizer):
         # Before it is built it would put its first scale into the graph, for good.
         build_optimizer(optimizer, variables)
     return optimizer.scale_loss(loss)
@@ -196,11 +222,11 @@ def scaled(optimizer: Any, loss: Any, variables: Sequence[Any]) -> Any:
 
 def unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
     """Returns gradients of a ``scaled`` loss as ``apply_gradients`` wants them."""
-    if not IS_KERAS_3 and _scales(optimizer):
+    if not IS_KERAS_3 and scales(optimizer):
         return list(optimizer.get_unscaled_gradients(gradients))
     return gradients  # Keras 3 unscales them there
 
 
-def _scales(optimizer: Any) -> bool:
+def scales(optimizer: Any) -> bool:
     """Tells whether an optimizer scales losses for another one that it wraps."""
     return isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)

@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from smdistributed.modelparallel.tensorflow.compat.keras import IS_KERAS_3, private, variable_of
+from smdistributed.modelparallel.tensorflow.compat.keras import (
+    IS_KERAS_3,
+    private,
+    scales,
+    variable_of,
+)
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 Gradients = Sequence[Any]
@@ -19,18 +24,50 @@ Gradients = Sequence[Any]
 Clip = Callable[[Gradients, Any, Sequence[Any]], Gradients]
 #: Takes whether the gradients of this process are finite, a tensor; returns whether those of all.
 IsFinite = Callable[[Any], Any]
+#: Takes variables of which none has a gradient in this process; tells whether others may have some.
+HasOthers = Callable[[Sequence[Any]], bool]
 
 
-def whole_model(clip: Clip, is_finite: IsFinite) -> AbstractContextManager[None]:
+def whole_model(
+    clip: Clip, is_finite: IsFinite, has_others: HasOthers
+) -> AbstractContextManager[None]:
     """Within, optimizers decide by the gradients of all processes.
+
+    One that gets no gradient in this process counts the update, where Keras raises.
 
     Args:
         clip: scales gradients so that they have at most a norm together with those of the other
             processes; or returns them as they are.
         is_finite: tells whether all processes have finite gradients.
+        has_others: tells whether other processes may have gradients where this one has none.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
-    return replaced(kind(clip, is_finite))
+    return replaced([*kind(clip, is_finite), _skipping(clip, has_others)])
+
+
+def _skipping(clip: Clip, has_others: HasOthers) -> Replacement:
+    """Returns what makes optimizers take no gradients as an update of other processes alone."""
+    if IS_KERAS_3:
+        base = private("optimizers.base_optimizer").BaseOptimizer
+    else:
+        base = private("optimizers.optimizer").Optimizer
+
+    def make(original: Any) -> Any:
+        def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            variables = [variable for _, variable in pairs]
+            has_own = any(gradient is not None for gradient, _ in pairs)
+            # What scales losses asks all processes about overflows, so that it cannot be left out.
+            if has_own or scales(self) or not has_others(variables):
+                return original(self, pairs, *args, **kwargs)
+            if self.global_clipnorm and not self.clipnorm:
+                clip([], self.global_clipnorm, variables)  # which the others do, too
+            self._iterations.assign_add(1)
+            return self._iterations
+
+        return apply_gradients
+
+    return Replacement(base, "apply_gradients", make)
 
 
 def _keras_3(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:

@@ -274,7 +274,13 @@ def _test_optimizers() -> None:
         optimizer.apply_gradients([(tf.constant([2.0]), trained)])
         return float(keras.variable_of(trained)[0])
 
-    with whole_model(clip, is_finite):
+    def has_others(variables: Any) -> bool:
+        return not variables
+
+    with whole_model(clip, is_finite, has_others):
+        unused = tf.keras.optimizers.SGD(1.0)
+        unused.apply_gradients([])
+        assert int(tf.convert_to_tensor(unused.iterations)) == 1
         for kind in keras.optimizer_kinds("SGD"):
             assert after(kind(1.0, global_clipnorm=4.0)) == 0.5
         scaling = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0))

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
     Timeline,
     build_schedule,
 )
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import functions, graphs
 from smdistributed.modelparallel.tensorflow.execute.links import Links
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 
@@ -67,7 +67,7 @@ def impose_order(
     offsets = [0]
     for call in calls:
         offsets.append(offsets[-1] + len(call.local.plan.partitions))
-    in_a_row = is_serial or _share_state(calls)
+    in_a_row = is_serial or _share_state(calls) or any(map(_keeps_tapes, calls))
     graph = _joined(calls, offsets, num_partitions, in_a_row)
     if in_a_row:
         pipeline, active_microbatches = "interleaved", 1
@@ -105,6 +105,19 @@ def _share_state(calls: Sequence[Call]) -> bool:
                 if is_changed:
                     changed.add(key)
     return any(len(uses[key]) > 1 for key in changed)
+
+
+def _keeps_tapes(call: Call) -> bool:
+    """Tells whether a gradient of a ``tf.py_function`` is computed.
+
+    TensorFlow keeps the tape of the newest forward pass alone, by the operation, so that the
+    backward pass of a microbatch must follow its forward pass.
+    """
+    trace = call.local.plan.trace
+    return call.gradients is not None and any(
+        op not in trace.forward and functions.calls_anywhere(trace.graph, op, "EagerPyFunc")
+        for op in trace.operations
+    )
 
 
 def _ordered_transfers(

@@ -39,14 +39,19 @@ def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
     """Within, Keras's optimizers clip and check the gradients of a whole model."""
 
     def clip(gradients: Sequence[Any], clip_norm: Any, variables: Sequence[Any]) -> Sequence[Any]:
-        if any(home_of(variable) is not None for variable in variables):
+        if not gradients or any(home_of(variable) is not None for variable in variables):
             return clip_by_global_norm(runtime, gradients, clip_norm)[0]
         return list(tf.clip_by_global_norm(list(gradients), clip_norm)[0])
 
     def is_finite(own: Any) -> Any:
         return _over_partitions(runtime, 1.0 - tf.cast(own, tf.float32)) == 0.0
 
-    return optimizers.whole_model(clip, is_finite)
+    def has_others(variables: Sequence[Any]) -> bool:
+        if runtime.topology.pp_size == 1:
+            return False
+        return not variables or any(home_of(variable) is not None for variable in variables)
+
+    return optimizers.whole_model(clip, is_finite, has_others)
 
 
 def _over_partitions(runtime: TFRuntime, value: Any) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
@@ -53,6 +53,9 @@ class DistributedModel(KerasTraining):
         super().__init__(*args, **kwargs)
         if wrapped is not None:
             self.wrapped = wrapped
+            # Losses and metrics are told apart by these.
+            if names := getattr(wrapped, "output_names", None):
+                self.output_names = list(names)
         engine = Engine(
             self._smp_slot.get(),
             self.name,
@@ -60,7 +63,8 @@ class DistributedModel(KerasTraining):
             super().__call__,
             lambda: (
                 list(super(DistributedModel, self).trainable_variables),
-                list(super(DistributedModel, self).variables),
+                # Keras 2 has vocabularies among them, which every process has for itself.
+                [v for v in super(DistributedModel, self).variables if keras.is_variable(v)],
             ),
             lambda: list(super(DistributedModel, self).losses),
         )

@@ -100,6 +100,9 @@ class Engine:
         step.calls[-1].append(call)
         num_results = len(outputs) - traced.num_losses
         step.losses = outputs[num_results:]
+        masks = outputs[num_results - len(traced.masked) : num_results]
+        for number, mask in zip(traced.masked, masks, strict=True):
+            keras.set_mask(outputs[number], mask)
         return traced.structure.filled(outputs)
 
     def _is_nested(self, outermost: Any) -> bool:
@@ -157,7 +160,8 @@ class Engine:
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
         local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
-        self._variables.settle(self.placement.homes, every, self._default_partition)
+        metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
+        self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         if not self.is_partitioned:
             self.is_partitioned = True

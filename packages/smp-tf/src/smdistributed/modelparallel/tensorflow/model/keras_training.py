@@ -42,12 +42,12 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         Shape: (batch / dp_size, ...), of this replica.
         """
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
-        gradients, loss, outputs = self._smp_step("train")(x, y, sample_weight)
+        gradients, loss, *outputs = self._smp_step("train")(x, y, sample_weight)
         runtime = self._smp_engine.runtime
-        pairs = zip(gradients, self.trainable_variables, strict=True)
-        given, trained = zip(*((g, v) for g, v in pairs if g is not None), strict=True)
-        means = [averaged(runtime, gradient.accumulate()) for gradient in given]
-        means = keras.unscaled(self.optimizer, means)
+        pairs = list(zip(gradients, self.trainable_variables, strict=True))
+        trained = [variable for gradient, variable in pairs if gradient is not None]
+        given = [gradient.accumulate() for gradient, _ in pairs if gradient is not None]
+        means = keras.unscaled(self.optimizer, [averaged(runtime, each) for each in given])
         self.optimizer.apply_gradients(zip(means, trained, strict=True))
         metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
         return metrics
@@ -55,7 +55,7 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
     def test_step(self, data: Any) -> dict[str, Any]:
         """Evaluates one batch; returns the metrics."""
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
-        loss, outputs = self._smp_step("test")(x, y, sample_weight)
+        loss, *outputs = self._smp_step("test")(x, y, sample_weight)
         metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
         return metrics
 
@@ -78,11 +78,11 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
             outputs = self(x, **self._smp_training(True))
             loss = self._smp_loss_of(x, y, outputs, sample_weight)
             scaled = keras.scaled(self.optimizer, loss, self.trainable_variables)
-        return tape.gradient(scaled, self.trainable_variables), loss, outputs
+        return tape.gradient(scaled, self.trainable_variables), loss, outputs, _masks(outputs)
 
     def _smp_test_body(self, x: Any, y: Any, sample_weight: Any) -> Any:
         outputs = self(x, **self._smp_training(False))
-        return self._smp_loss_of(x, y, outputs, sample_weight), outputs
+        return self._smp_loss_of(x, y, outputs, sample_weight), outputs, _masks(outputs)
 
     def _smp_predict_body(self, x: Any) -> Any:
         return self(x, **self._smp_training(False))
@@ -95,7 +95,17 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
 
     def _smp_metrics(self, x: Any, y: Any, sample_weight: Any, loss: Any, outputs: Any) -> Any:
         keras.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])
-        return self.compute_metrics(x, y, _merged(outputs), sample_weight)
+        results, masks = (_merged(each) for each in outputs)
+        flat = tf.nest.flatten(results)
+        for place, mask in masks.items():
+            keras.set_mask(flat[place], mask)
+        return self.compute_metrics(x, y, results, sample_weight)
+
+
+def _masks(outputs: Any) -> dict[int, Any]:
+    """Returns the masks of tensors by their places: a step returns no tensor with its mask."""
+    masks = [keras.mask_of(each) for each in tf.nest.flatten(outputs)]
+    return {place: mask for place, mask in enumerate(masks) if mask is not None}
 
 
 def _merged(outputs: Any) -> Any:

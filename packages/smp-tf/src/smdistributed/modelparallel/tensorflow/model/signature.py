@@ -24,16 +24,21 @@ class Signature:
 
     Attributes:
         key: equal for calls that one trace serves.
-        tensors: those among the arguments.
+        tensors: those among the arguments, then their masks.
         structure: of the arguments.
+        masked: places of the tensors that have a mask.
     """
 
     key: Likeness
     tensors: list[Any]
     structure: Structure
+    masked: list[int]
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with other tensors in these places."""
+        masks = tensors[len(tensors) - len(self.masked) :]
+        for place, mask in zip(self.masked, masks, strict=True):
+            keras.set_mask(tensors[place], mask)
         args, kwargs = self.structure.filled(tensors)
         return args, kwargs
 
@@ -42,7 +47,11 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Returns what traces are told apart by: everything but the numbers in tensors."""
     given = tf.nest.map_structure(_converted, (args, kwargs))
     tensors = [leaf for leaf in leaves_of(given) if tf.is_tensor(leaf)]
-    return Signature(Likeness(given, spec_of), tensors, Structure(given))
+    masks = [keras.mask_of(tensor) for tensor in tensors]
+    masked = [place for place, mask in enumerate(masks) if mask is not None]
+    key = Likeness((given, masks), spec_of)
+    tensors += [masks[place] for place in masked]
+    return Signature(key, tensors, Structure(given), masked)
 
 
 def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -190,13 +190,21 @@ class ModelVariables:
                 is_here = partition == self._partition
                 variable._smp_home = Home(partition, self._ranks[partition], is_here)
 
-    def settle(self, homes: Mapping[int, int], variables: list[Any], default: int) -> None:
+    def settle(
+        self,
+        homes: Mapping[int, int],
+        variables: list[Any],
+        default: int,
+        metrics: Collection[int],
+    ) -> None:
         """Gives variables the partition where they live from now on, and their memory there.
 
         Args:
             homes: partition by ``id`` of TensorFlow's variable, for those that are known.
             variables: all of the model.
             default: partition of those that nothing reads yet.
+            metrics: ``id`` of each variable of a metric. Those that the call does not use are
+                every process's own: a training loop updates them with what all processes have.
         """
         every = {id(v): v for v in map(keras.variable_of, variables)}
         paths = {id(keras.variable_of(v)): keras.path_of(v) for v in variables}
@@ -204,6 +212,8 @@ class ModelVariables:
         for key, variable in every.items():
             known = getattr(variable, "_smp_home", None)
             if known is not None and known.partition is not None:
+                continue
+            if key in metrics and key not in homes:
                 continue
             partition = homes.get(key, default)
             is_here = partition == self._partition

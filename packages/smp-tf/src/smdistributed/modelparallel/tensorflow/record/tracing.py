@@ -32,7 +32,8 @@ class Trace:
     Attributes:
         graph: all operations, forward and backward.
         inputs: placeholders of the tensors that the call was given.
-        outputs: the call's tensors, then the model's losses.
+        outputs: the call's tensors, then the masks of some, then the model's losses.
+        masked: places of the tensors that have a mask.
         num_losses: how many of the outputs are losses of layers.
         structure: of the call's result, whose tensors are outputs.
         output_gradients: placeholder of each output's gradient; None where it has none.
@@ -53,6 +54,7 @@ class Trace:
     graph: Any
     inputs: list[Any]
     outputs: list[Any]
+    masked: list[int]
     num_losses: int
     structure: Structure
     output_gradients: list[Any]
@@ -173,10 +175,13 @@ def trace(
         with _layers_noted(layer_names):
             result, losses = run(tensors)
         kept = [leaf for leaf in leaves_of(result) if tf.is_tensor(leaf)]
+        masks = [keras.mask_of(each) for each in kept]
+        seen["masked"] = [place for place, mask in enumerate(masks) if mask is not None]
         seen["structure"] = Structure(result)
         seen["losses"] = len(losses)
+        ends = [*kept, *(masks[place] for place in seen["masked"]), *losses]
         with graphs.attributes({FOLLOWS: 1}):
-            outputs = [tf.identity(tf.convert_to_tensor(each)) for each in [*kept, *losses]]
+            outputs = [tf.identity(tf.convert_to_tensor(each)) for each in ends]
         # TensorFlow returns copies that wait for all effects, which are on other partitions too.
         seen["outputs"] = outputs
         return outputs
@@ -224,6 +229,7 @@ def trace(
         graph,
         inputs,
         outputs,
+        seen["masked"],
         seen["losses"],
         seen["structure"],
         output_gradients,

@@ -1,0 +1,78 @@
+"""What members of the population are made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tf_beside import Side
+from tf_calls import WIDTH
+from tf_users import dense, model_of
+
+BATCH = 8
+
+
+def numbers(*shape: int) -> Any:
+    """Returns a batch of numbers."""
+    return tf.constant(np.random.RandomState(0).standard_normal((BATCH, *shape)), tf.float32)
+
+
+def tokens(largest: int, *shape: int) -> Any:
+    """Returns a batch of integers below one."""
+    return tf.constant(np.random.RandomState(0).randint(0, largest, (BATCH, *shape)))
+
+
+def given(side: Side, model: Any) -> Any:
+    """Returns a model of Keras as one of a side."""
+    return model if side.base is tf.keras.Model else side.base(model)
+
+
+def of_layers(side: Side, *layers: Any) -> Any:
+    """Returns a model of layers one after the other, half of them on each half."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        middle = len(layers) // 2
+        with side.part(0):
+            for layer in layers[:middle]:
+                x = layer(x)
+        with side.part(1):
+            for layer in layers[middle:]:
+                x = layer(x)
+            return x
+
+    return model_of(side, call, all=lambda: list(layers))
+
+
+def two_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") -> Any:
+    """Returns a model of a layer on each half, the second one of a width."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.first(x)
+        with side.part(1):
+            return model.second(x)
+
+    return model_of(side, call, first=dense("first"), second=dense("second", width, activation))
+
+
+def computing(side: Side, model: Any, loss_of: Any) -> Any:
+    """Returns a step that computes gradients and a loss."""
+
+    @side.step
+    def compute(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, *given)
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    return compute
+
+
+def square(model: Any, x: Any) -> Any:
+    """Returns a loss."""
+    return tf.reduce_mean(tf.square(model(x, training=True) - 0.3))
+
+
+def apply(optimizer: Any, model: Any, means: Any) -> None:
+    """Updates a model by its gradients."""
+    optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
