@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses`` and ``layers`` generate the scripts. What is refused says why; nothing may
-give other numbers than plain PyTorch. Every run tries a part that goes through all of them in
-strides.
+``population``, ``uses``, ``layers`` and ``loops`` generate the scripts. What is refused says why;
+nothing may give other numbers than plain PyTorch. Every run tries a part that goes through all of
+them in strides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import layers
+import loops
 import population
 import pytest
 import torch
@@ -24,7 +25,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 48, "uses": 10, "layers": 20}
+STRIDES = {"state": 48, "uses": 10, "layers": 20, "loops": 20}
 
 
 def start(config: dict[str, object]) -> None:
@@ -45,6 +46,7 @@ POPULATIONS = {
     "state": list(PROBES),
     "uses": [name for name in uses.USES if name not in KEYED],
     "layers": list(layers.LAYERS),
+    "loops": list(loops.LOOPS),
 }
 PARTS = [
     # Uses in one process take seconds, and are the only ones that nothing is refused of.
@@ -73,16 +75,23 @@ def try_layers(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(layers.LAYERS[name]) for name in names}
 
 
+def try_loops(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some training loops on this rank."""
+    return {name: loops.outcome(name) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
     "layers": try_layers,
+    "loops": try_loops,
 }
 
 
 def test_the_population_is_large_enough() -> None:
     assert len(PROBES) >= 1200
     assert len(layers.LAYERS) >= 240
+    assert len(loops.LOOPS) >= 80
     assert len(POPULATIONS["uses"]) >= 150
 
 
