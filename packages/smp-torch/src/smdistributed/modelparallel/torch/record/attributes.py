@@ -88,10 +88,16 @@ class Deed(NamedTuple):
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other:
         return True
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+    if not _has_values(one) or not _has_values(other):
         return False
     with past_recording():
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be compared with another one."""
+    is_real = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return is_real and tensor.layout is torch.strided
 
 
 class LeafAttributes:
