@@ -18,6 +18,7 @@ import pytest
 
 from conformance.adapters import adapter_of
 from conformance.adapters.base import WIDTH
+from conformance.cases.common.starting import quickly
 from conformance.cases.torch.model import mean_square
 from conformance.registry import torch_case
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -341,5 +342,5 @@ def part_ways() -> None:
 @torch_case("torch.script_rules", "common.data_consistency", worlds=("new",))
 def ranks_that_go_different_ways_are_told(adapter: Any) -> None:
     with pytest.raises(RanksFailedError, match=r"different computations(?s:.*)rank 1") as error:
-        run_ranks(2, part_ways, timeout=60)
+        run_ranks(2, part_ways, **quickly(adapter))
     assert "no end within" not in str(error.value)

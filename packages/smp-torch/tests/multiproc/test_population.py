@@ -25,7 +25,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 48, "uses": 10, "layers": 20, "loops": 20}
+STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20}
 
 
 def start(config: dict[str, object]) -> None:
