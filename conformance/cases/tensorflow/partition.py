@@ -56,6 +56,9 @@ def partitions_that_do_not_exist_are_refused(adapter: Any) -> None:
             adapter.smp.partition(index),
         ):
             pass
+    for index in ("1", 1.0, True, None):
+        with pytest.raises(TypeError, match="an int"), adapter.smp.partition(index):
+            pass
 
 
 @tensorflow_case("smp.partition", "config.C06", worlds=("manual",))

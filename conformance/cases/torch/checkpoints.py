@@ -186,6 +186,18 @@ def a_plain_file_is_a_full_checkpoint(adapter: Any) -> None:
         torch.testing.assert_close(parameter.detach().cpu(), state[name])
 
 
+@torch_case("smp.save_checkpoint", worlds=("alone", "pipeline"))
+def a_tag_that_is_saved_again_takes_the_place_of_the_former(adapter: Any) -> None:
+    smp, folder = adapter.smp, shared_folder(adapter)
+    model, _ = after_steps(adapter, 1)
+    for number in range(2):
+        smp.save_checkpoint(folder, tag="one", model=model, user_content=number)
+    smp.barrier()
+    names = {each.name for each in Path(folder).iterdir()}
+    assert names == {"one_partial", "newest"}
+    assert smp.resume_from_checkpoint(folder) == 1
+
+
 class Unknown:
     """A class that no file may bring along."""
 
