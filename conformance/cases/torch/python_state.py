@@ -323,15 +323,15 @@ def what_python_changes_between_modules_is_seen_or_refused(adapter: Any) -> None
 
 
 def part_ways() -> None:
-    """The second of two ranks does something else in a third step."""
+    """The second of two ranks does something else in the last microbatch of a third step."""
     adapter = adapter_of("torch")
     smp = adapter.smp
-    smp.init({"pipeline_parallel_degree": 2, "communication_timeout": 600})
-    model, factor = adapter.model(), 1.0
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "communication_timeout": 600})
+    model, factor, calls = adapter.model(), 1.0, itertools.count()
 
     def body(model: Any, x: Any) -> Any:
         y = model(x)
-        return y if factor == 1.0 else y * factor
+        return y * factor if next(calls) % 2 and factor > 1.0 else y
 
     step, x = smp.step(body), adapter.tensor(adapter.batch(8))
     for now in (1.0, 2.0, 1.0 + smp.rank()):
