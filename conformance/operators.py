@@ -188,6 +188,15 @@ def chosen(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     return found[:count]
 
 
+def _is_python(text: str) -> bool:
+    """Whether a text can be compiled: two stars are no power in front of keywords."""
+    try:
+        compile(text, "<mutant>", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 def sample(framework: str, known: Lines, count: int, seed: int) -> list[Mutant]:
     """Returns mutants of lines that cases run; the same ones for one seed."""
     table = {name: each for _, name, each in operators()}
@@ -196,7 +205,7 @@ def sample(framework: str, known: Lines, count: int, seed: int) -> list[Mutant]:
     for each in chosen([*candidates(framework, known)], count, seed):
         before = files[each.file].read_text(encoding="utf-8")
         text = mutate_code(before, table[each.operator], each.occurrence)
-        if text is None or text == before:
+        if text is None or text == before or not _is_python(text):
             continue
         differ = (b for a, b in zip(before.splitlines(), text.splitlines(), strict=False) if a != b)
         found.append(dataclasses.replace(each, text=text, after=next(differ, "").strip()))
