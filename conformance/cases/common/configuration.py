@@ -165,7 +165,7 @@ def replicas_need_ddp(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
     with pytest.raises(RanksFailedError, match=r"2 replicas of the model, which needs ddp"):
-        run_ranks(2, replicas_without_ddp, timeout=60, args=[adapter.name])
+        run_ranks(2, replicas_without_ddp, timeout=240, args=[adapter.name])
 
 
 @case("config.C05", "config.auto_partition", "config.default_partition", worlds=NEW)

@@ -37,7 +37,7 @@ def _dry_run(document: dict[str, Any], *options: str) -> subprocess.CompletedPro
         script = Path(folder, "train.py")
         script.touch()
         words = (sys.executable, *launcher, "--dry-run", "--config", path, *options, script)
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
 
 
 @case("launch.parameters", "launch.enabled", "launch.mpi.enabled", worlds=NEW)
@@ -118,7 +118,7 @@ def processes_meet_at_the_given_port(adapter: Adapter) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = str(probe.getsockname()[1])
-    ranks = run_ranks(2, meet, timeout=60, env={"MASTER_PORT": port}, args=[adapter.name])
+    ranks = run_ranks(2, meet, timeout=240, env={"MASTER_PORT": port}, args=[adapter.name])
     assert ranks.results == (port, port)
 
 

@@ -117,8 +117,8 @@ def the_version_is_that_of_the_documented_level(adapter: Adapter) -> None:
 def quickly(adapter: Adapter) -> dict[str, Any]:
     """Returns how ``run_ranks`` starts a job soonest."""
     if adapter.name == "torch":
-        return {"launcher": "fork", "preload": ("conformance.preloaded",), "timeout": 60}
-    return {"timeout": 60}
+        return {"launcher": "fork", "preload": ("conformance.preloaded",), "timeout": 240}
+    return {"timeout": 240}
 
 
 def want_three(framework: str) -> None:

@@ -73,7 +73,7 @@ def warned_without_horovod() -> tuple[int, list[str]]:
 
 @tensorflow_case("config.C04b", "config.horovod", worlds=NEW)
 def replicas_without_horovod_are_warned_of(adapter: Adapter) -> None:
-    for size, told in run_ranks(2, warned_without_horovod, timeout=60).results:
+    for size, told in run_ranks(2, warned_without_horovod, timeout=240).results:
         assert size == 2
         assert any("horovod" in each for each in told), told
 

@@ -92,6 +92,17 @@ def _with_default() -> tuple[Read, Write]:
     return read, write
 
 
+def _in_a_default() -> tuple[Read, Write]:
+    def read(_: Any, table: list[float] = [1.0]) -> float:  # noqa: B006 - what is tried
+        return table[0]
+
+    def write(_: Any, value: float) -> None:
+        assert read.__defaults__ is not None
+        read.__defaults__[0][0] = value
+
+    return read, write
+
+
 def _of_a_class() -> tuple[Read, Write]:
     class Meta(type):
         factor = 1.0
@@ -140,6 +151,7 @@ PLACES: dict[str, Callable[[], tuple[Read, Write]]] = {
     "deep": lambda: (lambda _: SPACE.deep.factor, lambda _, v: setattr(SPACE.deep, "factor", v)),
     "a closure": _closed,
     "a default": _with_default,
+    "a list in a default": _in_a_default,
     "a class": _of_a_class,
     "an attribute": lambda: (lambda m: m.factor, lambda m, value: setattr(m, "factor", value)),
     "a list of the module": lambda: (lambda m: m.table[0], lambda m, v: m.table.__setitem__(0, v)),

@@ -263,8 +263,13 @@ def forwards_can_ask_for_checkpoints(adapter: Any) -> None:
 )
 def parameters_can_wait_for_their_partition(adapter: Any) -> None:
     import torch
+    from torch import nn
 
     plain = adapter.net()
+    for enabled in (False, True):
+        with adapter.smp.delay_param_initialization(enabled=enabled):
+            large = nn.Linear(512, 512)
+        assert large.weight.is_meta is enabled
     with adapter.smp.delay_param_initialization(enabled=True):
         net = adapter.net()
     model, _ = trained(adapter, adapter.smp.DistributedModel(net))
