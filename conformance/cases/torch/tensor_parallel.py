@@ -1,4 +1,7 @@
-"""PyTorch: modules that are split over the tensor-parallel ranks."""
+"""PyTorch: modules that are split over the tensor-parallel ranks.
+
+Long because each kind of module stands beside its formula, or the plain model that it replaces.
+"""
 
 from __future__ import annotations
 

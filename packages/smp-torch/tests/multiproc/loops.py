@@ -1,7 +1,8 @@
 """A population of training loops: what scripts do between two calls of a step function.
 
 Each is a loop over a few steps, run as plain PyTorch and with the library: the results of every
-step and the whole state at the end must be the same, or the library must refuse it.
+step and the whole state at the end must be the same, or the library must refuse it. Long because it
+is a table of scripts.
 """
 
 from __future__ import annotations

@@ -277,6 +277,24 @@ PLACES = {
         "(1.0 + FILE.tell() % 3)",
         "FILE.read(1)",
     ),
+    "view of a dict": Place(
+        "import types\nTABLE = {'factor': 1.0}\nVIEW = types.MappingProxyType(TABLE)\ndel types\n"
+        "def store(value, table=TABLE): table['factor'] = value\ndel TABLE",
+        "VIEW['factor']",
+        "store(value)",
+    ),
+    "values of a dict": Place(
+        "def make():\n    table = {'factor': 1.0}\n    return table.values(), table.__setitem__\n"
+        "VALUES_OF, store = make()",
+        "next(iter(VALUES_OF))",
+        "store('factor', value)",
+    ),
+    "method of a dict": Place(
+        "def make():\n    table = {'factor': 1.0}\n    return table.get, table.__setitem__\n"
+        "get, store = make()",
+        "get('factor')",
+        "store('factor', value)",
+    ),
     "map": Place("MAP = map(float, [1, 2, 3] * 999)", "next(MAP)", "next(MAP)"),
     "enumeration": Place(
         "NUMBERED = enumerate([0] * 9999)", "(1.0 + next(NUMBERED)[0] % 3)", "next(NUMBERED)"

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import gc
 import io
 import logging
 import os
@@ -36,7 +37,6 @@ from smdistributed.modelparallel.torch.record.nested import is_plain_value
 _ATOMS = (
     torch.dtype,
     types.ModuleType,
-    types.BuiltinFunctionType,
     logging.Handler,
 )
 #: What is looked into by its items; one of a class of its own may have attributes besides.
@@ -44,6 +44,15 @@ _CONTAINERS = (
     *(dict, list, set, tuple, frozenset, collections.deque),
     *(functools.partial, torch.Tensor),
 )
+#: What shows another object and has nothing itself.
+_VIEWS: tuple[type, ...] = (
+    types.MappingProxyType,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+#: Methods of objects that are not written in Python, and functions of modules.
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 #: Attributes that every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
 #: What others do when a module is called: it belongs to them, not to the module.
@@ -266,6 +275,10 @@ class Snapshot:
         elif isinstance(obj, types.MethodType):
             add((obj.__func__, owner, path))
             add((obj.__self__, owner, path))
+        elif isinstance(obj, _BUILT_IN):
+            add((obj.__self__, owner, path))
+        elif isinstance(obj, _VIEWS):
+            self._pending += [(shown, owner, path) for shown in gc.get_referents(obj)]
         elif isinstance(obj, torch.Tensor):
             if not isinstance(obj, FakeTensor):
                 # Its content is put back by who lets it change.
