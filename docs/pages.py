@@ -49,6 +49,7 @@ def write(folder: Path) -> None:
         "estimator_arguments.md": launch_arguments.page(),
         "schedule_simple.svg": schedule_picture("simple", visits=1),
         "schedule_interleaved.svg": schedule_picture("interleaved", visits=1),
+        "schedule_zero_bubble.svg": schedule_picture("zero_bubble", visits=1),
         "schedule_tied.svg": schedule_picture("interleaved", visits=2),
     }
     for name, text in files.items():
@@ -61,7 +62,9 @@ def schedule_picture(pipeline: Any, visits: int) -> str:
     costs = [1.0] * 4 if visits == 1 else [1.0, 1.5, 0.5]
     graph = SegmentGraph(
         segments=tuple(
-            Segment(index, rank, cost, 2 * cost, has_backward=True)
+            Segment(index, rank, cost, cost, has_backward=True, weight_cost=cost)
+            if pipeline == "zero_bubble"
+            else Segment(index, rank, cost, 2 * cost, has_backward=True)
             for index, (rank, cost) in enumerate(zip(ranks, costs, strict=True))
         ),
         edges=tuple(Edge(i, i + 1, num_bytes=0, has_grad=True) for i in range(len(costs) - 1)),

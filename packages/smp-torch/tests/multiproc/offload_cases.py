@@ -204,7 +204,8 @@ def same(kind: type[nn.Module], horizons: tuple[int, ...] = (1, ALL), **paramete
     assert 0 < near.peak_host_bytes <= near.stored_bytes
     assert near.peak_device_bytes < far.peak_device_bytes
     assert near.peak_device_bytes + near.peak_host_bytes >= far.peak_device_bytes
-    if kind is Stack:
+    # On a GPU the last ones are still on their way out.
+    if kind is Stack and not torch.cuda.is_available():
         assert want["others"][0]["inputs"] < want["inputs"], (want["others"], want["inputs"])
 
 

@@ -59,7 +59,9 @@ def case_state_is_that_of_one_process() -> None:
     whole = copy.deepcopy(optimizer.state_dict())
     for number, values in plain.state_dict()["state"].items():
         for key, value in values.items():
-            assert torch.allclose(whole["state"][number][key], value, rtol=1e-4, atol=1e-7)
+            assert torch.allclose(
+                whole["state"][number][key].cpu(), value.cpu(), rtol=1e-4, atol=1e-7
+            )
     fresh = adam(reference.parameters())
     fresh.load_state_dict(whole)
     own = copy.deepcopy(optimizer.local_state_dict(gather_if_shard=False))

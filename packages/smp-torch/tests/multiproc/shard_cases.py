@@ -17,6 +17,7 @@ from reference import own_share, run_plain, split
 from torch import nn
 from torch.nn import functional as F
 from trained_beside import TOLERANCE, Make, body, trained_beside
+from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
@@ -237,7 +238,7 @@ def case_values_are_not_to_be_had_on_one_rank() -> None:
         each.numel() for each in net().parameters()
     )
     assert weight in set(model.parameters())
-    assert weight.to("cpu") is weight
+    assert weight.to(weight.device) is weight
     for read in (
         lambda: weight.sum(),
         lambda: weight.detach(),
@@ -313,7 +314,7 @@ def case_gradients_change_number_by_number() -> None:
     optimizer.step()
     state = model.state_dict()
     for name, value in reference.state_dict().items():
-        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(state[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6), name
 
 
 def case_calls_outside_of_steps() -> None:
@@ -574,7 +575,9 @@ def case_half_bit_for_bit() -> None:
     state = model.state_dict()
     for name, value in plain.replicas[0].state_dict().items():
         # The factor of clipping is a norm, whose sum has another order on several ranks.
-        assert torch.allclose(state[name].float(), value.float(), rtol=1e-2, atol=1e-5), name
+        assert torch.allclose(
+            state[name].float().cpu(), value.float().cpu(), rtol=1e-2, atol=1e-5
+        ), name
     expect_shards(model)
 
 
@@ -652,7 +655,7 @@ class Mixed(nn.Module):
 
 def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
     """Trains four steps with a checkpoint after the second, or those after it when resuming."""
-    draws = torch.Generator().manual_seed(2)
+    draws = generator(2)
     data = [
         (torch.randn(24, 8, generator=draws), torch.randint(8, (24,), generator=draws))
         for _ in range(4)
@@ -782,7 +785,7 @@ def case_a_scaler_of_torch() -> None:
     assert scaler.get_scale() == 4.0
     state = model.state_dict()
     for name, value in reference.state_dict().items():
-        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(state[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6), name
 
 
 CASES["a_scaler_of_torch"] = case_a_scaler_of_torch

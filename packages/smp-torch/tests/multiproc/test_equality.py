@@ -26,6 +26,7 @@ WORLDS = {
     "pp2-halves": pipeline(2, launcher="fork", pipeline="zero_bubble"),
     "pp4-halves": pipeline(4, launcher="fork", pipeline="zero_bubble"),
     "pp2-dp2": replicas(2, 2),
+    "pp2-dp2-halves": replicas(2, 2, pipeline="zero_bubble"),
 }
 _FEW = ("mlp", "tied_embedding_and_container_tensors", "skip_connections_and_reuse", "dropout")
 
@@ -40,6 +41,14 @@ _LARGE = {
         *("layer_dropped_at_random", "counter_in_forward"),
         "gpt2",
     ),
+    "pp2-halves": (),
+    "pp4-halves": (
+        *_FEW,
+        *("batch_norm", "unused_module_and_frozen_parameters", "autocast"),
+        *("state_after_three_steps", "gradients_add_up_without_zero_grad"),
+        *("backward_of_several_losses", "uneven_and_changing_batches", "gpt2"),
+    ),
+    "pp2-dp2-halves": ("mlp", "backward_passes_per_step"),
     "pp2-dp2": (
         *_FEW,
         *("batch_norm", "uneven_and_changing_batches", "state_after_three_steps"),
@@ -65,7 +74,10 @@ def _cases() -> list[Any]:
         "pp2-manual-simple": {"manual_cases": list(manual_cases.cases())},
         "pp2-simple": {"equality_cases": list(_FEW)},
         "pp4": {"equality_cases": equality, "soundness_cases": soundness},
+        "pp2-halves": {"equality_cases": equality, "soundness_cases": soundness},
+        "pp4-halves": {"equality_cases": equality, "soundness_cases": soundness},
         "pp2-dp2": {"equality_cases": equality},
+        "pp2-dp2-halves": {"equality_cases": equality},
     }
     return [
         pytest.param(world, module, case, marks=_marks(world, case))
@@ -86,7 +98,7 @@ def test_step_gives_the_numbers_of_one_process(
     ("world", "model"),
     [
         pytest.param(world, model, marks=_marks(world, model))
-        for world in ("pp2", "pp4")
+        for world in ("pp2", "pp4", "pp4-halves")
         for model in transformers_cases.NAMES
     ],
 )

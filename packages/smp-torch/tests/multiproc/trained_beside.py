@@ -64,5 +64,5 @@ def trained_beside(
         optimizer.step()
     state = model.state_dict()
     for name, value in reference.state_dict().items():
-        assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(state[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6), name
     return reference, model

@@ -81,9 +81,10 @@ def manual_pipeline(degree: int, microbatches: int = 4, **config: object) -> Wor
     return pipeline(degree, microbatches, launcher="fork", **placed, **config)
 
 
-def replicas(pipelines: int, degree: int, microbatches: int = 4) -> World:
+def replicas(pipelines: int, degree: int, microbatches: int = 4, **config: object) -> World:
     """Returns a world of equal pipelines that share the batch; its ranks are copies of one."""
     given = {"pipeline_parallel_degree": degree, "microbatches": microbatches, "ddp": True}
+    given |= config
     return world_of(pipelines * degree, given)
 
 

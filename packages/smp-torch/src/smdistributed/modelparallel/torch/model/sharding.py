@@ -23,6 +23,14 @@ def shard_parameters(runtime: TorchRuntime, holder: Holder, shards: Shards | Non
 
     slices = dict.fromkeys(holder.sliced_names())
     shards.take(holder.named_sharded(), slices, fill)
+    for module in holder.fakes.model.modules():
+        if isinstance(module, nn.RNNBase):
+            # On GPUs recurrent layers would lay their weights side by side, and ask where they are.
+            module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+def _leave_apart() -> None:
+    """Takes the place of a method that moves weights, where they are in shards."""
 
 
 def check_not_compiled(holder: Holder, compiled: CompiledModules) -> None:
