@@ -103,7 +103,7 @@ def fit_masked_sequences(side: Side) -> Found:
     )
     model.compile(tf.keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
     x = np.random.RandomState(0).randint(1, 5, (ROWS, 6))
-    # As many in each microbatch, whose loss is the mean of what is not masked in it.
+    # As many in each microbatch; ``tf_fit.masked`` has others.
     x[np.arange(6) >= np.tile([[3], [6]], (ROWS // 2, 1))] = 0
     y = np.random.RandomState(2).standard_normal((ROWS, 6, 1)).astype("float32")
     return _found(model, model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
