@@ -19,6 +19,7 @@ from tf_worlds import (
     PLAIN,
     TWO,
     TWO_BY_HAND,
+    TWO_SIMPLE,
     world,
 )
 
@@ -37,14 +38,12 @@ class Way(NamedTuple):
         names: of the models.
         degree: number of partitions.
         as_on_gpus: see ``train``.
-        pipeline: kind of schedule.
     """
 
     world: World
     names: tuple[str, ...]
     degree: int
     as_on_gpus: bool = False
-    pipeline: str = "interleaved"
 
 
 ALL = tuple(PROBLEMS)
@@ -59,7 +58,7 @@ WAYS = {
     "pp2": Way(TWO, ALL, 2),
     "pp2-as-on-gpus": Way(TWO, _FEW, 2, as_on_gpus=True),
     "pp2-manual": Way(TWO_BY_HAND, _BY_HAND, 2),
-    "pp2-simple": Way(TWO_BY_HAND, _FEW, 2, pipeline="simple"),
+    "pp2-simple": Way(TWO_SIMPLE, _FEW, 2),
     "pp2-horovod2": Way(
         world(
             4,
@@ -94,6 +93,7 @@ CROSSED = {
         world(
             degree * replicas,
             pipeline_parallel_degree=degree,
+            pipeline=pipeline,
             horovod=replicas > 1,
             microbatches=MICROBATCHES // replicas,
             **({} if is_auto else {"auto_partition": False, "default_partition": 0}),
@@ -102,7 +102,6 @@ CROSSED = {
             name for name in (ALL if is_auto else _BY_HAND) if replicas == 1 or name not in _ALONE
         ),
         degree,
-        pipeline=pipeline,
     )
     for degree, replicas in ((2, 1), (4, 1), (2, 2))
     for pipeline in ("interleaved", "simple")
@@ -125,8 +124,7 @@ def numbers(worlds: Worlds) -> Numbers:
             pytest.skip(f"{own.world.num_ranks} GPUs are needed; there are {num_gpus}")
         if "horovod" in way and importlib.util.find_spec("horovod") is None:
             pytest.skip("Horovod is not installed: nox -s horovod builds it")
-        options = (own.as_on_gpus, own.pipeline)
-        return list(worlds.run(own.world, train, name, *options, timeout=120))
+        return list(worlds.run(own.world, train, name, own.as_on_gpus, timeout=120))
 
     return of
 

@@ -120,11 +120,22 @@ def masked(side: Side) -> Found:
     x[np.arange(6) >= np.random.RandomState(1).randint(1, 7, (ROWS, 1))] = 0
     y = np.random.RandomState(2).standard_normal((ROWS, 6, 1)).astype("float32")
     weights = np.linspace(0.5, 2.0, 6 * ROWS, dtype="float32").reshape(ROWS, 6)
-    options = {"batch_size": 16, "sample_weight": weights}
+    x, y, weights = (_share_of_batches(side, each) for each in (x, y, weights))
+    options = {"batch_size": len(x) // 2, "sample_weight": weights, "verbose": 0}
     model.compile(tf.keras.optimizers.SGD(0.5), "mse")
-    history = model.fit(x, y, epochs=2, shuffle=False, verbose=0, **options)
-    found = _found(model, history)
-    return found._replace(same=[*found.same, model.evaluate(x, y, verbose=0, **options)])
+    found = _found(model, model.fit(x, y, epochs=2, shuffle=False, **options))
+    return found._replace(same=[*found.same, model.evaluate(x, y, **options)])
+
+
+def masked_in_replicas(side: Side) -> Found:
+    """The same in replicas, whose losses are of their own examples."""
+    return masked(side)._replace(same=[])
+
+
+def _share_of_batches(side: Side, array: Any) -> Any:
+    """Returns the part of two batches that is this replica's, of each batch."""
+    batches = array.reshape(2, ROWS // 2, *array.shape[1:]).swapaxes(0, 1)
+    return np.array(side.share(batches)).swapaxes(0, 1).reshape(-1, *array.shape[1:])
 
 
 def outputs(side: Side) -> Found:

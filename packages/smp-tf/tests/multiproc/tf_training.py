@@ -36,32 +36,26 @@ class Trained:
     own: list[str] = field(default_factory=list)
 
 
-def train(name: str, as_on_gpus: bool = False, pipeline: str = "interleaved") -> Trained:
+def train(name: str, as_on_gpus: bool = False) -> Trained:
     """Trains one model with the library; to be called on every rank.
 
     Args:
         name: of the problem.
         as_on_gpus: transfers are what they are on GPUs, also where there are none.
-        pipeline: kind of schedule.
     """
-    with _changed(as_on_gpus, pipeline):
+    with _transfers_as_on_gpus() if as_on_gpus else contextlib.nullcontext():
         return _train(name)
 
 
 @contextlib.contextmanager
-def _changed(as_on_gpus: bool, pipeline: str) -> Iterator[None]:
-    """Within, the library is as if it had been started so, which spares a job of its own.
-
-    On GPUs it sums with zeros, in an order; TensorFlow uses a CPU where no GPU is.
-    """
-    runtime = library()
-    saved = runtime.config, runtime.links._has_gpu
-    runtime.config = runtime.config.model_copy(update={"pipeline": pipeline})
-    runtime.links._has_gpu |= as_on_gpus
+def _transfers_as_on_gpus() -> Iterator[None]:
+    """Makes the library sum with zeros, in an order; TensorFlow uses a CPU where no GPU is."""
+    links = library().links
+    saved, links._has_gpu = links._has_gpu, True
     try:
         yield
     finally:
-        runtime.config, runtime.links._has_gpu = saved
+        links._has_gpu = saved
 
 
 def _train(name: str) -> Trained:

@@ -65,6 +65,33 @@ def step_in_a_train_step(side: Side) -> Found:
     return Found([np.array(found.history["mean"], np.float32)], own)
 
 
+def fit_a_loss_of_ones_own(side: Side) -> Found:
+    """A ``compute_loss`` that adds to Keras's, and evaluation by it."""
+
+    class Model(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="model")
+            self.first, self.second = dense("first")(), dense("second", 1)()
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            with side.part(0):
+                x = self.first(x)
+            with side.part(1):
+                return self.second(x)
+
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, **named: Any
+        ) -> Any:
+            loss = super().compute_loss(x=x, y=y, y_pred=y_pred, **named)
+            return loss + 0.1 * tf.reduce_mean(tf.abs(y_pred))
+
+    model = Model()
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    x, y = _data()
+    found = _found(model, model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return found._replace(same=[*found.same, np.float32(model.evaluate(x, y, verbose=0))])
+
+
 def fit_weighted_examples(side: Side) -> Found:
     """Weights of examples as an array, weighted metrics, and validation with weights."""
     model = two_halves(side, 1, "sigmoid")
@@ -249,6 +276,7 @@ def text_in(side: Side) -> Found:
 #: What gives the numbers of TensorFlow.
 NAMES = (
     "step_in_a_train_step",
+    "fit_a_loss_of_ones_own",
     "fit_weighted_examples",
     "fit_masked_sequences",
     "fit_repeated_data",

@@ -100,8 +100,15 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
         loss: mean over the batch.
         count: number of examples in the batch.
     """
-    tracker = model._loss_tracker if IS_KERAS_3 else model.compiled_loss._total_loss_mean
-    tracker.update_state(loss, sample_weight=count)
+    if IS_KERAS_3:
+        model._loss_tracker.update_state(loss, sample_weight=count)
+    elif not _has_own_loss(model):
+        model.compiled_loss._total_loss_mean.update_state(loss, sample_weight=count)
+
+
+def _has_own_loss(model: Any) -> bool:
+    """Tells whether a model computes its loss in its own way, of which Keras 2 notes a part."""
+    return type(model).compute_loss is not tf.keras.Model.compute_loss
 
 
 class _Unnoted:
@@ -114,7 +121,7 @@ class _Unnoted:
 @contextlib.contextmanager
 def losses_unnoted(model: Any) -> Iterator[None]:
     """Within, ``compute_loss`` does not add to the metric ``loss``, which Keras 2 does there."""
-    if IS_KERAS_3:
+    if IS_KERAS_3 or _has_own_loss(model):
         yield
         return
     losses = model.compiled_loss
@@ -130,7 +137,7 @@ def losses_of(model: Any) -> list[Any]:
 
     Empty where a model computes losses in a way of its own.
     """
-    if type(model).compute_loss is not tf.keras.Model.compute_loss:
+    if _has_own_loss(model):
         return []
     if IS_KERAS_3:
         compiled = model._compile_loss
