@@ -51,11 +51,14 @@ def test_a_masked_loss_that_is_not_known_to_be_a_mean_is_warned_of() -> None:
     assert weighed_by_masks(OwnLoss(), [None], loss, result, {}) == ([None], loss)
 
 
-def test_keras_says_which_losses_are_means() -> None:
-    class Own(tf.keras.losses.Loss):  # type: ignore[misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return 0.0
+def test_losses_of_keras_alone_are_known_to_be_means() -> None:
+    class ScalarError(MeanSquaredError):  # type: ignore[misc, valid-type]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return tf.reduce_mean(super().call(y_true, y_pred))
 
+    wrap = keras.private("losses" if not keras.IS_KERAS_3 else "losses.losses").LossFunctionWrapper
     assert keras.is_mean(MeanSquaredError())
-    assert not keras.is_mean(Own())
-    assert not keras.is_mean(abs)
+    assert keras.is_mean(wrap(tf.keras.losses.get("mae")))
+    assert not keras.is_mean(MeanSquaredError(reduction="sum"))
+    for loss in (ScalarError(), wrap(lambda y, found: tf.reduce_mean(y - found)), abs):
+        assert not keras.is_mean(loss)

@@ -18,10 +18,14 @@ from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, 
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
 
+def _root(value: Any) -> str:
+    """Returns the name of the package that a class or a function is from."""
+    return str(value.__module__).split(".", maxsplit=1)[0]
+
+
 def private(name: str) -> Any:
     """Returns a module of the Keras that TensorFlow uses: keras, or tf_keras if asked for."""
-    root = tf.keras.Model.__module__.split(".", maxsplit=1)[0]
-    return importlib.import_module(f"{root}.src.{name}")
+    return importlib.import_module(f"{_root(tf.keras.Model)}.src.{name}")
 
 
 if not IS_KERAS_3:
@@ -148,9 +152,13 @@ def losses_of(model: Any) -> list[Any]:
 
 
 def is_mean(loss: Any) -> bool:
-    """Tells whether a loss of Keras is the mean of what a mask leaves."""
-    is_own = isinstance(loss, tf.keras.losses.Loss)
-    return is_own and type(loss).__call__ is tf.keras.losses.Loss.__call__ and _is_mean(loss)
+    """Tells whether a loss is one of Keras's own, the mean of what a mask leaves.
+
+    Others may be a number for all examples, which a mask does not change.
+    """
+    if not isinstance(loss, tf.keras.losses.Loss) or not _is_mean(loss):
+        return False
+    return {_root(type(loss)), _root(getattr(loss, "fn", type(loss)))} == {_root(tf.keras.Model)}
 
 
 def sums(loss: Any) -> bool:
