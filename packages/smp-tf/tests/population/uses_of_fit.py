@@ -211,8 +211,11 @@ def fit_logged(side: Side) -> Found:
 def fit_that_restores(side: Side) -> Found:
     """An early stop that puts the best weights back."""
     model = two_halves(side, 1)
-    model.compile(tf.keras.optimizers.SGD(2.0), "mse")
-    stop = tf.keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    # So large a rate that the loss rises again would make much of rounding.
+    stop = tf.keras.callbacks.EarlyStopping(
+        "loss", patience=1, min_delta=10.0, restore_best_weights=True
+    )
     options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [stop]}
     return _found(model, model.fit(*_data(), epochs=4, **options))
 
