@@ -80,9 +80,9 @@ def fit_a_loss_of_ones_own(side: Side) -> Found:
                 return self.second(x)
 
         def compute_loss(
-            self, x: Any = None, y: Any = None, y_pred: Any = None, **named: Any
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
         ) -> Any:
-            loss = super().compute_loss(x=x, y=y, y_pred=y_pred, **named)
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
             return loss + 0.1 * tf.reduce_mean(tf.abs(y_pred))
 
     model = Model()
