@@ -25,7 +25,7 @@ class _OutsideStepError(SMPError, NotImplementedError):
     """A model was called where it cannot be.
 
     A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build
-    it, and goes on after this kind of error.
+    it, and goes on after this kind of error, with batches whose shapes it does not know any more.
     """
 
 
@@ -139,6 +139,8 @@ class DistributedModel(KerasTraining):
             return super().__call__(*args, **kwargs)
         try:
             if engine.runtime.current_step is None:
+                if not keras.IS_KERAS_3 and not self.built:
+                    engine.build(args, kwargs)
                 raise _OutsideStepError(
                     f"the DistributedModel {self.name} was called outside a step function: call it "
                     "in a function decorated with @smp.step; in a train_step of your own, too, the "
