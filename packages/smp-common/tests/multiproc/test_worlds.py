@@ -36,9 +36,9 @@ def pool() -> Iterator[Worlds]:
     pool.close()
 
 
-def note(word: str) -> Callable[[], None]:
+def note(word: str) -> Callable[..., None]:
     NOTES.append(word)
-    return lambda: NOTES.append("next")
+    return lambda word="next": NOTES.append(word)
 
 
 def notes() -> list[str]:
@@ -113,6 +113,8 @@ def test_bodies_run_in_order_in_the_same_processes(pool: Worlds, launcher: Launc
         ((0, (number, "x")), (1, (number, "x"))) for number in range(3)
     ]
     assert pool.run(world, notes) == (["start", *["next"] * 5],) * 2
+    changed = World(2, note, ("start",), launcher, settings=("changed",))
+    assert pool.run(changed, notes) == (["start", *["next"] * 5, "changed"],) * 2
     assert pool.run(World(2, note, ("start",), launcher), pid) == before
     assert pool.run(World(2, note, ("other",), launcher), pid) != before
 

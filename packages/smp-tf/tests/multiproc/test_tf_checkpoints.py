@@ -1,4 +1,4 @@
-"""Checkpoints, exported models, and Keras's own training loop."""
+"""Checkpoints, and exported models."""
 
 from __future__ import annotations
 
@@ -45,29 +45,6 @@ def test_tensorflow_alone_loads_what_save_model_wrote(
 
 def test_what_save_model_wrote_takes_inputs_by_name(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run(TWO_BY_HAND, tf_checkpoints.export_named, str(tmp_path / "model"))
-
-
-@pytest.fixture(scope="module")
-def fitted_plainly(worlds: Worlds) -> dict[str, Any]:
-    (result,) = worlds.run(PLAIN, tf_checkpoints.fit, False)
-    return result  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "world",
-    [pytest.param(TWO, id="two"), pytest.param(ONE, id="one", marks=pytest.mark.slow)],
-)
-def test_fit_evaluate_and_predict_give_the_numbers_of_keras(
-    worlds: Worlds, fitted_plainly: dict[str, Any], world: World
-) -> None:
-    expected = fitted_plainly
-    for found in worlds.run(world, tf_checkpoints.fit, True):
-        assert set(found["history"]) == set(expected["history"])
-        for key, values in expected["history"].items():
-            np.testing.assert_allclose(found["history"][key], values, rtol=1e-4, err_msg=key)
-        for key, value in expected["scores"].items():
-            np.testing.assert_allclose(found["scores"][key], value, rtol=1e-4, err_msg=key)
-        np.testing.assert_allclose(found["predicted"], expected["predicted"], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
+from tf_users import dense, model_of
 
 L = tf.keras.layers
 ROWS = 32
@@ -62,7 +63,10 @@ def transfer(side: Side) -> Found:
         _compile(model, metrics=["accuracy"])
         histories.append(model.fit(*_data(), batch_size=16, epochs=2, shuffle=False, verbose=0))
     model.head.trainable = True
-    return _found(model, *histories)
+    whole = model.get_weights()
+    model.set_weights([0.5 * each for each in whole])
+    found = _found(model, *histories)
+    return found._replace(same=[*found.same, *whole, *model.get_weights()])
 
 
 def options(side: Side) -> Found:
@@ -74,7 +78,9 @@ def options(side: Side) -> Found:
     seen: list[float] = []
     callbacks = [
         tf.keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 / (1 + epoch)),
-        tf.keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        tf.keras.callbacks.EarlyStopping(
+            "val_loss", patience=1, min_delta=10.0, restore_best_weights=True
+        ),
         tf.keras.callbacks.LambdaCallback(on_batch_end=lambda _, logs: seen.append(logs["loss"])),
     ]
     weights = {0: 1.0, 1: 3.0, 2: 0.5}
@@ -95,14 +101,54 @@ def options(side: Side) -> Found:
     return found._replace(same=[*found.same, np.array(seen, np.float32)])
 
 
+def masked(side: Side) -> Found:
+    """A loss over times of which microbatches have other numbers, with weights of times."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.table(x)
+        with side.part(1):
+            return model.head(x)
+
+    model = model_of(
+        side,
+        call,
+        table=lambda: L.Embedding(5, 4, mask_zero=True, name="table"),
+        head=dense("head", 1),
+    )
+    x = np.random.RandomState(0).randint(1, 5, (ROWS, 6))
+    x[np.arange(6) >= np.random.RandomState(1).randint(1, 7, (ROWS, 1))] = 0
+    y = np.random.RandomState(2).standard_normal((ROWS, 6, 1)).astype("float32")
+    weights = np.linspace(0.5, 2.0, 6 * ROWS, dtype="float32").reshape(ROWS, 6)
+    x, y, weights = (_share_of_batches(side, each) for each in (x, y, weights))
+    options = {"batch_size": len(x) // 2, "sample_weight": weights, "verbose": 0}
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    found = _found(model, model.fit(x, y, epochs=2, shuffle=False, **options))
+    return found._replace(same=[*found.same, model.evaluate(x, y, **options)])
+
+
+def masked_in_replicas(side: Side) -> Found:
+    """The same in replicas, whose losses are of their own examples."""
+    return masked(side)._replace(same=[])
+
+
+def _share_of_batches(side: Side, array: Any) -> Any:
+    """Returns the part of two batches that is this replica's, of each batch."""
+    batches = array.reshape(2, ROWS // 2, *array.shape[1:]).swapaxes(0, 1)
+    return np.array(side.share(batches)).swapaxes(0, 1).reshape(-1, *array.shape[1:])
+
+
 def outputs(side: Side) -> Found:
-    """Several inputs and outputs by name, losses of two outputs with weights, none of the third."""
+    """Inputs and outputs by name, losses of two of these, a penalty, and a short last batch."""
 
     class Named(side.base):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(name="named")
             self.body = L.Dense(8, "tanh", name="body")
-            self.heads = {name: L.Dense(2, name=name) for name in ("a", "b", "c")}
+            penalty = tf.keras.regularizers.L2(0.01)
+            self.heads = {
+                name: L.Dense(2, kernel_regularizer=penalty, name=name) for name in ("a", "b", "c")
+            }
 
         def call(self, x: Any, training: Any = None) -> Any:
             with side.part(0):
@@ -119,7 +165,13 @@ def outputs(side: Side) -> Found:
         loss={"a": "mse", "b": "mae"},
         loss_weights={"a": 2.0, "b": 0.5},
     )
-    given = {"left": x, "right": 2.0 * x}
-    return _found(
-        model, model.fit(given, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    given, options = {"left": x, "right": 2.0 * x}, {"batch_size": 12, "verbose": 0}
+    found = _found(model, model.fit(given, targets, epochs=2, shuffle=False, **options))
+    scores = model.evaluate(given, targets, return_dict=True, **options)
+    return found._replace(
+        same=[
+            *found.same,
+            *(np.float32(scores[name]) for name in sorted(scores)),
+            model.predict(given, **options),
+        ]
     )

@@ -10,6 +10,7 @@ from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows, two_layers
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 L = tf.keras.layers
@@ -134,11 +135,14 @@ def of_one_output(side: Side) -> Found:
         gradients = compute(rows())
         found = by_name(model.trainable_variables, gradients)
         own |= {f"{count} {name}": each.reduce_sum() for name, each in found.items()}
-    return Found([], own | _of_a_spare_half(side))
+    return Found(_with_a_spare_half(side, own), own)
 
 
-def _of_a_spare_half(side: Side) -> dict[str, Any]:
-    """Trains a model of which one half has no gradients; returns its weights by name."""
+def _with_a_spare_half(side: Side, own: dict[str, Any]) -> list[Any]:
+    """Trains a model of which one half has no gradients, by optimizers that know of all processes.
+
+    Adds its weights by name; returns what optimizers count.
+    """
 
     class Spare(side.base):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -160,10 +164,24 @@ def _of_a_spare_half(side: Side) -> dict[str, Any]:
             loss = tf.reduce_sum(tf.square(model(x)))
         return tape.gradient(loss, model.trainable_variables)
 
-    pairs = zip(compute(rows()), model.trainable_variables, strict=True)
-    given = [(gradient.accumulate(), one) for gradient, one in pairs if gradient is not None]
-    tf.keras.optimizers.SGD(0.01).apply_gradients(given)
-    return by_name(model.trainable_variables, model.trainable_variables)
+    def given(factor: float) -> Any:
+        pairs = zip(compute(rows()), model.trainable_variables, strict=True)
+        return [(factor * each.accumulate(), one) for each, one in pairs if each is not None]
+
+    kinds = keras.optimizer_kinds("SGD")
+    for optimizer in (kind(0.01, global_clipnorm=1.0) for kind in kinds):
+        optimizer.apply_gradients(given(1.0))
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer(
+        tf.keras.optimizers.SGD(0.01), initial_scale=8.0, dynamic_growth_steps=2
+    )
+    keras.build_optimizer(scaling, model.trainable_variables)
+    found = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        scaling.apply_gradients(given(factor))
+        scale = scaling.dynamic_scale if keras.IS_KERAS_3 else scaling.loss_scale
+        found += [tf.convert_to_tensor(each) for each in (scale, scaling.iterations)]
+    own |= by_name(model.trainable_variables, model.trainable_variables)
+    return found
 
 
 def of_gradients(side: Side) -> None:

@@ -10,6 +10,8 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.testing import World
 
 MICROBATCHES = 4
+#: What a job may be given before each body, since the library reads it in each step.
+CHANGED = ("auto_partition", "default_partition", "pipeline")
 QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "OMP_NUM_THREADS": "1",
@@ -30,13 +32,22 @@ def start_plainly() -> Callable[[], None]:
     return _forget
 
 
-def start(config: dict[str, object]) -> Callable[[], None]:
-    """Starts the library; returns what makes a body find what it would in a new process."""
+def start(config: dict[str, object]) -> Callable[[dict[str, object]], None]:
+    """Starts the library; returns what makes a body find what it would in a new process.
+
+    That takes what of the configuration may change.
+    """
     one_thread()
     import smdistributed.modelparallel.tensorflow as smp
 
     smp.init({"microbatches": MICROBATCHES, "communication_timeout": 60, **config})
-    return _forget_models
+    first = library().config
+
+    def begin(settings: dict[str, object]) -> None:
+        library().config = first.model_copy(update=settings)
+        _forget_models()
+
+    return begin
 
 
 def _forget() -> None:
@@ -63,7 +74,8 @@ def library() -> Any:
 def world(num_ranks: int, **config: object) -> World:
     """Returns the world of a configuration."""
     launcher = "python" if num_ranks == 1 else "smprun"
-    return World(num_ranks, start, (config,), launcher, QUIET)
+    settings = {name: config.pop(name) for name in CHANGED if name in config}
+    return World(num_ranks, start, (config,), launcher, QUIET, settings=(settings,))
 
 
 _MANUAL = {"auto_partition": False, "default_partition": 0}

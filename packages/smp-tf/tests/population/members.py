@@ -178,6 +178,7 @@ MEMBERS: dict[str, Callable[[Side], Found]] = {
     "transfer learning by fit": tf_fit.transfer,
     "fit with weights and callbacks": tf_fit.options,
     "fit with losses by name": tf_fit.outputs,
+    "fit with masks of all lengths": tf_fit.masked,
     **{
         name.replace("_", " "): getattr(module, name)
         for module in _MODULES

@@ -65,6 +65,33 @@ def step_in_a_train_step(side: Side) -> Found:
     return Found([np.array(found.history["mean"], np.float32)], own)
 
 
+def fit_a_loss_of_ones_own(side: Side) -> Found:
+    """A ``compute_loss`` that adds to Keras's, and evaluation by it."""
+
+    class Model(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="model")
+            self.first, self.second = dense("first")(), dense("second", 1)()
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            with side.part(0):
+                x = self.first(x)
+            with side.part(1):
+                return self.second(x)
+
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+        ) -> Any:
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            return loss + 0.1 * tf.reduce_mean(tf.abs(y_pred))
+
+    model = Model()
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    x, y = _data()
+    found = _found(model, model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return found._replace(same=[*found.same, np.float32(model.evaluate(x, y, verbose=0))])
+
+
 def fit_weighted_examples(side: Side) -> Found:
     """Weights of examples as an array, weighted metrics, and validation with weights."""
     model = two_halves(side, 1, "sigmoid")
@@ -103,7 +130,7 @@ def fit_masked_sequences(side: Side) -> Found:
     )
     model.compile(tf.keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
     x = np.random.RandomState(0).randint(1, 5, (ROWS, 6))
-    # As many in each microbatch, whose loss is the mean of what is not masked in it.
+    # As many in each microbatch; ``tf_fit.masked`` has others.
     x[np.arange(6) >= np.tile([[3], [6]], (ROWS // 2, 1))] = 0
     y = np.random.RandomState(2).standard_normal((ROWS, 6, 1)).astype("float32")
     return _found(model, model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
@@ -184,8 +211,11 @@ def fit_logged(side: Side) -> Found:
 def fit_that_restores(side: Side) -> Found:
     """An early stop that puts the best weights back."""
     model = two_halves(side, 1)
-    model.compile(tf.keras.optimizers.SGD(2.0), "mse")
-    stop = tf.keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+    # So large a rate that the loss rises again would make much of rounding.
+    stop = tf.keras.callbacks.EarlyStopping(
+        "loss", patience=1, min_delta=10.0, restore_best_weights=True
+    )
     options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [stop]}
     return _found(model, model.fit(*_data(), epochs=4, **options))
 
@@ -249,6 +279,7 @@ def text_in(side: Side) -> Found:
 #: What gives the numbers of TensorFlow.
 NAMES = (
     "step_in_a_train_step",
+    "fit_a_loss_of_ones_own",
     "fit_weighted_examples",
     "fit_masked_sequences",
     "fit_repeated_data",

@@ -28,10 +28,17 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 @dataclass(frozen=True)
 class Task:
-    """A call, and whether it makes the world: then what it returns is called before every other."""
+    """A call.
+
+    Attributes:
+        call: what to do.
+        is_setup: whether it makes the world: then what it returns is called before every other.
+        settings: arguments of that.
+    """
 
     call: Call
     is_setup: bool = False
+    settings: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,10 @@ def serve(address: str) -> None:
         owner.send((rank, os.getpid()))
         tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(owner, tasks), daemon=True).start()
-        prepare: Callable[[], object] | None = None
+        prepare: Callable[..., object] | None = None
         while (task := tasks.get()) is not None:
             if prepare is not None and not task.is_setup:
-                prepare()
+                prepare(*task.settings)
             reply, value = _attempt(task, rank)
             if task.is_setup:
                 prepare = value

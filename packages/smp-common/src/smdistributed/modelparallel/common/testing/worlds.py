@@ -67,6 +67,8 @@ class World:
         launcher: what starts the processes.
         env: variables to set, or to unset where the value is None.
         preload: modules that processes of launcher ``fork`` have from their beginning.
+        settings: arguments of what ``setup`` returned, which can be pickled; worlds that differ in
+            these alone are one job.
     """
 
     num_ranks: int
@@ -75,6 +77,7 @@ class World:
     launcher: Launcher = "smprun"
     env: Mapping[str, str | None] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
+    settings: tuple[object, ...] = ()
 
     @property
     def key(self) -> bytes:
@@ -117,7 +120,7 @@ class Worlds:
         Raises:
             RanksFailedError: it failed, or the world did not start.
         """
-        task = Task(Call.to(body, args))
+        task = Task(Call.to(body, args), settings=world.settings)
         key = world.key
         try:
             if key not in self._running:

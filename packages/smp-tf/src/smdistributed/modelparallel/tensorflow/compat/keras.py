@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,10 +18,14 @@ from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, 
 IS_KERAS_3 = hasattr(tf.keras, "Variable")
 
 
+def _root(value: Any) -> str:
+    """Returns the name of the package that a class or a function is from."""
+    return str(value.__module__).split(".", maxsplit=1)[0]
+
+
 def private(name: str) -> Any:
     """Returns a module of the Keras that TensorFlow uses: keras, or tf_keras if asked for."""
-    root = tf.keras.Model.__module__.split(".", maxsplit=1)[0]
-    return importlib.import_module(f"{root}.src.{name}")
+    return importlib.import_module(f"{_root(tf.keras.Model)}.src.{name}")
 
 
 if not IS_KERAS_3:
@@ -92,7 +97,7 @@ def path_of(variable: Variable) -> str:
 
 
 def note_loss(model: Any, loss: Any, count: Any) -> None:
-    """Adds a batch's loss to the metric ``loss`` of a Keras 3 model; Keras 2 notes it by itself.
+    """Adds a batch's loss to the metric ``loss`` of a model.
 
     Args:
         model: that was compiled.
@@ -101,6 +106,68 @@ def note_loss(model: Any, loss: Any, count: Any) -> None:
     """
     if IS_KERAS_3:
         model._loss_tracker.update_state(loss, sample_weight=count)
+    elif not _has_own_loss(model):
+        model.compiled_loss._total_loss_mean.update_state(loss, sample_weight=count)
+
+
+def _has_own_loss(model: Any) -> bool:
+    """Tells whether a model computes its loss in its own way, of which Keras 2 notes a part."""
+    return type(model).compute_loss is not tf.keras.Model.compute_loss
+
+
+class _Unnoted:
+    """A metric that takes no notice."""
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+
+@contextlib.contextmanager
+def losses_unnoted(model: Any) -> Iterator[None]:
+    """Within, ``compute_loss`` does not add to the metric ``loss``, which Keras 2 does there."""
+    if IS_KERAS_3 or _has_own_loss(model):
+        yield
+        return
+    losses = model.compiled_loss
+    saved, losses._total_loss_mean = losses._total_loss_mean, _Unnoted()
+    try:
+        yield
+    finally:
+        losses._total_loss_mean = saved
+
+
+def losses_of(model: Any) -> list[Any]:
+    """Returns the objects that compute the losses of a compiled model; known after the first one.
+
+    Empty where a model computes losses in a way of its own.
+    """
+    if _has_own_loss(model):
+        return []
+    if IS_KERAS_3:
+        compiled = model._compile_loss
+        found = [] if compiled is None else [each.loss for each in compiled._flat_losses or ()]
+    else:
+        found = [each for each in tf.nest.flatten(model.compiled_loss._losses) if each is not None]
+    return found
+
+
+def is_mean(loss: Any) -> bool:
+    """Tells whether a loss is one of Keras's own, the mean of what a mask leaves.
+
+    Others may be a number for all examples, which a mask does not change.
+    """
+    if not isinstance(loss, tf.keras.losses.Loss) or not _is_mean(loss):
+        return False
+    return {_root(type(loss)), _root(getattr(loss, "fn", type(loss)))} == {_root(tf.keras.Model)}
+
+
+def sums(loss: Any) -> bool:
+    """Tells whether a loss of Keras says of itself that it is no mean over the examples."""
+    return isinstance(loss, tf.keras.losses.Loss) and not _is_mean(loss)
+
+
+def _is_mean(loss: Any) -> bool:
+    return getattr(loss, "reduction", "auto") in ("auto", "mean", "sum_over_batch_size")
 
 
 def thread_states() -> list[Any]:
@@ -142,6 +209,19 @@ def optimizer_kinds(name: str) -> list[Any]:
     kinds = [getattr(tf.keras.optimizers, name)]
     # With Keras 3 the legacy names are there and refuse to be used.
     return kinds if IS_KERAS_3 else [*kinds, getattr(tf.keras.optimizers.legacy, name)]
+
+
+def optimizer_bases() -> list[Any]:
+    """Returns the classes that have an ``apply_gradients`` of their own."""
+    if IS_KERAS_3:
+        return [private("optimizers.base_optimizer").BaseOptimizer]
+    scaling = private("mixed_precision.loss_scale_optimizer")
+    return [
+        private("optimizers.optimizer").Optimizer,
+        private("optimizers.legacy.optimizer_v2").OptimizerV2,
+        scaling.LossScaleOptimizer,
+        scaling.LossScaleOptimizerV3,
+    ]
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:

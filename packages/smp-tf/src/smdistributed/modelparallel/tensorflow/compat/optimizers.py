@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat.keras import (
     IS_KERAS_3,
+    build_optimizer,
+    optimizer_bases,
     private,
     scales,
     variable_of,
@@ -42,32 +47,75 @@ def whole_model(
         has_others: tells whether other processes may have gradients where this one has none.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
-    return replaced([*kind(clip, is_finite), _skipping(clip, has_others)])
+    return replaced([*kind(clip, is_finite), *_skipping(clip, has_others)])
 
 
-def _skipping(clip: Clip, has_others: HasOthers) -> Replacement:
-    """Returns what makes optimizers take no gradients as an update of other processes alone."""
-    if IS_KERAS_3:
-        base = private("optimizers.base_optimizer").BaseOptimizer
-    else:
-        base = private("optimizers.optimizer").Optimizer
+def _skipping(clip: Clip, has_others: HasOthers) -> Iterator[Replacement]:
+    """Yields what makes optimizers take no gradients as an update of other processes alone."""
 
     def make(original: Any) -> Any:
         def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             variables = [variable for _, variable in pairs]
             has_own = any(gradient is not None for gradient, _ in pairs)
-            # What scales losses asks all processes about overflows, so that it cannot be left out.
-            if has_own or scales(self) or not has_others(variables):
+            if has_own or not has_others(variables):
                 return original(self, pairs, *args, **kwargs)
-            if self.global_clipnorm and not self.clipnorm:
-                clip([], self.global_clipnorm, variables)  # which the others do, too
-            self._iterations.assign_add(1)
-            return self._iterations
+            if scales(self):
+                return _count_scaled(self, variables)
+            return _count(self, variables, clip)
 
         return apply_gradients
 
-    return Replacement(base, "apply_gradients", make)
+    for kind in optimizer_bases():
+        yield Replacement(kind, "apply_gradients", make)
+
+
+def _count(optimizer: Any, variables: Sequence[Any], clip: Clip) -> Any:
+    """Counts an update in which other processes alone have gradients."""
+    if optimizer.global_clipnorm and not optimizer.clipnorm:
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            raise UnsupportedError(
+                "an optimizer with gradient_accumulation_steps and global_clipnorm needs a "
+                "gradient in every process; this one got none: leave one of the two out, or give "
+                "the loss a part that depends on every partition."
+            )
+        clip([], optimizer.global_clipnorm, variables)  # which the others do, too
+    with tf.init_scope():
+        _ = optimizer.iterations  # a legacy optimizer makes the counter when it is asked for
+    optimizer._iterations.assign_add(1)
+    return optimizer._iterations
+
+
+def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """Counts such an update, or the overflow of other processes, where losses are scaled."""
+    own = [tf.zeros([])]  # finite, as far as this process knows
+    inner, pairs = optimizer.inner_optimizer, [(None, variable) for variable in variables]
+
+    def keep() -> None:
+        inner.apply_gradients(pairs)
+        if IS_KERAS_3:
+            optimizer._stateful_handle_finite_grads([], variables)  # counts it for the scale
+
+    def skip() -> None:
+        inner.iterations.assign_add(1)
+
+    if not IS_KERAS_3:
+        if optimizer.dynamic:
+            tf.cond(optimizer._loss_scale.update(own)[1], keep, skip)
+        else:
+            keep()
+        return inner.iterations
+    if not optimizer.built:
+        if not variables:
+            raise UnsupportedError(
+                "a LossScaleOptimizer that was not built got no gradient in this process, where "
+                "others have some: call optimizer.build(model.trainable_variables) before the "
+                "first update, or give apply_gradients the variables without gradients as well, "
+                "as pairs with None."
+            )
+        build_optimizer(optimizer, variables)
+    tf.cond(optimizer.check_finite(own), keep, optimizer._stateful_handle_non_finite_grads)
+    return inner.iterations
 
 
 def _keras_3(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:

@@ -6,6 +6,7 @@ Source: smd_model_parallel_tensorflow.rst, DistributedModel.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
+from smdistributed.modelparallel.tensorflow.model.whole_weights import distribute, gathered
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -23,7 +25,7 @@ class _OutsideStepError(SMPError, NotImplementedError):
     """A model was called where it cannot be.
 
     A ``RuntimeError`` as well. Keras 2 calls a model on the first batch of a generator, to build
-    it, and goes on after this kind of error.
+    it, and goes on after this kind of error, with batches whose shapes it does not know any more.
     """
 
 
@@ -32,8 +34,8 @@ class DistributedModel(KerasTraining):
 
     Subclass it and write ``call``, or give it a model of Keras (functional, sequential, or of any
     class). It is called in step functions only, on every process; its results are on all of them,
-    whichever computed them. ``trainable_variables``, ``variables`` and ``weights`` are those of
-    this process once the model is partitioned, which the first call does.
+    whichever computed them. ``trainable_variables`` and ``variables`` are those of this process
+    once the model is partitioned, which the first call does; ``weights`` those of the whole model.
 
     Args:
         args: a Keras model to be spread, or what ``tf.keras.Model`` takes.
@@ -86,6 +88,30 @@ class DistributedModel(KerasTraining):
         """
         save_model(self._smp_engine, save_path)
 
+    def get_weights(self) -> list[Any]:
+        """Returns the values of all variables of the model, as ``tf.keras.Model`` does.
+
+        Collective: every process of the pipeline, once the model is partitioned.
+
+        Shape: those of ``weights``, on every process.
+        """
+        engine: Engine = self._smp_engine
+        return gathered(engine, self.weights) if engine.is_partitioned else super().get_weights()
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Gives all variables of the model values, in the order of ``get_weights``.
+
+        Every process of the pipeline gives the same ones, of which it keeps those of its variables.
+
+        Raises:
+            ValueError: there are more or fewer of them, or they have other shapes.
+        """
+        engine: Engine = self._smp_engine
+        if engine.is_partitioned:
+            distribute(engine, self.weights, weights)
+        else:
+            super().set_weights(weights)
+
     def call(self, inputs: Any, training: Any = None, **kwargs: Any) -> Any:
         """Computes the outputs; to be written by the user.
 
@@ -113,6 +139,8 @@ class DistributedModel(KerasTraining):
             return super().__call__(*args, **kwargs)
         try:
             if engine.runtime.current_step is None:
+                if not keras.IS_KERAS_3 and not self.built:
+                    engine.build(args, kwargs)
                 raise _OutsideStepError(
                     f"the DistributedModel {self.name} was called outside a step function: call it "
                     "in a function decorated with @smp.step; in a train_step of your own, too, the "

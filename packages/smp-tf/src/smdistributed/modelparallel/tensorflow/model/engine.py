@@ -105,6 +105,11 @@ class Engine:
             keras.set_mask(outputs[number], mask)
         return traced.structure.filled(outputs)
 
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Has the layers make their variables, which get no values yet, for inputs like these."""
+        asked = signature(args, kwargs)
+        self._traced(asked, [False] * len(asked.tensors))
+
     def _is_nested(self, outermost: Any) -> bool:
         """Tells whether the present graph is a loop or a branch in the body of a step.
 

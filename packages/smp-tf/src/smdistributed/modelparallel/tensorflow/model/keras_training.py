@@ -15,6 +15,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.gradients.replicas import averaged
+from smdistributed.modelparallel.tensorflow.model.batch_losses import refuse_sums, weighed_by_masks
 from smdistributed.modelparallel.tensorflow.stepping.function import step
 
 
@@ -26,8 +27,12 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
 
         Raises:
             UnsupportedError: ``jit_compile`` or ``run_eagerly`` is asked for: a step is one graph,
-                whose transfers XLA does not compile.
+                whose transfers XLA does not compile. Or a loss is no mean over examples.
         """
+        refuse_sums(
+            kwargs.get("loss", args[1] if len(args) > 1 else None),
+            self._smp_engine.runtime.config.microbatches,
+        )
         for name in ("jit_compile", "run_eagerly"):
             if kwargs.get(name) is True:
                 raise UnsupportedError(
@@ -43,6 +48,7 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         """
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         gradients, loss, *outputs = self._smp_step("train")(x, y, sample_weight)
+        gradients, loss = weighed_by_masks(self, gradients, loss, *outputs)
         runtime = self._smp_engine.runtime
         pairs = list(zip(gradients, self.trainable_variables, strict=True))
         trained = [variable for gradient, variable in pairs if gradient is not None]
@@ -56,6 +62,7 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         """Evaluates one batch; returns the metrics."""
         x, y, sample_weight = tf.keras.utils.unpack_x_y_sample_weight(data)
         loss, *outputs = self._smp_step("test")(x, y, sample_weight)
+        _, loss = weighed_by_masks(self, [], loss, *outputs)
         metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
         return metrics
 
@@ -91,7 +98,8 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         return {"training": value} if keras.takes_training(self) else {}
 
     def _smp_loss_of(self, x: Any, y: Any, outputs: Any, sample_weight: Any) -> Any:
-        return self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+        with keras.losses_unnoted(self):
+            return self.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
 
     def _smp_metrics(self, x: Any, y: Any, sample_weight: Any, loss: Any, outputs: Any) -> Any:
         keras.note_loss(self, loss.reduce_mean(), tf.shape(tf.nest.flatten(x)[0])[0])

@@ -1,0 +1,56 @@
+"""The values of a whole model as a list on every process: what Keras's ``get_weights`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+
+
+def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the values of variables, wherever they live. Collective: the pipeline."""
+    own = {
+        place: keras.variable_of(variable).numpy()
+        for place, variable in enumerate(variables)
+        if _is_here(variable)
+    }
+    every: dict[int, Any] = {}
+    for each in engine.runtime.communicator.allgather(own, CommGroup.PP_GROUP):
+        every |= each
+    return [every[place] for place in range(len(variables))]
+
+
+def distribute(engine: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Gives those of the variables that live here their values.
+
+    Raises:
+        ValueError: the values do not fit the variables; on every process alike.
+    """
+    if len(values) != len(variables):
+        raise ValueError(
+            f"set_weights takes a value for each variable of the whole model, {len(variables)} of "
+            f"{engine.name}, on every process; received {len(values)}: give what get_weights "
+            "returned."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if tuple(variable.shape) != np.shape(value):
+            raise ValueError(
+                f"set_weights takes values of the shapes of variables; {keras.path_of(variable)} "
+                f"has {tuple(variable.shape)}, received {np.shape(value)}: give the values in the "
+                "order of get_weights."
+            )
+    for variable, value in zip(variables, values, strict=True):
+        if _is_here(variable):
+            own = keras.variable_of(variable)
+            own.assign(tf.cast(value, own.dtype))
+
+
+def _is_here(variable: Any) -> bool:
+    home = home_of(variable)
+    return home is None or home.is_here
