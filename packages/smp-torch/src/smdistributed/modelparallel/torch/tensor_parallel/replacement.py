@@ -20,7 +20,6 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
 from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import AutoPlan, plan_groups
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import cut
-from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import SplitLinear
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -101,6 +100,7 @@ class _Replacing:
     def run(self) -> nn.Module:
         self._auto = self._find_groups()
         replaced = self._visit(self._model, "")
+        _without_nested_tensors(replaced)
         for mark in self._seen:
             unused = sorted(set(mark.config) - mark.used)
             if unused and not mark.has_told:
@@ -197,7 +197,7 @@ class _Replacing:
     def _close(self, module: nn.Module, found: Found) -> None:
         """Splits a module as it is."""
 
-        def fill(inner: str, linear: nn.Linear, made: SplitLinear) -> None:
+        def fill(inner: str, linear: nn.Module, made: DistributedModule) -> None:
             whole = self._values.translated(dict(linear.state_dict(keep_vars=True)), None)
             for each, tensor in whole.items():
                 self._values.put(made, each, tensor, linear.get_parameter(each))
@@ -293,6 +293,18 @@ class _Replacing:
             if not self._holders[id(parameter)] <= inside:
                 return f"its parameter {each} is shared with another module"
         return None
+
+
+def _without_nested_tensors(model: nn.Module) -> None:
+    """Has torch's encoders keep padding, where their modules are split and would not take it cut.
+
+    Without gradients they cut it, for a kernel that reads the weights of their layers.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(each, DistributedModule) for each in module.modules()
+        ):
+            module.use_nested_tensor = False
 
 
 def _overridden(
