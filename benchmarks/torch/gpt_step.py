@@ -264,6 +264,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--active", type=int, default=0, help="microbatches in flight")
+    parser.add_argument(
+        "--pipeline",
+        choices=["interleaved", "zero_bubble", "auto", "simple"],
+        default="interleaved",
+    )
     parser.add_argument("--partition", choices=["stages", "auto"], default="stages")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
@@ -272,6 +277,7 @@ def main() -> None:
     config: dict[str, object] = {
         "pipeline_parallel_degree": ranks,
         "microbatches": options.microbatches,
+        "pipeline": options.pipeline,
         "auto_partition": options.partition == "auto",
     }
     if options.partition == "stages":

@@ -130,7 +130,7 @@ def test_infinite_clipping_bound_is_accepted() -> None:
         ({"ddp": "true"}, "ddp must be true or false; got 'true' (str)."),
         (
             {"ddp": True, "pipeline": "Simple"},
-            "pipeline must be one of interleaved, simple; got 'Simple' (str).",
+            "pipeline must be one of interleaved, simple, zero_bubble, auto; got 'Simple' (str).",
         ),
         ({"ddp": True, "placement_strategy": "PD"}, "placement_strategy must be one of cluster,"),
         ({"ddp": True, "ddp_dist_backend": "mpi"}, "one of auto, nccl, gloo; got 'mpi' (str)."),
@@ -470,6 +470,14 @@ def test_a_rule_is_skipped_when_its_parameter_is_wrong_by_itself() -> None:
 def test_parameters_without_effect_are_warned_about(name: str) -> None:
     with pytest.warns(ConfigWarning, match=f"^{name} has an effect only with"):
         _load(given={"partitions": 2, name: _DEFAULTS[name]})
+
+
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "auto"])
+def test_our_schedules_are_an_error_under_tensorflow(pipeline: str) -> None:
+    assert load("pytorch", {"partitions": 2, "pipeline": pipeline}, {}).pipeline == pipeline
+    assert _problem("tensorflow", {"partitions": 2, "pipeline": pipeline}) == (
+        f"pipeline must be one of interleaved, simple under TensorFlow; got {pipeline!r} (str)."
+    )
 
 
 def test_letters_of_placement_are_an_error_under_tensorflow() -> None:

@@ -81,17 +81,44 @@ def split_chain(num_ranks: int, weight: float = 1.0) -> SegmentGraph:
     )
 
 
-def test_weight_gradients_fill_the_bubble() -> None:
-    whole = build_schedule(chain(range(4)), 8, "interleaved", 8)
-    split = build_schedule(split_chain(4), 8, "interleaved", 8)
-    # One time unit forward, two backward: 8 x 3 units of work and a bubble of 3 x 3 around it.
-    assert whole.makespan == 33
-    # The last gradients of inputs leave the last rank; weights wait for nobody.
-    assert split.makespan <= 29
-    busy = [sum(one.end - one.start for one in rank) for rank in split.ranks]
-    assert busy == [24] * 4
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("weight", [0.8, 1.0])
+def test_weight_gradients_fill_the_bubble(num_ranks: int, weight: float) -> None:
+    microbatches, active = 8, num_ranks + 2
+    whole = build_schedule(chain(range(num_ranks)), microbatches, "interleaved", active)
+    split = build_schedule(split_chain(num_ranks, weight), microbatches, "zero_bubble", active)
+    # Forward and backward passes of the ranks before and behind: 3 units each.
+    assert whole.makespan == 3 * microbatches + 3 * (num_ranks - 1)
+    # No order is faster: the last rank begins when a microbatch has gone through the others.
+    work = (2 + weight) * microbatches
+    assert work + num_ranks - 1 <= split.makespan <= work + num_ranks
+    assert max(split.peak_active_microbatches) <= active
+    for rank in split.ranks:
+        assert sum(one.end - one.start for one in rank) == pytest.approx(work)
     for rank in split.schedule.ranks:
         assert Counter(action.kind for action in rank) == {"F": 8, "I": 8, "W": 8}
+
+
+@pytest.mark.parametrize("active", [1, 2, 3, 8])
+def test_each_rank_keeps_to_the_bound(active: int) -> None:
+    timeline = build_schedule(split_chain(3), 6, "zero_bubble", active)
+    assert max(timeline.peak_active_microbatches) <= active
+    assert max(timeline.peak_activation_bytes) <= 100 * active
+    assert simulate(split_chain(3), timeline.schedule, 6).makespan == timeline.makespan
+
+
+def test_ranks_with_several_segments_have_weight_gradients_too() -> None:
+    ranks = [0, 1, 2, 2, 1, 0]
+    segments = (
+        Segment(index, rank, 0.5, 0.5, True, 100, weight_cost=0.5)
+        for index, rank in enumerate(ranks)
+    )
+    edges = (Edge(index, index + 1, 8, True) for index in range(len(ranks) - 1))
+    graph = SegmentGraph(tuple(segments), tuple(edges), 3)
+    timeline = build_schedule(graph, 6, "zero_bubble", 3)
+    # Each rank has the ends of a V: it begins sooner than in a chain, which takes 20.
+    assert timeline.makespan < 20
+    assert max(timeline.peak_active_microbatches) <= 3
 
 
 def test_only_the_gradients_of_inputs_are_waited_for() -> None:

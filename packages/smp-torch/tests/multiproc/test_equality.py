@@ -23,6 +23,8 @@ WORLDS = {
     "pp2-manual-simple": manual_pipeline(2, pipeline="simple"),
     "pp2-simple": pipeline(2, launcher="fork", pipeline="simple"),
     "pp4": pipeline(4, launcher="fork"),
+    "pp2-halves": pipeline(2, launcher="fork", pipeline="zero_bubble"),
+    "pp4-halves": pipeline(4, launcher="fork", pipeline="zero_bubble"),
     "pp2-dp2": replicas(2, 2),
 }
 _FEW = ("mlp", "tied_embedding_and_container_tensors", "skip_connections_and_reuse", "dropout")

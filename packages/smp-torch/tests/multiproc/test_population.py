@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers`` and ``loops`` generate the scripts. What is refused says why;
-nothing may give other numbers than plain PyTorch. Every run tries a part that goes through all of
-them in strides.
+``population``, ``uses``, ``layers``, ``loops`` and ``writes`` generate the scripts. What is refused
+says why; nothing may give other numbers than plain PyTorch. Every run tries a part that goes
+through all of them in strides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import population
 import pytest
 import torch
 import uses
+import writes
 from small_scripts import MICROBATCHES
 
 import smdistributed.modelparallel.torch as smp
@@ -25,7 +26,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20}
+STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20, "writes": 40}
 
 
 def start(config: dict[str, object]) -> None:
@@ -33,9 +34,14 @@ def start(config: dict[str, object]) -> None:
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
 
 
+CONFIGS: dict[str, dict[str, object]] = {
+    "one": {"pipeline_parallel_degree": 1},
+    "pp2": {"pipeline_parallel_degree": 2},
+    "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+}
 WORLDS = {
-    name: World(ranks, start, ({"pipeline_parallel_degree": ranks},), "fork", preload=("torch",))
-    for name, ranks in (("one", 1), ("pp2", 2))
+    name: World(1 if name == "one" else 2, start, (config,), "fork", preload=("torch",))
+    for name, config in CONFIGS.items()
 }
 PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
@@ -47,12 +53,18 @@ POPULATIONS = {
     "uses": [name for name in uses.USES if name not in KEYED],
     "layers": list(layers.LAYERS),
     "loops": list(loops.LOOPS),
+    "writes": list(writes.WRITES),
+}
+QUICK = {
+    *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
+    # These take seconds, and are the only ones that nothing is refused of.
+    *(("one", "uses", part) for part in range(STRIDES["uses"])),
+    *(("halves", kind, 1) for kind in ("uses", "layers", "loops")),
 }
 PARTS = [
-    # Uses in one process take seconds, and are the only ones that nothing is refused of.
     pytest.param(
         *(world, kind, part),
-        marks=pytest.mark.slow if part and (world, kind) != ("one", "uses") else (),
+        marks=pytest.mark.slow if (world, kind, part) not in QUICK else (),
     )
     for world in WORLDS
     for kind in POPULATIONS
@@ -80,11 +92,17 @@ def try_loops(names: Sequence[str]) -> dict[str, str]:
     return {name: loops.outcome(name) for name in names}
 
 
+def try_writes(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers that write to what they keep."""
+    return {name: uses.outcome(writes.WRITES[name]) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
     "layers": try_layers,
     "loops": try_loops,
+    "writes": try_writes,
 }
 
 

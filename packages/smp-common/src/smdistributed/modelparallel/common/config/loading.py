@@ -247,13 +247,16 @@ def _recognise(
 def _check_framework(
     config: Config, framework: Framework, spelled: Mapping[str, str]
 ) -> Iterable[str]:
-    words = ("cluster", "spread")
-    if framework == "tensorflow" and config.placement_strategy not in words:
-        shown = spelled.get("placement_strategy", "placement_strategy")
-        yield (
-            f"{shown} must be one of {', '.join(words)} under TensorFlow; got "
-            f"{describe(config.placement_strategy)}."
-        )
+    if framework != "tensorflow":
+        return
+    known = {"placement_strategy": ("cluster", "spread"), "pipeline": ("interleaved", "simple")}
+    for name, words in known.items():
+        value = getattr(config, name)
+        if value not in words:
+            yield (
+                f"{spelled.get(name, name)} must be one of {', '.join(words)} under TensorFlow; "
+                f"got {describe(value)}."
+            )
 
 
 def _read_variables(environ: Mapping[str, str]) -> dict[str, object]:

@@ -61,10 +61,12 @@ class Parameters(Settings):
         ),
     ] = 1
     pipeline: Annotated[
-        Literal["interleaved", "simple"],
+        Literal["interleaved", "simple", "zero_bubble", "auto"],
         Parameter(
             "Schedule. interleaved prefers a backward pass that can run to any forward pass; "
-            "simple ends all forward passes first.",
+            "simple ends all forward passes first. zero_bubble puts off the gradients of weights "
+            "until their rank would be idle; auto takes it where a simulation says that it is "
+            "faster than interleaved. The last two are extensions of this library, for PyTorch.",
             since="1.1",
             source=f"{_COMMON}; model-parallel-core-features.md, Pipeline Execution Schedule",
         ),

@@ -115,6 +115,14 @@ class PassGraph:
             if kind.completes
         ]
 
+    def begins_and_ends(self) -> list[tuple[int, list[int]]]:
+        """For every rank with a backward pass: its first node, and the last nodes of segments."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for first, last in self.first_and_last():
+            begin, ends = found.setdefault(self.ranks[first], (first, []))
+            found[self.ranks[first]] = min(begin, first), [*ends, last]
+        return list(found.values())
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -129,6 +137,8 @@ class Policy:
         fill_first: while the first ``max_in_flight`` microbatches enter, forward passes go before
             backward passes, so that the ranks downstream start early.
         forwards_first: no backward pass on a rank before all its forward passes.
+        rank_by_rank: ``max_in_flight`` counts what has begun and not ended on each rank, whatever
+            the others have; otherwise what has not ended on all of them.
     """
 
     deepest_first: bool = True
@@ -136,6 +146,7 @@ class Policy:
     slack: float | None = None
     fill_first: bool = False
     forwards_first: bool = False
+    rank_by_rank: bool = False
 
 
 def simple_policies() -> list[Policy]:
@@ -168,6 +179,21 @@ def interleaved_policies(active_microbatches: int) -> list[Policy]:
         )
     ]
     return policies
+
+
+def zero_bubble_policies(active_microbatches: int) -> list[Policy]:
+    """Policies for backward passes in two halves, the most promising ones first.
+
+    The gradients of weights wait until their rank would be idle, or until what they keep is needed
+    for another microbatch. A rank downstream may put off more of them, so each has a bound of its
+    own. Of two that are equally fast the one that keeps less is first.
+    """
+    return [
+        Policy(deepest, bound, slack, rank_by_rank=True)
+        for slack in (None, 1.5, 1.25, 1.0)
+        for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
+        for deepest in (True, False)
+    ]
 
 
 def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
@@ -289,11 +315,14 @@ def _keys(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[int]:
 
 def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int]]:
     """Waits (earlier, later, lag): microbatch m + lag at ``later`` is after m at ``earlier``."""
-    bounds = []
-    if policy.max_in_flight is not None:
-        starting = [node for node, waits in enumerate(graph.predecessors) if not waits]
-        ending = [node for node, after in enumerate(graph.successors) if not after]
-        bounds += [(end, start, policy.max_in_flight) for end in ending for start in starting]
+    bounds: list[tuple[int, int, int]] = []
+    if policy.max_in_flight is not None and policy.rank_by_rank:
+        for starting, ending in graph.begins_and_ends():
+            bounds += [(end, starting, policy.max_in_flight) for end in ending]
+    elif policy.max_in_flight is not None:
+        starts_of_all = [node for node, waits in enumerate(graph.predecessors) if not waits]
+        ends_of_all = [node for node, after in enumerate(graph.successors) if not after]
+        bounds += [(e, s, policy.max_in_flight) for e in ends_of_all for s in starts_of_all]
     if policy.slack is not None:
         starts = graph.earliest_starts()
         period = max(graph.loads())

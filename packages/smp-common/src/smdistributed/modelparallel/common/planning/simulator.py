@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.planning.list_scheduling import (
     interleaved_policies,
     list_schedule,
     simple_policies,
+    zero_bubble_policies,
 )
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
@@ -28,7 +29,10 @@ from smdistributed.modelparallel.common.planning.schedule import (
     SegmentGraph,
 )
 
-__all__ = ["CostModel", "TimedAction", "Timeline", "build_schedule", "simulate"]
+__all__ = ["CostModel", "Pipeline", "TimedAction", "Timeline", "build_schedule", "simulate"]
+
+#: How an order is looked for.
+Pipeline = Literal["simple", "interleaved", "zero_bubble"]
 
 # Tasks that planning may simulate in all: several policies for a small plan, few for a large one.
 _TASK_BUDGET = 1_000_000
@@ -132,7 +136,7 @@ class Timeline:
 def build_schedule(
     graph: SegmentGraph,
     num_microbatches: int,
-    pipeline: Literal["simple", "interleaved"],
+    pipeline: Pipeline,
     active_microbatches: int,
     costs: CostModel = CostModel(),  # noqa: B008 - frozen
 ) -> Timeline:
@@ -142,7 +146,9 @@ def build_schedule(
     microbatches are in flight then, whatever ``active_microbatches`` says. ``interleaved``: a
     backward pass that can run is preferred, and no rank has more than ``active_microbatches``
     begun and not finished. Backward-first can still leave ranks downstream idle, so several orders
-    within that bound are simulated and the fastest is taken, the first of equals.
+    within that bound are simulated and the fastest is taken, the first of equals. ``zero_bubble``:
+    the same for a graph whose backward passes are two halves; the gradients of weights go where a
+    rank would be idle, and a microbatch is finished on a rank when it has them.
 
     Returns:
         The order with its simulated times, as ``simulate`` gives them.
@@ -162,9 +168,12 @@ def build_schedule(
         policies = simple_policies()
     elif pipeline == "interleaved":
         policies = interleaved_policies(min(active_microbatches, num_microbatches))
+    elif pipeline == "zero_bubble":
+        policies = zero_bubble_policies(min(active_microbatches, num_microbatches))
     else:
         raise ScheduleError(
-            f"pipeline is 'simple' or 'interleaved'; received {pipeline!r}: use one of these."
+            f"pipeline is 'simple', 'interleaved' or 'zero_bubble'; received {pipeline!r}: use one "
+            "of these."
         )
     passes = PassGraph(graph, costs)
     num_tasks = max(1, len(passes.passes) * num_microbatches)

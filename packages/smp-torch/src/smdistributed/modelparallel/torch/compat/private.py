@@ -192,7 +192,33 @@ def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
 
 def is_in_backward() -> bool:
     """Tells whether a backward pass is running in this thread."""
-    return _C._current_graph_task_id() != -1
+    return backward_pass_id() != -1
+
+
+def backward_pass_id() -> int:
+    """Returns a number of the backward pass that runs in this thread; -1 if none does."""
+    return _C._current_graph_task_id()
+
+
+def hooks_on_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks that get its gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
+    """Returns the hooks that a leaf calls when its gradient has been added up."""
+    return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def is_watched() -> bool:
+    """Whether operations go to somebody else before they go to autograd: modes, transforms."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or inside_transform()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 # Compiled modules

@@ -8,11 +8,12 @@ are posted in the sender's order, which the schedule fixes, so no message carrie
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -24,6 +25,11 @@ from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, grad
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
+from smdistributed.modelparallel.torch.execute.weight_gradients import (
+    WaitingGradients,
+    put_off_in,
+    putting_off,
+)
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.ir import Value
@@ -151,6 +157,8 @@ def _sends(
             for value in segment.outputs
             for target in plan.ranks_reading(value)
         ]
+    if action.kind is Kind.WEIGHT_GRADIENTS:
+        return []
     sends = []
     for value in segment.inputs:
         owner = plan.segments[value.node.segment].rank
@@ -172,6 +180,8 @@ def _needs(plan: Plan, action: Action, rank: int) -> list[Message]:
             for value in segment.inputs
             if plan.segments[value.node.segment].rank != rank
         ]
+    if action.kind is Kind.WEIGHT_GRADIENTS:
+        return []
     return [
         Message(Kind.BACKWARD, value.index, m, reader, rank)
         for value in segment.outputs
@@ -235,7 +245,11 @@ class Executor:
         self._passes: dict[Kind, Callable[[_StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENTS: self._input_gradients,
+            Kind.WEIGHT_GRADIENTS: self._weight_gradients,
         }
+        halves = any(each.kind is Kind.WEIGHT_GRADIENTS for each in itinerary.actions)
+        self._around = putting_off if halves else contextlib.nullcontext
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -263,6 +277,15 @@ class Executor:
             CommError: a peer died or did not take part in time.
         """
         step = _StepState(inputs, root_scales)
+        with self._around():
+            times = self._run(step, enter_pass)
+        for transfer in step.outgoing:
+            transfer.wait()
+        return step.results, times
+
+    def _run(
+        self, step: _StepState, enter_pass: Callable[[Kind, int], None]
+    ) -> list[tuple[float, float]]:
         times = []
         needs = self._itinerary.needs
         # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
@@ -280,9 +303,7 @@ class Executor:
             self._passes[action.kind](step, action)
             times.append((start, time.perf_counter()))
             self._send(step, position)
-        for transfer in step.outgoing:
-            transfer.wait()
-        return step.results, times
+        return times
 
     def timed(self, times: Sequence[tuple[float, float]]) -> list[TimedAction]:
         """Returns the actions with the times of a run."""
@@ -346,6 +367,25 @@ class Executor:
             step.saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
 
     def _backward(self, step: _StepState, action: Action) -> None:
+        self._differentiate(step, action, torch.autograd.backward)
+
+    def _input_gradients(self, step: _StepState, action: Action) -> None:
+        def backward(roots: Any, starts: Any) -> None:
+            waiting = WaitingGradients(roots)
+            with put_off_in(waiting):
+                torch.autograd.backward(roots, starts)
+            step.waiting[action.segment, action.microbatch] = waiting
+
+        self._differentiate(step, action, backward)
+
+    def _weight_gradients(self, step: _StepState, action: Action) -> None:
+        waiting = step.waiting.pop((action.segment, action.microbatch), None)
+        if waiting is not None:
+            waiting.compute()
+
+    def _differentiate(
+        self, step: _StepState, action: Action, backward: Callable[[Any, Any], None]
+    ) -> None:
         m = action.microbatch
         root_scale = step.root_scales[m]
         gradients = step.gradients[m]
@@ -364,7 +404,7 @@ class Executor:
                 tensors.append(left)
                 starts.append(gradient)
         if tensors:
-            torch.autograd.backward(tensors, starts)  # type: ignore[arg-type]
+            backward(tensors, starts)
         for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
             _accumulate(gradients, index, gradient_at(entered))
@@ -408,6 +448,7 @@ class _StepState:
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
+        self.waiting: dict[tuple[int, int], WaitingGradients] = {}
         self.incoming: dict[Message, Transfer] = {}
         self.outgoing: collections.deque[Transfer] = collections.deque()
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.execute.weight_gradients import that_can_wait
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
@@ -259,7 +260,7 @@ class Program:
         seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
         if node.kind is NodeKind.LEAF:
             seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r}): "
-        target, results = self._constant(node.target), "result"
+        target, results = self._constant(that_can_wait(node.target)), "result"
         if node.taps:
             target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
         lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]

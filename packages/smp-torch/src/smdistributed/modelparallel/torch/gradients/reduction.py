@@ -143,6 +143,8 @@ class GradientReduction:
             if reduction is not None:
                 reduction._accumulated(parameter)
 
+        note.only_counts = True  # type: ignore[attr-defined] # see execute/weight_gradients.py
+
         for parameter in reduced:
             if parameter not in self._watched:
                 self._watched.add(parameter)

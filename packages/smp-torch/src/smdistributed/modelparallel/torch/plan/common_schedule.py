@@ -17,14 +17,17 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.common.planning.simulator import build_schedule
+from smdistributed.modelparallel.common.planning.simulator import Pipeline, build_schedule
 from smdistributed.modelparallel.torch.plan.segments import Plan
+
+#: What a second kind of schedule must take of the time of the first to be chosen.
+_WORTH = 0.99
 
 
 def common_schedule(
     plans: Sequence[Plan],
     num_ranks: int,
-    pipeline: Literal["simple", "interleaved"],
+    pipeline: Pipeline | Literal["auto"],
     active_microbatches: int,
 ) -> Schedule:
     """Orders the actions of a mini-batch.
@@ -32,18 +35,26 @@ def common_schedule(
     Args:
         plans: the plan of each microbatch.
         num_ranks: size of the pipeline.
-        pipeline: which of the documented schedules.
+        pipeline: which kind of schedule; "auto": zero_bubble where it is faster.
         active_microbatches: how many may be in flight.
 
     Returns:
         Actions whose segments are those of the microbatch's own plan.
     """
-    graphs = {plan: plan.segment_graph(num_ranks) for plan in dict.fromkeys(plans)}
-    merged, places = _lay_over(list(graphs.values()))
-    schedule = build_schedule(merged, len(plans), pipeline, active_microbatches).schedule
+    different = list(dict.fromkeys(plans))
+    kinds: list[Pipeline] = ["interleaved", "zero_bubble"] if pipeline == "auto" else [pipeline]
+    timelines = []
+    for kind in kinds:
+        halves = kind == "zero_bubble"
+        graphs = [plan.segment_graph(num_ranks, halves=halves) for plan in different]
+        merged, places = _lay_over(graphs)
+        timelines.append(build_schedule(merged, len(plans), kind, active_microbatches))
+    best = min(timelines, key=lambda timeline: timeline.makespan)
+    # The costs are counted, not measured, and the halves take a little more than the whole.
+    schedule = (best if best.makespan < _WORTH * timelines[0].makespan else timelines[0]).schedule
     segment_at = {
         plan: {position: segment for segment, position in enumerate(place)}
-        for plan, place in zip(graphs, places, strict=True)
+        for plan, place in zip(different, places, strict=True)
     }
 
     def own(action: Action) -> Action | None:

@@ -37,6 +37,7 @@ class SegmentNodes:
         outputs: values that other segments, the result or the backward pass take from it.
         changed: values whose tensors it changes in place.
         flops: of its own nodes, forward.
+        weight_flops: those of products with weights whose gradients can be put off.
     """
 
     index: int
@@ -46,6 +47,7 @@ class SegmentNodes:
     outputs: list[Value] = field(default_factory=list)
     changed: set[Value] = field(default_factory=set)
     flops: int = 0
+    weight_flops: int = 0
 
 
 @dataclass(eq=False)
@@ -85,8 +87,13 @@ class Plan:
         nodes += sources([value for value in self.graph.returned if value.replicated])
         return {node.target for node in nodes if node.kind is NodeKind.INPUT}
 
-    def segment_graph(self, num_ranks: int) -> SegmentGraph:
-        """Returns the shape of the plan, as the simulator takes it."""
+    def segment_graph(self, num_ranks: int, *, halves: bool = False) -> SegmentGraph:
+        """Returns the shape of the plan, as the simulator takes it.
+
+        Args:
+            num_ranks: size of the pipeline.
+            halves: backward passes are two, where that gives the second something to do.
+        """
         total = sum(segment.flops for segment in self.segments) or 1
         # Every pass costs something, also one without counted operations.
         floor = total * 1e-3 / max(1, len(self.segments))  # a step may compute nothing
@@ -94,13 +101,16 @@ class Plan:
         for segment in self.segments:
             cost = segment.flops + floor
             backward = segment.index in self.backward
+            # The gradient of a weight takes what the product with it took.
+            later = segment.weight_flops if halves and backward else 0
             segments.append(
                 Segment(
                     index=segment.index,
                     rank=segment.rank,
                     forward_cost=cost,
-                    backward_cost=_BACKWARD_FACTOR * cost if backward else 0.0,
+                    backward_cost=_BACKWARD_FACTOR * cost - later if backward else 0.0,
                     has_backward=backward,
+                    weight_cost=later or None,
                 )
             )
         edges = [
@@ -191,6 +201,7 @@ def _assign(
             segments.append(SegmentNodes(len(segments), node.rank))
         segments[-1].nodes.append(node)
         segments[-1].flops += node.flops
+        segments[-1].weight_flops += node.weight_flops
         node.segment = segments[-1].index
     return segments
 

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, TorchDispatchMode
+from smdistributed.modelparallel.torch.compat.private import (
+    FakeTensor,
+    TorchDispatchMode,
+)
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
+from smdistributed.modelparallel.torch.record.writes import note_writes
+
+#: Activations meet each other in batched products and in attention.
+_OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+#: No schema says that they write: (input, weight, bias, running_mean, running_var, training, ...)
+_WRITING_STATISTICS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        #: Those of products of two matrices: of layers that multiply with a weight.
+        self.weight_flops = 0
         self.bytes = 0
         self.random_draws = 0
         self.writes = 0
@@ -95,26 +110,32 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and _writes_real(func, args, kwargs):
-            self.writes += 1
+        if func._schema.is_mutable:
+            written = list(_written(func, args, kwargs))
+            note_writes(written)
+            self.writes += any(not isinstance(each, FakeTensor) for each in written)
         out = func(*args, **kwargs)
+        if func in _WRITING_STATISTICS and args[5]:
+            note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
-        self.flops += self._flop_counter.count(func, args, kwargs, out)
+        flops = self._flop_counter.count(func, args, kwargs, out)
+        self.flops += flops
+        if func._overloadpacket in _OF_WEIGHTS:
+            self.weight_flops += flops
         if isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
 
 
-def _writes_real(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may change tensors in place is given real ones for that."""
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that an operation may change in place."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             for each in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor):
-                    return True
-    return False
+                if isinstance(each, torch.Tensor):
+                    yield each
 
 
 def _may_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
+from smdistributed.modelparallel.torch.compat.private import past_recording
+from smdistributed.modelparallel.torch.record.writes import SMALL, writes_of
 
 MISSING = object()
 #: What is the same if it is equal; everything else if it is the same object.
@@ -266,8 +267,23 @@ def _put_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
         variable.set(value)
 
 
-def _leave(obj: Any, before: Any) -> None:
-    pass
+def _read_tensor(tensor: torch.Tensor) -> tuple[tuple[int, int, int], bytes]:
+    """Returns what shows that it was written to; of a small one on the host its content as well."""
+    content = b""
+    is_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if is_here and tensor.numel() <= SMALL and tensor.untyped_storage().size():
+        with past_recording(), torch.no_grad():
+            # Other libraries, which write to its memory, are seen by nobody.
+            content = tensor.detach().clone().flatten().view(torch.uint8).numpy().tobytes()
+    return writes_of(tensor), content
+
+
+def _refill_tensor(tensor: torch.Tensor, before: tuple[tuple[int, int, int], bytes]) -> None:
+    """Undoes what other libraries wrote; operations of torch have written nothing yet."""
+    if _read_tensor(tensor)[1] != before[1]:
+        with past_recording(), torch.no_grad():
+            content = torch.frombuffer(bytearray(before[1]), dtype=tensor.dtype)
+            tensor.detach().copy_(content.view(tensor.shape))
 
 
 def put_entries(entries: dict[str, Any], items: dict[str, Any]) -> None:
@@ -298,8 +314,7 @@ HOOKS = Kind(_read_hooks, _refill_hooks)
 #: Deques too.
 LIST = Kind(list, refill_list)
 SET = Kind(set, _refill_set)
-#: Its content is put back by who lets it change.
-TENSOR = Kind(version_of, _leave)
+TENSOR = Kind(_read_tensor, _refill_tensor)
 ARRAY = Kind(_array_bytes, _refill_array)
 #: An array of objects.
 OBJECTS = Kind(_read_objects, _refill_objects)

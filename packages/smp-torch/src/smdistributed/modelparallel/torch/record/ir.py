@@ -156,6 +156,7 @@ class Node:
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
     flops: int = 0
+    weight_flops: int = 0
     outputs: list[Value] = field(default_factory=list)
     changes: list[Value] = field(default_factory=list)
     aliases: list[Value] = field(default_factory=list)

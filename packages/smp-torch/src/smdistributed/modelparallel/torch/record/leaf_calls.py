@@ -35,6 +35,7 @@ from smdistributed.modelparallel.torch.record.taps import call_hooks
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.record.writes import large_arrays_copied
 
 
 class LeafCalls:
@@ -217,7 +218,8 @@ class LeafCalls:
             now.spans.append(span)
         first = len(now.spans)
         try:
-            result = self._calls.call(call, module, *args, **kwargs)
+            with large_arrays_copied():
+                result = self._calls.call(call, module, *args, **kwargs)
         except BaseException:
             span.failed = True
             raise

@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, h
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, HookedCall
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.record.writes import large_arrays_copied, writes_of
 
 #: Tensors that a leaf makes besides its result, by id, and where a replay finds them.
 Inner = dict[int, tuple[Tap, torch.Tensor]]
@@ -95,6 +96,7 @@ class LeafRuns:
             python_random_kept(),
             self._state.in_leaf(),
             values.aside() as graph,
+            large_arrays_copied(),
         ):
             try:
                 result = call()
@@ -191,10 +193,10 @@ class Watch:
 
     def __init__(self, meter: Meter, module: nn.Module, arguments: Any) -> None:
         self._meter = meter
-        self._flops = meter.flops
-        self._tensors = [(each, version_of(each)) for each in tensors_in(arguments)]
+        self._flops = meter.flops, meter.weight_flops
+        self._tensors = [(each, writes_of(each)) for each in tensors_in(arguments)]
         self._own = [
-            (inner, name, each, version_of(each))
+            (inner, name, each, writes_of(each))
             for inner in module.modules()
             for name, each in (*inner._buffers.items(), *inner._parameters.items())
             if each is not None
@@ -202,8 +204,18 @@ class Watch:
 
     def tell(self, entry: Entry) -> None:
         """Notes it in an entry."""
-        entry.flops = self._meter.flops - self._flops
-        entry.changed = [each for each, version in self._tensors if version_of(each) != version]
-        for inner, name, each, version in self._own:
-            if version_of(each) != version:
+        entry.flops = self._meter.flops - self._flops[0]
+        entry.weight_flops = self._meter.weight_flops - self._flops[1]
+        entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
+        if any(
+            each.requires_grad and version_of(each) == version
+            for each, (version, *_) in self._tensors
+            if any(each is other for other in entry.changed)
+        ):
+            entry.refusal = (
+                f"{entry.name} writes to an argument through .data, where autograd does not see "
+                "it: the gradient would depend on the partition. Use an operation on the tensor."
+            )
+        for inner, name, each, state in self._own:
+            if writes_of(each) != state:
                 entry.stateful.setdefault(inner, set()).add(name)

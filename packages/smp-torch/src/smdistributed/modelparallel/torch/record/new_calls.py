@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.record.real_run import works_for_real
 from smdistributed.modelparallel.torch.record.refusals import refusal
 from smdistributed.modelparallel.torch.record.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Looks
+from smdistributed.modelparallel.torch.record.writes import writes_of
 
 
 class NewCalls:
@@ -119,8 +120,9 @@ class NewCalls:
         entry.region = self._state.region
         tensors = tensors_in((args, kwargs))
         looks = [Looks.of(tensor) for tensor in tensors]
-        versions = [version_of(tensor) for tensor in tensors]
+        states = [writes_of(tensor) for tensor in tensors]
         flops, draws, writes = meter.flops, meter.random_draws, meter.writes
+        weight_flops = meter.weight_flops
         try:
             with (
                 contextlib.nullcontext() if self._state.leaf_depth else self._context.random.kept()
@@ -140,11 +142,12 @@ class NewCalls:
                 return self.draw(target, args, kwargs)
             entry.draw = calls.current.next_draw(target)
         entry.flops = meter.flops - flops
+        entry.weight_flops = meter.weight_flops - weight_flops
         entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
         entry.changed = [
             tensor
-            for tensor, version in zip(tensors, versions, strict=True)
-            if version_of(tensor) != version
+            for tensor, state in zip(tensors, states, strict=True)
+            if writes_of(tensor) != state
         ]
         if meter.writes > writes or any(
             not isinstance(tensor, FakeTensor) for tensor in entry.changed

@@ -19,6 +19,8 @@ from smdistributed.modelparallel.torch.compat.private import (
     past_recording,
 )
 from smdistributed.modelparallel.torch.record.nested import map_tensors
+from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.record.writes import note_writes
 
 
 def run_on_random_numbers(
@@ -60,6 +62,7 @@ def run_on_random_numbers(
         past_dispatch_modes(),
         torch.random.fork_rng(devices=devices),
         _real_tensors(module),
+        _kept_tensors(module),
     ):
         args, kwargs = map_tensors((args, kwargs), real)
         result = call(module, *args, **kwargs)
@@ -84,9 +87,13 @@ def works_for_real(function: Callable[..., Any], args: Any, kwargs: Any) -> bool
 
 @contextlib.contextmanager
 def _real_tensors(module: nn.Module) -> Iterator[None]:
-    """Gives a module and those in it parameters and buffers with random numbers."""
+    """Gives a module and those in it parameters and buffers with random numbers.
+
+    What the module writes to them counts as written to what they stand for.
+    """
     made: dict[int, torch.Tensor] = {}
     replaced = []
+    written = []
     for inner in module.modules():
         for tensors in (inner._parameters, inner._buffers):
             for name, fake in tensors.items():
@@ -94,6 +101,7 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
                     continue
                 if id(fake) not in made:
                     tensor = _random_like(fake)
+                    written.append((fake, tensor, _copy_of(tensor)))
                     made[id(fake)] = (
                         nn.Parameter(tensor.detach(), fake.requires_grad)
                         if isinstance(fake, nn.Parameter)
@@ -106,6 +114,28 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
     finally:
         for tensors, name, fake in replaced:
             tensors[name] = fake  # type: ignore[assignment]
+        note_writes(fake for fake, tensor, copy in written if not _is_equal(tensor, copy))
+
+
+@contextlib.contextmanager
+def _kept_tensors(module: nn.Module) -> Iterator[None]:
+    """Puts back what a module writes to other tensors that it reaches; it counts as written."""
+    kept = [(tensor, _copy_of(tensor)) for tensor in Snapshot(module.modules()).tensors()]
+    try:
+        yield
+    finally:
+        changed = [(tensor, copy) for tensor, copy in kept if not _is_equal(tensor, copy)]
+        note_writes(tensor for tensor, _ in changed)
+        for tensor, copy in changed:
+            tensor.detach().copy_(copy)
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return torch.equal(tensor.detach(), copy)
 
 
 def _random_like(fake: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Entry:
         outputs: the tensors in the result and where they stand.
         changed: tensors that it changes in place.
         is_repeated: it changes what a fake looks like, so it is made again on the fakes.
-        draw, flops, region: as in ``Node``.
+        draw, flops, weight_flops, region: as in ``Node``.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
         hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
@@ -142,6 +142,7 @@ class Entry:
     is_repeated: bool = False
     draw: tuple[str, int, int] | None = None
     flops: int = 0
+    weight_flops: int = 0
     region: int | None = None
     inner: dict[int, tuple[Tap, torch.Tensor]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)

@@ -167,6 +167,10 @@ class Snapshot:
                 changes += self._named(holder, now)
         return changes
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors outside of modules' parameters and buffers."""
+        return [each.obj for each in self._holders if isinstance(each.obj, torch.Tensor)]
+
     def places(self) -> set[Place]:
         """Returns where all of it is."""
         return {place for holder in self._holders for place in _places(holder)}
@@ -281,7 +285,6 @@ class Snapshot:
             self._pending += [(shown, owner, path) for shown in gc.get_referents(obj)]
         elif isinstance(obj, torch.Tensor):
             if not isinstance(obj, FakeTensor):
-                # Its content is put back by who lets it change.
                 self._hold(holders.TENSOR, obj, owner, path)
         elif isinstance(obj, weakref.ref):
             add((obj(), owner, path))

@@ -115,6 +115,7 @@ class Values:
             draw=entry.draw,
             region=entry.region,
             flops=entry.flops,
+            weight_flops=entry.weight_flops,
             stateful=entry.stateful,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=kind is NodeKind.CALL

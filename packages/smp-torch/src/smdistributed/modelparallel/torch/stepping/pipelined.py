@@ -185,7 +185,7 @@ class PipelinedStep:
         offloading = self.offloading
 
         def enter_pass(kind: Kind, microbatch: int) -> None:
-            if offloading is not None:
+            if offloading is not None and kind is not Kind.WEIGHT_GRADIENTS:
                 offloading.enter(next(positions))
             random.enter_pass(microbatch, backward=kind.is_backward)
             completes = next(final) if kind.completes else frozenset()
@@ -221,6 +221,7 @@ class PipelinedStep:
         passes = [
             Pass(each.segment, each.microbatch, each.kind.is_backward)
             for each in prepared.executor.actions
+            if each.kind is not Kind.WEIGHT_GRADIENTS
         ]
         return self.offloading.running(passes, saving)
 

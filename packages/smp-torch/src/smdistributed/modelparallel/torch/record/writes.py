@@ -1,0 +1,66 @@
+"""Which tensors have been written to, also where no version of theirs counts it.
+
+What goes through ``data``, and the running statistics of batch normalisation, change no version.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.compat.private import (
+    FakeTensor,
+    past_recording,
+    storage_of,
+    version_of,
+)
+
+#: Elements of a tensor whose content is compared; of larger ones it would take too long.
+SMALL = 1 << 12
+
+#: By memory, how many writes the dispatcher has seen. Whoever compares two counts has a tensor with
+#: that memory all the while, so that it is not another's meanwhile.
+_written: collections.Counter[int] = collections.Counter()
+
+
+def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts a write to each of some tensors."""
+    _written.update(map(_memory_of, tensors))
+
+
+def writes_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns what is another when an operation has written to a tensor, or replaced its memory."""
+    memory = _memory_of(tensor)
+    return version_of(tensor), memory, _written[memory]
+
+
+@contextlib.contextmanager
+def large_arrays_copied() -> Iterator[None]:
+    """Inside, NumPy gets copies of large tensors, which count as written: nobody sees if they are.
+
+    For a run that must leave no trace.
+    """
+    numpy = torch.Tensor.numpy
+
+    @functools.wraps(numpy)
+    def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, FakeTensor) or tensor.numel() <= SMALL:
+            return numpy(tensor, *args, **kwargs)
+        note_writes([tensor])
+        with past_recording():
+            return numpy(tensor.clone(), *args, **kwargs)
+
+    torch.Tensor.numpy = copied  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return storage_of(tensor) if tensor.layout is torch.strided else 0

@@ -1,0 +1,391 @@
+"""Gradients that were put off are those of one backward pass, and user code sees no difference."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from smdistributed.modelparallel.torch.execute.weight_gradients import (
+    WaitingGradients,
+    put_off_in,
+    putting_off,
+    that_can_wait,
+)
+
+IN, OUT = 6, 4
+
+
+class Layer(nn.Module):
+    """A weight and a bias, for functions that use them."""
+
+    def __init__(self, shape: tuple[int, int] = (OUT, IN), *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.bias = nn.Parameter(torch.randn(OUT)) if bias else None
+        self.seen: list[torch.Tensor] = []
+
+
+# How a layer gets from its input to its output
+
+
+def by_linear(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return nn.Linear.forward(layer, x)  # type: ignore[arg-type]
+
+
+def as_the_program_does(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return that_can_wait(functional.linear)(x, layer.weight, layer.bias)  # type: ignore[no-any-return]
+
+
+def twice(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return by_linear(layer, x) + by_linear(layer, 2 * x).tanh()
+
+
+def of_a_computed_weight(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, layer.weight * 2, layer.bias)
+
+
+def of_part_of_a_weight(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    parts = [functional.linear(x, part) for part in layer.weight.split(2)]
+    return torch.cat(parts, -1)
+
+
+def also_looked_up(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    rows = functional.embedding(torch.tensor([0, 2]), layer.weight)
+    return by_linear(layer, x) + rows.sum()
+
+
+def changed_in_place(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return by_linear(layer, x).mul_(3).relu_()
+
+
+def checkpointed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    out = checkpoint(lambda rows: by_linear(layer, rows).tanh(), x, use_reentrant=False)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def checkpointed_by_a_backward_of_its_own(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    out = checkpoint(lambda rows: by_linear(layer, rows).tanh(), x, use_reentrant=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def with_a_penalty_on_the_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    inner = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(by_linear(layer, inner).tanh().sum(), inner, create_graph=True)
+    return by_linear(layer, x) + slope.square().sum()
+
+
+def with_a_gradient_in_between(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(by_linear(layer, x.detach()).square().sum(), layer.weight)
+    layer.seen.append(slope)
+    return by_linear(layer, x) * slope.mean()
+
+
+class Differentiating(torch.autograd.Function):
+    """Its backward asks autograd for the gradient of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return by_linear(layer, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            out = by_linear(ctx.layer, inner)
+        own, of_weight = torch.autograd.grad(out, (inner, ctx.layer.weight), gradients[0])
+        ctx.layer.seen.append(of_weight)
+        return own, None
+
+
+def differentiated_in_backward(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return by_linear(layer, Differentiating.apply(x, layer)[..., :1].expand_as(x) * x)  # type: ignore[no-untyped-call]
+
+
+def by_transform(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    def loss(row: torch.Tensor) -> torch.Tensor:
+        return by_linear(layer, row).sum(-1)
+
+    return by_linear(layer, x) + torch.func.vmap(loss)(x).sum()
+
+
+def by_tangents(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    _, tangent = torch.func.jvp(lambda rows: by_linear(layer, rows).tanh(), (x,), (x,))
+    assert isinstance(tangent, torch.Tensor)
+    return tangent
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is functional.linear else out
+
+
+def in_a_mode(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with Doubling():
+        return by_linear(layer, x)
+
+
+def under_autocast(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (by_linear(layer, x) + by_linear(layer, x * 2)).float()
+
+
+def penalised_under_autocast(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return with_a_penalty_on_the_gradient(layer, x).float()
+
+
+def saved_elsewhere(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return by_linear(layer, x)
+
+
+def of_one_row(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return by_linear(layer, x.flatten(0, -2)[0])
+
+
+def without_gradient(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        factor = by_linear(layer, x).mean()
+    return by_linear(layer, x) * factor
+
+
+def of_a_broadcast(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return by_linear(layer, x[:1].expand_as(x)).sum(-1, keepdim=True).expand(*x.shape[:-1], 3)
+
+
+USES: dict[str, Callable[[Layer, torch.Tensor], torch.Tensor]] = {
+    use.__name__: use
+    for use in (
+        *(
+            by_linear,
+            as_the_program_does,
+            twice,
+            of_a_computed_weight,
+            of_part_of_a_weight,
+            also_looked_up,
+        ),
+        *(changed_in_place, checkpointed, checkpointed_by_a_backward_of_its_own),
+        *(with_a_penalty_on_the_gradient, with_a_gradient_in_between, differentiated_in_backward),
+        *(by_transform, by_tangents, in_a_mode, under_autocast, penalised_under_autocast),
+        *(saved_elsewhere, of_one_row, without_gradient, of_a_broadcast),
+    )
+}
+
+# What else is known of the weight
+
+
+def plain(layer: Layer) -> None:
+    pass
+
+
+def has_a_gradient(layer: Layer) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+
+
+def has_a_gradient_of_its_own_layout(layer: Layer) -> None:
+    layer.weight.grad = torch.ones(IN, OUT).t()
+    warnings.simplefilter("ignore")  # torch says once that this is slow
+
+
+def is_frozen(layer: Layer) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def bias_is_frozen(layer: Layer) -> None:
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+
+
+def gradient_is_clipped(layer: Layer) -> None:
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
+def is_updated_at_once(layer: Layer) -> None:
+    def update(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        layer.seen.append(weight.grad.clone())
+        weight.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+
+def bias_is_clipped(layer: Layer) -> None:
+    if layer.bias is not None:
+        layer.bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
+def lies_across(layer: Layer) -> None:
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def is_parametrized(layer: Layer) -> None:
+    parametrizations.weight_norm(layer)
+
+
+def is_a_tensor(layer: Layer) -> None:
+    value = layer.weight.detach().requires_grad_()
+    del layer.weight
+    layer.weight = value  # type: ignore[assignment]
+
+
+STATES: dict[str, Callable[[Layer], None]] = {
+    state.__name__: state
+    for state in (
+        *(plain, has_a_gradient, has_a_gradient_of_its_own_layout, is_frozen, bias_is_frozen),
+        *(gradient_is_clipped, is_updated_at_once, bias_is_clipped, lies_across),
+        *(is_parametrized, is_a_tensor),
+    )
+}
+SHAPES = {"rows": (3, IN), "batches": (2, 3, IN)}
+
+
+def in_halves(out: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
+    waiting = WaitingGradients(out)
+    with put_off_in(waiting):
+        torch.autograd.backward(out, starts)
+    waiting.compute()
+
+
+def in_one(out: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
+    torch.autograd.backward(out, starts)
+
+
+def leaves(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from layer.named_parameters()
+    for name in ("weight", "bias"):
+        tensor = getattr(layer, name)
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf:
+            yield name, tensor
+
+
+def outcome(
+    use: Callable[[Layer, torch.Tensor], torch.Tensor],
+    state: Callable[[Layer], None],
+    shape: tuple[int, ...],
+    bias: bool,
+    halves: bool,
+) -> dict[str, torch.Tensor | str | None]:
+    """Returns the result and all gradients of two backward passes; or what was raised."""
+    torch.manual_seed(0)
+    layer = Layer(bias=bias)
+    found: dict[str, torch.Tensor | str | None] = {}
+    context = putting_off() if halves else contextlib.nullcontext()
+    try:
+        with context, warnings.catch_warnings():
+            state(layer)
+            for number in range(2):
+                x = torch.randn(shape, requires_grad=True)
+                out = use(layer, x)
+                (in_halves if halves else in_one)([out], [torch.randn_like(out)])
+                found |= {f"out {number}": out, f"x {number}": x.grad}
+    except Exception as error:
+        return {"error": type(error).__name__}
+    found |= {name: leaf.grad for name, leaf in leaves(layer)}
+    return found | {f"seen {place}": each for place, each in enumerate(layer.seen)}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_halves_give_the_gradients_of_the_whole(use: str) -> None:
+    exact = 0
+    for state, shape, bias in itertools.product(STATES, SHAPES.values(), (True, False)):
+        given = USES[use], STATES[state], shape, bias
+        want, got = outcome(*given, False), outcome(*given, True)
+        assert got.keys() == want.keys(), (state, shape, bias, want, got)
+        for name, value in want.items():
+            other = got[name]
+            if isinstance(value, torch.Tensor):
+                assert isinstance(other, torch.Tensor), (state, shape, bias, name)
+                assert other.stride() == value.stride(), (state, shape, bias, name)
+                # Uses of a weight are added up in half precision, or where they are kept.
+                share = 3e-2 if "autocast" in use else 1e-5
+                error = (other - value).norm() / value.norm().clamp(min=1e-3)
+                assert error < share, (state, shape, bias, name)
+            else:
+                assert other == value, (state, shape, bias, name)
+        exact += "error" not in want
+    assert exact > len(STATES)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gradient_waits_for_the_second_half(bias: bool) -> None:
+    layer = nn.Sequential(nn.Linear(IN, OUT, bias=bias), nn.LayerNorm(OUT))
+    x = torch.randn(3, IN, requires_grad=True)
+    with putting_off():
+        out = layer(x)
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            torch.autograd.backward([out], [torch.ones_like(out)])
+        assert x.grad is not None
+        assert layer[1].weight.grad is not None
+        assert layer[0].weight.grad is None
+        waiting.compute()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values())
+def test_conv1d_of_transformers_waits_too(shape: tuple[int, ...]) -> None:
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(OUT, IN)
+    x = torch.randn(shape, requires_grad=True)
+    whole = torch.autograd.grad(layer(x).tanh().sum(), (x, layer.weight, layer.bias))
+    with putting_off():
+        out = layer(x).tanh().sum()
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            out.backward()
+        assert layer.weight.grad is None
+        waiting.compute()
+    torch.testing.assert_close((x.grad, layer.weight.grad, layer.bias.grad), whole)
+
+
+@pytest.mark.parametrize("options", [{"beta": 2}, {"alpha": 0.5}])
+def test_a_product_with_factors_does_not_wait(options: dict[str, float]) -> None:
+    weight, bias = nn.Parameter(torch.randn(IN, OUT)), nn.Parameter(torch.randn(OUT))
+    x = torch.randn(3, IN)
+    whole = torch.autograd.grad(torch.addmm(bias, x, weight, **options).sum(), (weight, bias))
+    with putting_off():
+        out = that_can_wait(torch.addmm)(bias, x, weight, **options).sum()
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            out.backward()
+    torch.testing.assert_close((weight.grad, bias.grad), whole)
+
+
+def test_compiled_code_keeps_its_backward_pass() -> None:
+    layer = nn.Linear(IN, OUT)
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(3, IN)
+    with putting_off():
+        out = compiled(x)
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            torch.autograd.backward([out], [torch.ones_like(out)])
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(OUT, IN))
+
+
+def test_nothing_is_left_outside() -> None:
+    before = nn.Linear.forward
+    with putting_off():
+        assert nn.Linear.forward is not before
+    assert nn.Linear.forward is before
+    layer = nn.Linear(IN, OUT)
+    out = that_can_wait(functional.linear)(torch.ones(2, IN), layer.weight)
+    assert type(out.grad_fn).__name__ != "_ProductBackward"
