@@ -92,8 +92,10 @@ class SplitDraws(TorchFunctionMode):
             return self._attention(dim, **given)
         if func is _WHOLE_ATTENTION:
             # Every rank has it whole, as its weights are.
+            given = _WHOLE_ARGUMENTS.bind(*args, **kwargs).arguments
             self._next()
-            self._check_keyed()
+            if given["dropout_p"] and given.get("training", True):
+                self._check_keyed()
         return func(*args, **kwargs)
 
     def _check_keyed(self) -> None:
