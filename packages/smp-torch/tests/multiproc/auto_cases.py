@@ -330,6 +330,33 @@ class Attends(nn.Module):
         return tuple(each for each in found if each is not None)
 
 
+class Heads(nn.Module):
+    """Counts heads, for all that have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class Counted(nn.Module):
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.heads(each(x)) for each in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+def sharing_heads() -> nn.Module:
+    heads = Heads()
+    return nn.Sequential(Counted(heads), Counted(heads))
+
+
 class Odd(Twice):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +369,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "norm over channels": (Sums, False),
     "residual": (Twice, False),
     "reads a weight": (Tied, False),
+    "heads counted for both": (sharing_heads, False),
+    "heads counted for one": (lambda: nn.Sequential(Counted(Heads())), True),
     "attention": (lambda: Attends(batch_first=True), True),
     "attention with more keys": (lambda: Attends(add_bias_kv=True, add_zero_attn=True), True),
     "attention of other widths": (lambda: Attends(kdim=12, vdim=20, bias=False), True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -184,8 +185,16 @@ class _Replacing:
         return registration.refusal is None or registration.refusal(module) is None
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Whether a module may be part of a group: marked, and its parameters are its own."""
+        """Whether a module may be part of a group: marked, and its parameters are its own.
+
+        One without any may come from elsewhere, as an activation that many modules share.
+        """
         mark = self._marks.of(module)
+        if (
+            mark is None
+            and next(itertools.chain(module.parameters(), module.buffers()), None) is None
+        ):
+            return True
         return (
             mark is not None
             and mark.enabled

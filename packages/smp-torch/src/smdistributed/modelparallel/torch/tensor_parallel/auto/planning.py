@@ -9,10 +9,11 @@ before it is used.
 
 from __future__ import annotations
 
+import collections
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +123,8 @@ def plan_groups(
         ordered = [each for each in ordered if each in trial.calls]
         kept_whole = _kept_whole(model, trial)
         ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
-    search = _Search(group, value_of, candidates, {} if trial is None else trial.calls)
+    calls = {} if trial is None else trial.calls
+    search = _Search(group, value_of, candidates, calls, _shared_modules(model))
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
@@ -144,6 +146,12 @@ def plan_groups(
     for name, reason in plan.reasons.items():
         logger.info("%s is no group for tensor parallelism: %s", name or "the model", reason)
     return plan
+
+
+def _shared_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that several others have."""
+    parents = collections.Counter(each for module in model.modules() for each in module.children())
+    return {module for module, number in parents.items() if number > 1}
 
 
 def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
@@ -169,11 +177,13 @@ class _Search:
         value_of: Callable[[torch.Tensor], torch.Tensor],
         names: Mapping[nn.Module, str],
         calls: Mapping[nn.Module, Call],
+        shared: Container[nn.Module] = (),
     ) -> None:
         self._group = group
         self._value_of = value_of
         self._names = names
         self._calls = calls
+        self._shared = shared
         self._refused: dict[object, str] = {}
         self.plan = AutoPlan()
 
@@ -214,6 +224,8 @@ class _Search:
         except Exception as error:  # copying runs the code of any class
             raise RefutedError(f"it cannot be copied: {error}") from error
         template.module.train(module.training)
+        inner = module.named_modules()
+        template.shared = {name for name, each in inner if name and each in self._shared}
         reason = "nothing is known of how it is called"
         found: Found | None = None
         for call in self._calls_of(module):
@@ -274,7 +286,7 @@ class _Search:
             _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
         for fused in _fusions(origins, columns, size):
             more = {length for lengths in fused.values() for length in lengths}
-            for divided in _divisions(module, widths | more, size):
+            for divided in _divisions(template, widths | more, size):
                 yield Plan(columns, rows, divided, tuple(fused.items()))
 
 
@@ -331,16 +343,16 @@ def _roles(origins: Origins) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _divisions(
-    module: nn.Module, widths: set[int], size: int
+    template: Template, widths: set[int], size: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yields sets of attributes to divide.
+    """Yields sets of attributes to divide, but for those that other modules read too.
 
     They are: none, those that count heads, these and widths, and these and what counts heads in a
     configuration.
     """
     heads, more, configured = [], [], []
-    for owner, inner in module.named_modules():
-        if is_map(inner):
+    for owner, inner in template.module.named_modules():
+        if is_map(inner) or owner in template.shared:
             continue
         for name, value in vars(inner).items():
             if _counts_heads(name, value, size):

@@ -137,9 +137,15 @@ class Template:
     Args:
         module: to copy.
         value_of: gives a buffer its values where they are delayed.
+
+    Attributes:
+        linears: the linear maps in it, by name.
+        shared: the names of modules in it that others have too.
     """
 
     def __init__(self, module: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.shared: set[str] = set()
+
         def shape_of(parameter: nn.Parameter) -> torch.Tensor:
             like = torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta")
             return nn.Parameter(like, requires_grad=parameter.requires_grad)
