@@ -1,4 +1,7 @@
-"""Models that are split by ``auto=True`` must compute what one process computes."""
+"""Models that are split by ``auto=True`` must compute what one process computes.
+
+Long, since it is one list of models and cases.
+"""
 
 from __future__ import annotations
 

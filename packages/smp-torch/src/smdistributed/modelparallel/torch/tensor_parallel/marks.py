@@ -73,7 +73,7 @@ class TensorMarks:
             self._of[module] = self._open[-1]
 
         nn.Module.__init__ = noting_init  # type: ignore[method-assign,assignment]
-        nn.Module.__setstate__ = noting_restore  # type: ignore[method-assign,assignment]
+        nn.Module.__setstate__ = noting_restore  # type: ignore[method-assign]
         try:
             yield
         finally:
