@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         "the slice of the next rank",
         "torch/tensor_parallel/module.py",
-        "return Rectangle.whole(self.shape).cut(self.dim, size, rank)",
-        "return Rectangle.whole(self.shape).cut(self.dim, size, (rank + 1) % size)",
+        "return whole.cut(self.dim, size, rank)",
+        "return whole.cut(self.dim, size, (rank + 1) % size)",
         ("a_distributed_linear_is_a_linear",),
     ),
     Mutation(
@@ -236,6 +236,34 @@ MUTATIONS = (
         "kinds = (self._replicas, self._replicas_of_slices)",
         "kinds = (self._replicas, self._replicas)",
         ("a_distributed_linear_is_a_linear",),
+    ),
+    Mutation(
+        "blocks are not proven before they are split",
+        "torch/tensor_parallel/auto/proof.py",
+        "if not want.is_floating_point() and not want.is_complex():",
+        "if True:\n        return True\n    if not want.is_floating_point():",
+        ("blocks_of_any_model_are_split",),
+    ),
+    Mutation(
+        "a fused map is cut as if it were one",
+        "torch/tensor_parallel/module.py",
+        "if not self.sections:",
+        "if True:",
+        ("blocks_of_any_model_are_split",),
+    ),
+    Mutation(
+        "every rank adds the whole bias to its share of a sum",
+        "torch/tensor_parallel/auto/split_linear.py",
+        "self.bias, 1 / group.size, group.share_of_gradient",
+        "self.bias, 1.0, group.share_of_gradient",
+        ("blocks_of_any_model_are_split",),
+    ),
+    Mutation(
+        "bands that lie on each other",
+        "common/pieces.py",
+        "            start += each.sizes[self.dim]\n",
+        "            pass\n",
+        ("blocks_of_any_model_are_split",),
     ),
     # Partitions and state.
     Mutation(

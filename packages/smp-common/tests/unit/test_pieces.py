@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
+from smdistributed.modelparallel.common.pieces import Bands, Piece, Rectangle, covers
 
 SHAPES = [(), (1,), (7,), (4, 6), (5, 3, 2), (0, 3)]
 #: (slices along the last dim, blocks of rows of what is left)
@@ -80,3 +80,41 @@ def test_the_first_of_the_copies_speaks() -> None:
     assert piece.speaker == 1
     assert not piece.is_whole
     assert Piece("a", (4, 2), Rectangle.whole((4, 2)), (0,)).is_whole
+
+
+def test_bands_and_their_blocks_hold_every_element_once() -> None:
+    values = np.arange(12 * 6).reshape(12, 6)
+    whole = Rectangle.whole(values.shape)
+    for dim, lengths in ((0, (4, 4, 4)), (0, (8, 2, 2)), (1, (4, 2))):
+        starts = np.cumsum((0, *lengths))[:-1].tolist()
+        counts = np.zeros(values.shape, int)
+        parts = []
+        for rank in range(2):
+            sections = [
+                Rectangle(
+                    *zip(
+                        *((start, size) if d == dim else (0, values.shape[d]) for d in (0, 1)),
+                        strict=True,
+                    )
+                ).cut(dim, 2, rank)
+                for start, size in zip(starts, lengths, strict=True)
+            ]
+            held = Bands(tuple(sections), dim)
+            here = np.concatenate([values[each.within(whole)] for each in sections], dim)
+            assert held.sizes == here.shape
+            assert held.num_elements == here.size
+            for blocks in (1, 2, 5, 20):
+                for block in range(blocks):
+                    rows = Rectangle.whole(held.sizes).cut(0, blocks, block)
+                    part = held.inner(rows)
+                    found = np.full(part.sizes, -1)
+                    for there, place in part.places():
+                        found[place.within(Rectangle.whole(part.sizes))] = values[
+                            there.within(whole)
+                        ]
+                        counts[there.within(whole)] += blocks == 5
+                    assert (found == here[rows.within(Rectangle.whole(held.sizes))]).all()
+            parts.append(held)
+        assert (counts == 1).all()
+        assert covers(parts, whole)
+        assert not covers(parts[:1], whole)

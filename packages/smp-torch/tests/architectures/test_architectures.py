@@ -12,13 +12,15 @@ from job import attempt, start
 from survey import ENVIRONMENT, config_of
 from trial import Trial, Variant
 from verdict import Kind, judge
+from world import PRELOAD, without_fork
 
 from smdistributed.modelparallel.common.testing import World, Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
-
-ALONE = World(1, start, (config_of(1),), launcher="python", env=ENVIRONMENT)
-SPLIT = World(2, start, (config_of(2),), env=ENVIRONMENT)
+ALONE, SPLIT = (
+    World(number, start, (config_of(number),), without_fork(number, "fork"), ENVIRONMENT, PRELOAD)
+    for number in (1, 2)
+)
 SECONDS = 100
 #: One way a representative, so that each way is among them.
 QUICK = {

@@ -16,6 +16,7 @@ from architecture import Architecture, Batch, Shape, uses_cache
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.pieces import Piece
 
 MICROBATCHES = 2
 #: Rows and length of each training step: a shape twice, then another.
@@ -115,7 +116,7 @@ class Record:
     """What a trial gave on one rank.
 
     Attributes:
-        split: the dim along which each parameter is split over tensor-parallel ranks that is.
+        split: the piece that is here of each parameter that tensor-parallel ranks split.
         parts: what was made of the model by ``tensor_parallelism(auto=True)``.
         steps: three of training and one of evaluation.
         buffers: at the end, those on this rank.
@@ -128,7 +129,7 @@ class Record:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     num_elements: int = 0
     visits: list[int] = field(default_factory=list)
-    split: dict[str, int] = field(default_factory=dict)
+    split: dict[str, Piece] = field(default_factory=dict)
     parts: Parts | None = None
     failure: Failure | None = None
 
@@ -233,11 +234,7 @@ def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     train, evaluate = wrap(train_body), wrap(evaluate_body)
     if smp.is_initialized() and smp.tp_size() > 1:
         record.parts = _parts(model.get_module())
-        record.split = {
-            name: dim
-            for name, parameter in model.local_named_parameters()
-            if (dim := model.split_dim(parameter)) is not None
-        }
+        record.split = {name: piece for name, _, piece in model.holder.in_pieces()}
     _seed(1)
     for batch in batches[:-1]:
         optimizer.zero_grad()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from trial import Failure, Parts, Record, Step
 
+from smdistributed.modelparallel.torch.model.slices import put
+
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 #: What rounding alone can make of a gradient, as a share of the model's largest: one that is zero
@@ -123,9 +125,13 @@ def _joined(ranks: Sequence[Record], number: int, *, named: bool) -> Step:
     gradients: dict[str, torch.Tensor | None] = {}
     for name, first in steps[0].gradients.items() if named else ():
         parts = [each.gradients[name] for each in steps]
-        dim = ranks[0].split.get(name)
-        given = [each for each in parts if each is not None]
-        gradients[name] = first if dim is None or len(given) < len(parts) else torch.cat(given, dim)
+        gradients[name] = first
+        if first is None or name not in ranks[0].split:
+            continue
+        whole = gradients[name] = first.new_zeros(ranks[0].split[name].shape)
+        for rank, part in zip(ranks, parts, strict=True):
+            if part is not None:
+                put(whole, rank.split[name].part, part)
     return Step(results, gradients)
 
 

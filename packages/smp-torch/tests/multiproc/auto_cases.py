@@ -1,4 +1,7 @@
-"""Models that are split by ``auto=True`` must compute what one process computes."""
+"""Models that are split by ``auto=True`` must compute what one process computes.
+
+Long, since it is one list of models and cases.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,47 @@ class Attention(nn.Module):
         return self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
 
 
-class Block(nn.Module):
+class FusedFeedForward(nn.Module):
+    """Its gate and what it gates are one map."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.both, self.down = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class FusedAttention(nn.Module):
+    """Query, key and value are one map; there are fewer keys than queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_heads = HEADS, HEADS // 2
+        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        made, of_one = self.qkv(x), WIDTH // HEADS
+        first = self.num_heads * of_one
+        second = first + self.num_key_heads * of_one
+        query, key, value = (
+            each.unflatten(-1, (-1, of_one)).transpose(1, 2)
+            for each in (made[..., :first], made[..., first:second], made[..., second:])
+        )
+        rate = self.dropout.p if self.training else 0.0
+        seen = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p=rate, enable_gqa=True
+        )
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.attention = FusedAttention() if fused else Attention()
+        self.feed_forward = FusedFeedForward() if fused else FeedForward()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.dropout = nn.Dropout(0.1)
 
@@ -66,12 +106,18 @@ class Block(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's model, of which nobody knows the blocks; its batches may bring a mask."""
+    """A user's model, of which nobody knows the blocks; its batches may bring a mask.
+
+    Its second block has fused maps; its last one is torch's own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(fused=fused) for fused in (False, True))
+        self.last = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.2, batch_first=True)
+        options: dict[str, Any] = {"add_bias_kv": True, "batch_first": True}
+        self.last.self_attn = nn.MultiheadAttention(WIDTH, HEADS, 0.2, **options)
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: torch.Tensor, padded: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,6 +125,7 @@ class Own(nn.Module):
         mask = None if padded is None else ~padded.bool()[:, None, None, :]
         for block in self.blocks:
             x = block(x, mask)
+        x = self.last(x, src_key_padding_mask=None if padded is None else padded.bool())
         logits = self.head(x)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -94,6 +141,8 @@ def without_dropout(module: nn.Module) -> nn.Module:
     for each in module.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.0
+        elif isinstance(each, nn.MultiheadAttention):
+            each.dropout = 0.0
     return module
 
 
@@ -115,6 +164,7 @@ def whole(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 BLOCKS = [f"blocks.{n}.{name}" for n in range(2) for name in ("attention", "feed_forward")]
+BLOCKS.append("last.self_attn")
 
 
 def trained() -> None:
@@ -123,10 +173,11 @@ def trained() -> None:
     module = split(Own, 30)
     model = smp.DistributedModel(without_dropout(module))
     reference = without_dropout(whole(Own, 30))
-    # With a prescaled batch, what has parameters of its own beside linear maps is no group.
-    assert groups_in(module) == (
-        [] if smp.tp_size() == 1 else BLOCKS[1::2] if prescaled else BLOCKS
-    )
+    # With a prescaled batch, what has parameters of its own beside linear maps is no group; four
+    # ranks cannot share two heads.
+    absent = {BLOCKS[0]} if prescaled else {BLOCKS[2]} if smp.tp_size() == 4 else set()
+    expected = [] if smp.tp_size() == 1 else [each for each in BLOCKS if each not in absent]
+    assert groups_in(module) == expected
     assert type(module.head).__name__ == "DistributedLinear"
     batch = tensor_cases.data()
     expected = tensor_cases.run_reference(reference, own_loss, batch, even=prescaled)
@@ -246,6 +297,69 @@ class Scores(nn.Module):
         return (weights @ value).transpose(1, 2).flatten(2), weights
 
 
+class Tied(nn.Module):
+    """Reads a weight that it also calls, by itself: nobody would share out its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(x) * self.gate(x)) @ self.up.weight
+
+
+class Attends(nn.Module):
+    """Calls torch's attention in the ways in which it may be called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, **options)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        length, hidden = x.shape[1], torch.zeros(x.shape[:2], dtype=torch.bool)
+        hidden[0, -1] = True
+        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+        by_head = torch.randn(x.shape[0] * HEADS, length, length, generator=generator(1))
+        found = []
+        if self.inner.batch_first:
+            found += self.inner(x, x, x, hidden, need_weights=False)
+            found += self.inner(x, x.flip(1), x.flip(1), attn_mask=ahead, key_padding_mask=hidden)
+            found += self.inner(x, x, x, attn_mask=by_head, average_attn_weights=False)
+            found += self.inner(x, x, x, attn_mask=ahead, is_causal=True, need_weights=False)
+        else:
+            keys, values = x[..., : self.inner.kdim], x[..., : self.inner.vdim]
+            found += self.inner(x, keys, values)
+            found += self.inner(x[0], keys[0], values[0], attn_mask=ahead)
+        return tuple(each for each in found if each is not None)
+
+
+class Heads(nn.Module):
+    """Counts heads, for all that have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class Counted(nn.Module):
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.heads(each(x)) for each in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+def sharing_heads() -> nn.Module:
+    heads = Heads()
+    return nn.Sequential(Counted(heads), Counted(heads))
+
+
 class Odd(Twice):
     def __init__(self) -> None:
         super().__init__()
@@ -257,9 +371,15 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "split": (Scores, True),
     "norm over channels": (Sums, False),
     "residual": (Twice, False),
+    "reads a weight": (Tied, False),
+    "heads counted for both": (sharing_heads, False),
+    "heads counted for one": (lambda: nn.Sequential(Counted(Heads())), True),
+    "attention": (lambda: Attends(batch_first=True), True),
+    "attention with more keys": (lambda: Attends(add_bias_kv=True, add_zero_attn=True), True),
+    "attention of other widths": (lambda: Attends(kdim=12, vdim=20, bias=False), True),
     "random": (Noisy, False),
     "does not divide": (Odd, False),
-    "torch's": (lambda: nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True), False),
+    "torch's": (lambda: nn.TransformerEncoderLayer(WIDTH, 4, 24, 0.0, batch_first=True), True),
 }
 
 
@@ -273,13 +393,50 @@ def kinds() -> None:
         for each in (model, reference):
             each.eval()
         x = torch.randn(2 + smp.tp_rank(), 5, WIDTH, generator=draws)
-        if name == "random":
+        if name in ("random", "reads a weight"):
             continue
         got, want = model(x), reference(x)
         for one, other in zip(
             *(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True
         ):
             tensor_cases.assert_close(one, other, name, rtol=1e-4, atol=1e-5)
+
+
+class Encoder(nn.Module):
+    """Torch's encoder, whose layers are copies of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 24, 0.0, batch_first=True)
+        self.inner = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(x, src_key_padding_mask=padded)
+
+
+def torchs_encoder() -> None:
+    """Also where torch would give weights to kernels of its own, in place of calling modules."""
+    module = split(Encoder, 6)
+    model, reference = smp.DistributedModel(module), whole(Encoder, 6)
+    assert groups_in(module) == [f"inner.layers.{n}.self_attn" for n in range(2)]
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(4, 5, WIDTH, generator=generator(8))
+    for _ in range(2):  # then it is known that nothing draws
+        train(model, x)
+    padded = torch.zeros(4, 5, dtype=torch.bool)
+    padded[1:, 3:] = True
+    for each in (model, reference):
+        each.eval()
+    with torch.no_grad():
+        for mask in (None, padded):
+            got, want = (each(x, mask)[~padded] for each in (model, reference))
+            tensor_cases.assert_close(got, want, str(mask), rtol=1e-4, atol=1e-5)
 
 
 class Choosy(FeedForward):
@@ -364,14 +521,16 @@ def sampled() -> None:
 
 
 class Reads(nn.Module):
-    """Reads the weight of a linear map in place of calling it."""
+    """Reads the weight of a linear map in place of calling it; two others share theirs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called, self.read = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, WIDTH)
+        self.again.weight = self.called.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.called(x).relu(), self.read.weight)
+        return F.linear(self.again(self.called(x)).relu(), self.read.weight)
 
 
 class Experts(nn.Module):
@@ -388,7 +547,7 @@ class Experts(nn.Module):
 def kept_whole() -> None:
     """Slices of what is read, or called as data say, would be wrong: they stay whole."""
     x = torch.ones(2, 3, WIDTH) * (1 - 2 * smp.tp_rank())
-    for make, name in ((Reads, "read"), (Experts, "experts.0.up")):
+    for make, name in ((Reads, "read"), (Experts, "experts.0.up"), (Tied, "up")):
         module = split(make, 3, sample_inputs=torch.ones(2, 3, WIDTH))
         model, reference = smp.DistributedModel(module), whole(make, 3)
         assert groups_in(module) == []
@@ -398,6 +557,8 @@ def kept_whole() -> None:
 
 BEHAVIOUR = {
     each.__name__: each
-    for each in (kinds, refused, excluded, checkpointed, delayed, sampled, kept_whole)
+    for each in (
+        *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
+    )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

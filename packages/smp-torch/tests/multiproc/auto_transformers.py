@@ -55,8 +55,21 @@ def opt() -> Any:
     return _hf().OPTForCausalLM(_hf().OPTConfig(**given))
 
 
+def openai() -> Any:
+    """Has ``Conv1D`` for its maps."""
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    given = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": VOCAB}
+    return _hf().OpenAIGPTLMHeadModel(_hf().OpenAIGPTConfig(**given, **dropout))
+
+
+def phi3() -> Any:
+    """Has fused maps, and reads the number of its heads from its configuration."""
+    given = _sizes(num_key_value_heads=2, pad_token_id=0)
+    return _hf().Phi3ForCausalLM(_hf().Phi3Config(**given))
+
+
 #: How many groups each has with two layers.
-TRANSFORMERS = {llama: 4, mistral: 4, qwen3: 4, opt: 2}
+TRANSFORMERS = {llama: 4, mistral: 4, qwen3: 4, opt: 2, openai: 4, phi3: 4}
 
 
 @smp.step

@@ -278,6 +278,8 @@ def case_a_changed_parameter_counts() -> None:
         for parameter in model.local_parameters():
             parameter.fill_(0.5)
     step(model, *data)
+    with pytest.raises(SMPError, match=r"call that of the DistributedOptimizer"):
+        optimizer.optimizer.step()
     optimizer.step()
     for parameter in model.local_parameters():
         assert torch.equal(parameter, torch.full_like(parameter, 0.5))

@@ -1,9 +1,13 @@
 """What processes of tests are forked with: all that ``smp.init`` and a first step import.
 
+Transformers, too, which takes a process seconds, where it is installed.
+
 Nothing may be computed here, for what has computed must not fork.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401
@@ -12,6 +16,9 @@ import torch.profiler  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import transformers.modeling_utils  # noqa: F401
 
 # The first one imports much more.
 FakeTensorMode(allow_non_fake_inputs=True)

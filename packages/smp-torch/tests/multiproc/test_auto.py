@@ -8,7 +8,7 @@ import auto_cases
 import auto_transformers
 import pytest
 import tensor_cases
-from test_tensor_parallel import LAYOUTS, WORLDS
+from test_tensor_parallel import LAYOUTS, WORLDS, split
 from world import run, world_of
 
 from smdistributed.modelparallel.common.testing import Worlds
@@ -68,6 +68,15 @@ def test_dropout_is_that_of_one_process(worlds: Worlds, world: str, size: int) -
     assert len(set(want)) == len(want)
 
 
+#: Where checkpoints are saved and resumed: also in shards of slices, of which some are fused.
+SHARDS = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 2,
+    "sdp_gradient_clipping": float("inf"),  # as the others
+}
+PLACES = {**LAYOUTS, "tp2-shards": split(2, 4, **SHARDS)}
+
+
 def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
     return auto_cases.saved_losses(path, resume=resume)
 
@@ -78,7 +87,10 @@ def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
         ("tp2", "pp2"),
         *(
             pytest.param(one, other, marks=pytest.mark.slow)
-            for one, other in (("pp2-tp2", "tp2"), ("tp2", "tp4"), ("dp4", "tp2"))
+            for one, other in (
+                *(("pp2-tp2", "tp2"), ("tp2", "tp4"), ("dp4", "tp2")),
+                *(("tp2-shards", "pp2"), ("tp2-shards", "tp2")),
+            )
         ),
     ],
 )
@@ -86,13 +98,17 @@ def test_checkpoints_fit_any_degree(
     worlds: Worlds, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     path = str(tmp_path)
-    want = run(worlds, LAYOUTS[saved], losses_around_a_checkpoint, path, False)[0]
-    for got in run(worlds, LAYOUTS[resumed], losses_around_a_checkpoint, path, True):
+    want = run(worlds, PLACES[saved], losses_around_a_checkpoint, path, False)[0]
+    for got in run(worlds, PLACES[resumed], losses_around_a_checkpoint, path, True):
         assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "name", quick(tuple(each.__name__ for each in auto_transformers.TRANSFORMERS), ("qwen3",))
+    "name",
+    quick(
+        tuple(each.__name__ for each in auto_transformers.TRANSFORMERS),
+        ("qwen3", "openai", "phi3"),
+    ),
 )
 def test_transformers_give_their_own_numbers(worlds: Worlds, name: str) -> None:
     pytest.importorskip("transformers")

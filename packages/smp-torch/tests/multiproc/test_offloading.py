@@ -23,7 +23,7 @@ WORLDS = {
     "pp2-fp16": world_of(
         2, {"fp16": True, "microbatches": 4, "ddp": True, "pipeline_parallel_degree": 2}
     ),
-    "sdp2": world_of(2, {**SHARDS, **LITTLE, "microbatches": 4, "ddp": True}),
+    "sdp2": world_of(2, {**SHARDS, **LITTLE, "microbatches": 2, "ddp": True}),  # gathers often
     "pp2-sdp2": world_of(
         4, {**SHARDS, "microbatches": 4, "ddp": True, "pipeline_parallel_degree": 2}
     ),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.pieces import Rectangle
-from smdistributed.modelparallel.torch.tensor_parallel.module import Slice
+from smdistributed.modelparallel.torch.tensor_parallel.module import Slice, taken
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
@@ -171,6 +171,19 @@ def test_slices_cover_the_whole() -> None:
     assert [kept.part(3, rank) for rank in range(3)] == [
         Rectangle((0, 2 * rank), (4, 2)) for rank in range(3)
     ]
+
+
+def test_fused_slices_have_a_share_of_each_section() -> None:
+    kept = Slice((2, 8), 1, nn.init.zeros_, None, 0, (4, 2, 2))
+    whole = torch.arange(16).view(2, 8)
+    parts = [taken(whole, kept.part(2, rank)) for rank in range(2)]
+    assert parts[0].tolist() == [[0, 1, 4, 6], [8, 9, 12, 14]]
+    assert parts[1].tolist() == [[2, 3, 5, 7], [10, 11, 13, 15]]
+    module = smp.nn.DistributedModule()
+    module.add_slice("fused", (6, 2), 0, nn.init.ones_, sections=(4, 2))
+    assert module.fused.shape == (6, 2)
+    with pytest.raises(ValueError, match=r"must add up to 6; received \[4, 4\]"):
+        module.add_slice("other", (6, 2), 0, nn.init.ones_, sections=(4, 4))
 
 
 def test_unregistered_arguments_are_refused() -> None:

@@ -9,15 +9,16 @@ one of these states, and a parameter's gradient and the tensors of its optimizer
 - *shard*: of what is here otherwise, a block of rows, and the ranks that share the state have the
   others.
 
-All four are rectangles: offsets and sizes within the whole. Ranks with the same rectangle are
-*copies*; the first of them speaks for the others where one suffices, as when a checkpoint is
+All four are rectangles: offsets and sizes within the whole. A slice of a fused tensor, such as
+query, key and value in one, is several of them, side by side (``Bands``). Ranks with the same part
+are *copies*; the first of them speaks for the others where one suffices, as when a checkpoint is
 written. Who broadcasts, reduces, norms, saves or loads asks a ``Piece`` and nothing else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -88,6 +89,64 @@ class Rectangle:
             for offset, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
         )
 
+    def places(self) -> Iterator[tuple[Rectangle, Rectangle]]:
+        """Yields itself, and where it lies in a tensor that holds it alone; see ``Bands``."""
+        yield self, Rectangle.whole(self.sizes)
+
+    def inner(self, block: Rectangle) -> Rectangle:
+        """Returns which part of the whole a rectangle of what is held is."""
+        offsets = tuple(map(sum, zip(self.offsets, block.offsets, strict=True)))
+        return Rectangle(offsets, block.sizes)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Rectangles of one tensor that are held as one: side by side along a dim.
+
+    Attributes:
+        rectangles: of the whole tensor, in the order in which they lie; they differ along ``dim``
+            alone.
+        dim: along which they lie side by side.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    dim: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How far what is held reaches, by dim."""
+        total = sum(each.sizes[self.dim] for each in self.rectangles)
+        return _with(self.rectangles[0].sizes, self.dim, total)
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements are held."""
+        return math.prod(self.sizes)
+
+    def places(self) -> Iterator[tuple[Rectangle, Rectangle]]:
+        """Yields each rectangle of the whole, and where it lies in what is held."""
+        start = 0
+        for each in self.rectangles:
+            offsets = _with((0,) * len(each.sizes), self.dim, start)
+            yield each, Rectangle(offsets, each.sizes)
+            start += each.sizes[self.dim]
+
+    def inner(self, block: Rectangle) -> Part:
+        """Returns which part of the whole a rectangle of what is held is."""
+        found = []
+        for there, here in self.places():
+            common = here.intersection(block)
+            if common is not None:
+                within = tuple(a - b for a, b in zip(common.offsets, here.offsets, strict=True))
+                found.append(there.inner(Rectangle(within, common.sizes)))
+        if not found:
+            return Rectangle(self.rectangles[0].offsets, block.sizes)
+        return found[0] if len(found) == 1 else Bands(tuple(found), self.dim)
+
+
+#: What a rank holds of a tensor.
+Part = Rectangle | Bands
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -102,7 +161,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    part: Rectangle
+    part: Part
     ranks: tuple[int, ...]
 
     @property
@@ -116,9 +175,9 @@ class Piece:
         return self.ranks[0]
 
 
-def covers(parts: Iterable[Rectangle], wanted: Rectangle) -> bool:
+def covers(parts: Iterable[Part], wanted: Rectangle) -> bool:
     """Tells whether parts that do not overlap hold every element of ``wanted``."""
-    common = (part.intersection(wanted) for part in parts)
+    common = (each.intersection(wanted) for part in parts for each, _ in part.places())
     return sum(each.num_elements for each in common if each is not None) == wanted.num_elements
 
 

@@ -8,7 +8,7 @@ knows what to read without asking who wrote it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,16 +32,23 @@ class StoredPiece:
     Attributes:
         file: its name.
         offsets, sizes: which part of the whole tensor it is.
+        at: where it lies in the tensor of the file; empty: it is all of that.
     """
 
     file: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    at: tuple[int, ...] = ()
 
     @property
     def part(self) -> Rectangle:
         """Which part of the whole tensor it is."""
         return Rectangle(self.offsets, self.sizes)
+
+    @property
+    def held(self) -> Rectangle:
+        """Which part of the tensor of the file it is."""
+        return Rectangle(self.at or (0,) * len(self.sizes), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[StoredPiece, ...]
+
+    def shapes_in_files(self) -> set[tuple[int, ...]]:
+        """Returns the shapes that the files' tensors have."""
+        ends: dict[str, tuple[int, ...]] = {}
+        for each in self.pieces:
+            known = ends.get(each.file, each.held.ends)
+            ends[each.file] = tuple(map(max, known, each.held.ends))
+        return set(ends.values())
 
 
 @dataclass(frozen=True)
@@ -166,10 +181,9 @@ class Layout:
         for name, stored in self.tensors.items():
             if len(stored.pieces) == 1 or name not in states:
                 continue
+            shapes = stored.shapes_in_files()
             for key, value in states[name].items():
-                if not isinstance(value, torch.Tensor) or not any(
-                    tuple(value.shape) == piece.sizes for piece in stored.pieces
-                ):
+                if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
                     continue
                 held = {
                     piece.file: {name: files[file]["state"][name][key]}
@@ -197,12 +211,16 @@ class Layout:
             return first
         whole = torch.empty(stored.shape, dtype=first.dtype)
         for each in held:
-            whole[each.part.within(wanted)] = files[each.file][name]
+            tensor = files[each.file][name]
+            held_there = each.held.within(Rectangle.whole(tensor.shape))
+            whole[each.part.within(wanted)] = tensor[held_there]
         return whole
 
 
-def _piece(file: str, offsets: Sequence[int], sizes: Sequence[int]) -> StoredPiece:
-    return StoredPiece(file, tuple(offsets), tuple(sizes))
+def _piece(
+    file: str, offsets: Sequence[int], sizes: Sequence[int], at: Sequence[int] = ()
+) -> StoredPiece:
+    return StoredPiece(file, tuple(offsets), tuple(sizes), tuple(at))
 
 
 def part_name(pp_rank: int, tp_rank: int) -> str:
@@ -230,14 +248,17 @@ def _stored(runtime: TorchRuntime, model: DistributedModel) -> dict[str, StoredT
                 held[0].shape,
                 str(tensor.dtype).removeprefix("torch."),
                 tuple(
-                    _stored_piece(runtime, piece)
+                    stored_piece
                     for piece in held
+                    for stored_piece in _stored_pieces(runtime, piece)
                     if piece.part.num_elements or len(held) == 1
                 ),
             )
     return stored
 
 
-def _stored_piece(runtime: TorchRuntime, piece: Piece) -> StoredPiece:
+def _stored_pieces(runtime: TorchRuntime, piece: Piece) -> Iterator[StoredPiece]:
     file = f"model_{own_part_name(runtime, piece.speaker)}.pt"
-    return StoredPiece(file, piece.part.offsets, piece.part.sizes)
+    for there, here in piece.part.places():
+        at = here.offsets if any(here.offsets) else ()
+        yield StoredPiece(file, there.offsets, there.sizes, at)

@@ -325,8 +325,7 @@ class Holder:
                 if topology.coordinates(rank).rdp_rank % degree == index
             )
             inner = block(piece.part.sizes, degree, index)
-            offsets = tuple(map(sum, zip(piece.part.offsets, inner.offsets, strict=True)))
-            yield Piece(piece.name, piece.shape, Rectangle(offsets, inner.sizes), ranks)
+            yield Piece(piece.name, piece.shape, piece.part.inner(inner), ranks)
 
     def _owner_of(self, slot: Slot) -> int:
         return 0 if self._is_whole else self.placement.owner_of(slot)

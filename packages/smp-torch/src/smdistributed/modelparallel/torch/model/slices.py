@@ -9,10 +9,18 @@ import torch
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
+from smdistributed.modelparallel.common.pieces import Part, Piece, Rectangle, covers
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.module import taken
+
+
+def put(whole: torch.Tensor, part: Part, held: torch.Tensor) -> None:
+    """Writes what is held of a tensor where it belongs in the whole."""
+    for there, here in part.places():
+        index = there.within(Rectangle.whole(whole.shape))
+        whole[index] = held[here.within(Rectangle.whole(held.shape))].to(whole.device)
 
 
 class SlicedTensors:
@@ -72,10 +80,9 @@ class SlicedTensors:
         if name not in self._pieces:
             return structure
         own = self._own[name]
-        index = own.part.within(Rectangle.whole(own.shape))
 
         def of_one(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[index].clone() if tuple(tensor.shape) == own.shape else tensor
+            return taken(tensor, own.part).clone() if tuple(tensor.shape) == own.shape else tensor
 
         return map_tensors(structure, of_one)
 
@@ -121,7 +128,7 @@ class SlicedTensors:
                 return tensor
             whole = tensor.new_empty(shape)
             for part, rank in first_of.items():
-                whole[part.within(Rectangle.whole(shape))] = listed[rank][place].to(whole.device)
+                put(whole, part, listed[rank][place])
             return whole
 
         return map_tensors(structures[first], of_one)

@@ -6,6 +6,7 @@ model-parallel-extended-features-pytorch-optimizer-state-sharding.md.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,13 @@ class MasterUpdate:
         self.store = MasterStore(optimizer, self._here, self._is_foreign, half)
         #: The gradients that are with the masters, so that clipping and updating share them.
         self._taken: list[tuple[torch.Tensor | None, int]] | None = None
+        self._is_updating = False
+        optimizer.register_step_pre_hook(_refusal(weakref.ref(self)))
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the wrapped optimizer's step is part of an update of masters."""
+        return self._is_updating
 
     def _here(self) -> Mapping[nn.Parameter, bool]:
         return {
@@ -80,8 +88,12 @@ class MasterUpdate:
         if self._runtime.sharding_groups is not None and bound < float("inf"):
             self.clip(bound, 2.0)
         found = self._found()
-        if fused_update.update(self._optimizer, found):
-            self.store.publish()
+        self._is_updating = True
+        try:
+            if fused_update.update(self._optimizer, found):
+                self.store.publish()
+        finally:
+            self._is_updating = False
         for model in self._models():
             model.data_parallel.share_updates()
         self._end(found)
@@ -207,3 +219,19 @@ class FP16_Optimizer(MasterUpdate):  # noqa: N801 - the name that scripts know
         self.loss_scale.update()
         if not getattr(self._optimizer, "_step_supports_amp_scaling", False):
             self.loss_scale.check()  # the host has waited already
+
+
+def _refusal(update: weakref.ref[MasterUpdate]) -> Callable[..., None]:
+    """Returns what refuses a step of the wrapped optimizer alone, which nobody would publish."""
+
+    def check(*_: object) -> None:
+        own = update()
+        if own is not None and not own.is_updating:
+            raise SMPError(
+                "with fp16, bf16, shard_optimizer_state and sharded data parallelism an optimizer "
+                "updates masters, which DistributedOptimizer.step gives gradients and writes back; "
+                "received a call of the wrapped optimizer's step: call that of the "
+                "DistributedOptimizer."
+            )
+
+    return check

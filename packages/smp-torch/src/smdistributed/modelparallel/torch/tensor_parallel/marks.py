@@ -56,23 +56,29 @@ class TensorMarks:
 
     @contextlib.contextmanager
     def creating(self, enabled: bool, config: dict[str, Any]) -> Iterator[None]:
-        """Marks the modules that are created inside; the innermost context wins."""
+        """Marks the modules that are created inside, or copied; the innermost context wins."""
         _check(config)
         if not self.is_used:
             yield
             return
         self._open.append(Mark(enabled, config))
-        init = nn.Module.__init__
+        init, restore = nn.Module.__init__, nn.Module.__setstate__
 
         def noting_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(module, *args, **kwargs)
             self._of[module] = self._open[-1]
 
+        def noting_restore(module: nn.Module, state: Any) -> None:
+            restore(module, state)  # type: ignore[no-untyped-call]
+            self._of[module] = self._open[-1]
+
         nn.Module.__init__ = noting_init  # type: ignore[method-assign,assignment]
+        nn.Module.__setstate__ = noting_restore  # type: ignore[method-assign]
         try:
             yield
         finally:
             nn.Module.__init__ = init  # type: ignore[method-assign]
+            nn.Module.__setstate__ = restore  # type: ignore[method-assign]
             self._open.pop()
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
@@ -31,6 +31,8 @@ class Slice:
     Attributes:
         shape: of the whole tensor.
         dim: along which it is cut into equal slices, one a tensor-parallel rank.
+        sections: sizes along ``dim`` of what was fused into one tensor, such as query, key and
+            value: a slice has its share of each. Empty where nothing was.
         initialise: gives the whole tensor its values.
         drawn_from: the state of the generator that drew them; None where none did.
         version: of the parameter when it had them.
@@ -41,10 +43,26 @@ class Slice:
     initialise: Initialise
     drawn_from: torch.Tensor | None
     version: int
+    sections: tuple[int, ...] = ()
 
-    def part(self, size: int, rank: int) -> Rectangle:
-        """Returns the rectangle that one of ``size`` ranks holds."""
-        return Rectangle.whole(self.shape).cut(self.dim, size, rank)
+    def part(self, size: int, rank: int) -> Part:
+        """Returns what one of ``size`` ranks holds."""
+        whole = Rectangle.whole(self.shape)
+        if not self.sections:
+            return whole.cut(self.dim, size, rank)
+        found, start = [], 0
+        for length in self.sections:
+            sizes = (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+            offsets = (*[0] * self.dim, start, *[0] * (len(sizes) - self.dim - 1))
+            found.append(Rectangle(offsets, sizes).cut(self.dim, size, rank))
+            start += length
+        return Bands(tuple(found), self.dim)
+
+
+def taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns what is held of a whole tensor; it may share memory with that."""
+    parts = [whole[each.within(Rectangle.whole(whole.shape))] for each, _ in part.places()]
+    return parts[0] if isinstance(part, Rectangle) else torch.cat(parts, part.dim)
 
 
 class DistributedModule(nn.Module):
@@ -85,6 +103,7 @@ class DistributedModule(nn.Module):
         dim: int,
         initialise: Initialise,
         *,
+        sections: Sequence[int] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
@@ -100,6 +119,8 @@ class DistributedModule(nn.Module):
             shape: of the whole tensor.
             dim: along which it is split; ``tp_size`` divides its size.
             initialise: gives a tensor of this shape its values, in place.
+            sections: sizes along ``dim`` of what is fused in it, such as query, key and value;
+                the slice has a share of each, one after the other. None: nothing is.
             device: as in ``torch.empty``.
             dtype: as in ``torch.empty``.
 
@@ -107,25 +128,32 @@ class DistributedModule(nn.Module):
             the parameter.
 
         Raises:
-            ValueError: ``tp_size`` does not divide the size.
+            ValueError: ``tp_size`` does not divide the size, or that of a section; or the sections
+                do not make the whole.
         """
         group = self.tensor_group
-        require_divisible(type(self).__name__, f"{name} along dim {dim}", shape[dim], group.size)
+        where = f"{name} along dim {dim}"
+        if sections and sum(sections) != shape[dim]:
+            raise ValueError(
+                f"sections of {where} must add up to {shape[dim]}; received {list(sections)}."
+            )
+        for length in sections or (shape[dim],):
+            require_divisible(type(self).__name__, where, length, group.size)
         if not DistributedModule._makes_values:
             local = [*shape[:dim], shape[dim] // group.size, *shape[dim + 1 :]]
             parameter = nn.Parameter(torch.empty(local, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
-            self._slices[name] = Slice(tuple(shape), dim, initialise, None, 0)
+            self._slices[name] = Slice(tuple(shape), dim, initialise, None, 0, tuple(sections))
             return parameter
         full = torch.empty(tuple(shape), device=device, dtype=dtype)
         before = random_state(full.device)
         with torch.no_grad():
             initialise(full)
             is_drawn = group.size > 1 and not torch.equal(before, random_state(full.device))
-            kept = Slice(tuple(shape), dim, initialise, before if is_drawn else None, 0)
+            drawn_from = before if is_drawn else None
+            kept = Slice(tuple(shape), dim, initialise, drawn_from, 0, tuple(sections))
             if group.size > 1:
-                part = kept.part(group.size, group.rank)
-                full = full[part.within(Rectangle.whole(shape))].clone(
+                full = taken(full, kept.part(group.size, group.rank)).clone(
                     memory_format=torch.contiguous_format
                 )
         parameter = nn.Parameter(full)

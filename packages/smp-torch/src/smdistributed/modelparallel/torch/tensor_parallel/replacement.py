@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -20,7 +21,6 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
 from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import AutoPlan, plan_groups
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import cut
-from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import SplitLinear
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -101,6 +101,7 @@ class _Replacing:
     def run(self) -> nn.Module:
         self._auto = self._find_groups()
         replaced = self._visit(self._model, "")
+        _without_nested_tensors(replaced)
         for mark in self._seen:
             unused = sorted(set(mark.config) - mark.used)
             if unused and not mark.has_told:
@@ -184,8 +185,16 @@ class _Replacing:
         return registration.refusal is None or registration.refusal(module) is None
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Whether a module may be part of a group: marked, and its parameters are its own."""
+        """Whether a module may be part of a group: marked, and its parameters are its own.
+
+        One without any may come from elsewhere, as an activation that many modules share.
+        """
         mark = self._marks.of(module)
+        if (
+            mark is None
+            and next(itertools.chain(module.parameters(), module.buffers()), None) is None
+        ):
+            return True
         return (
             mark is not None
             and mark.enabled
@@ -197,7 +206,7 @@ class _Replacing:
     def _close(self, module: nn.Module, found: Found) -> None:
         """Splits a module as it is."""
 
-        def fill(inner: str, linear: nn.Linear, made: SplitLinear) -> None:
+        def fill(inner: str, linear: nn.Module, made: DistributedModule) -> None:
             whole = self._values.translated(dict(linear.state_dict(keep_vars=True)), None)
             for each, tensor in whole.items():
                 self._values.put(made, each, tensor, linear.get_parameter(each))
@@ -293,6 +302,18 @@ class _Replacing:
             if not self._holders[id(parameter)] <= inside:
                 return f"its parameter {each} is shared with another module"
         return None
+
+
+def _without_nested_tensors(model: nn.Module) -> None:
+    """Has torch's encoders keep padding, where their modules are split and would not take it cut.
+
+    Without gradients they cut it, for a kernel that reads the weights of their layers.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(each, DistributedModule) for each in module.modules()
+        ):
+            module.use_nested_tensor = False
 
 
 def _overridden(

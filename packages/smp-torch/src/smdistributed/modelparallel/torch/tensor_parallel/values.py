@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Slice
+from smdistributed.modelparallel.torch.tensor_parallel.module import (
+    DistributedModule,
+    Slice,
+    taken,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Translation
 
 
@@ -62,8 +65,7 @@ class ValuesOfFirst:
         kept = inner.slice_of(attribute) if isinstance(inner, DistributedModule) else None
         with torch.no_grad(), self._delayed.delaying(only=self._is_delayed(whole)):
             if kept is not None:
-                part = kept.part(self._group.size, self._group.rank)
-                whole = whole.detach()[part.within(Rectangle.whole(kept.shape))]
+                whole = taken(whole.detach(), kept.part(self._group.size, self._group.rank))
             values = whole.detach().clone(memory_format=torch.contiguous_format)
         if attribute in inner._buffers:
             inner._buffers[attribute] = values
@@ -98,8 +100,7 @@ class ValuesOfFirst:
             whole = torch.empty(kept.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad(), _drawing_from(state, device):
                 kept.initialise(whole)
-            part = kept.part(self._group.size, self._group.rank)
-            values = whole[part.within(Rectangle.whole(kept.shape))]
+            values = taken(whole, kept.part(self._group.size, self._group.rank))
             if self._is_delayed(parameter):
                 self._delayed.become(parameter, values.clone())
             else:

@@ -107,6 +107,11 @@ def exchanged(
     own = dict(zip(call.paths, call.tensors, strict=True))
     found: list[dict[str, torch.Tensor]] = [{} for _ in lanes]
     for path in dict.fromkeys(path for lane in lanes for path in lane.call.paths):
+        first = lanes[0].call.same.get(path)
+        if first is not None and all(each.call.same.get(path) == first for each in lanes):
+            for made in found:
+                made.update({path: made[first]} if first in made else {})
+            continue
         theirs = [lane.at(path) for lane in lanes]
         kinds = {each[1].dtype for each in theirs if each is not None}
         if len(kinds) > 1:

@@ -33,8 +33,9 @@ class TensorForm:
         """Returns random values, in single precision."""
         if self.dtype == torch.bool:
             mask = torch.rand(self.shape, generator=draws) < 0.7
-            if mask.dim():
-                mask[..., :1] = True  # a row without any would be undefined
+            if mask.dim():  # a row without any would be undefined, whichever of both hides
+                mask[..., -1:] = False
+                mask[..., :1] = True
             return mask
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
             return torch.randint(0, 2, self.shape, generator=draws).to(self.dtype)
@@ -44,11 +45,17 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Hole:
-    """Stands for a tensor in what ranks tell each other of their calls."""
+    """Stands for a tensor in what ranks tell each other of their calls.
+
+    Attributes:
+        dtype, num_dims, requires_grad: of the tensor.
+        same_as: the path before it that has the same tensor.
+    """
 
     dtype: torch.dtype
     num_dims: int
     requires_grad: bool
+    same_as: str | None = None
 
 
 class Call:
@@ -63,6 +70,7 @@ class Call:
     Attributes:
         leaves: tensors and plain values, in order.
         paths: where each tensor is.
+        same: of a tensor that is there before, the path where it is first.
     """
 
     def __init__(self, given: Any) -> None:
@@ -71,9 +79,17 @@ class Call:
         )
         self.leaves: list[Any] = []
         self.paths: dict[str, int] = {}
+        self.same: dict[str, str] = {}
+        first: dict[int, str] = {}
         for place, (path, leaf) in enumerate(listed):
             if isinstance(leaf, torch.Tensor | Hole):
-                self.paths[pytree.keystr(path)] = place
+                name = pytree.keystr(path)
+                self.paths[name] = place
+                before = first.setdefault(id(leaf), name)
+                if isinstance(leaf, Hole):
+                    before = leaf.same_as or name
+                if before != name:
+                    self.same[name] = before
             elif _is_empty_cache(leaf):
                 leaf = None  # stays empty: keys and values lie on several ranks
             elif not isinstance(leaf, _PLAIN):
@@ -100,8 +116,13 @@ class Call:
         return [
             each
             if isinstance(each, Hole)
-            else Hole(each.dtype, each.dim(), each.requires_grad and torch.is_grad_enabled())
-            for each in (self.leaves[place] for place in self.paths.values())
+            else Hole(
+                each.dtype,
+                each.dim(),
+                each.requires_grad and torch.is_grad_enabled(),
+                self.same.get(name),
+            )
+            for name, each in zip(self.paths, self.tensors, strict=True)
         ]
 
     @property
@@ -115,7 +136,7 @@ class Call:
             else repr(leaf)
             for leaf in self.leaves
         ]
-        return f"{self._spec}{rest}"
+        return f"{self._spec}{rest}{self.same}"
 
     def skeleton(self) -> Any:
         """Returns the whole with holes in it."""
@@ -130,7 +151,15 @@ class Call:
 
     def sample(self, forms: Sequence[TensorForm], draws: torch.Generator) -> Any:
         """Returns arguments of this form, with random values."""
-        return self.filled([form.sample(draws) for form in forms])
+        made: dict[str, torch.Tensor] = {}
+        for path, form in zip(self.paths, forms, strict=True):
+            made[path] = made[self.same[path]] if path in self.same else form.sample(draws)
+        return self.filled(list(made.values()))
+
+
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """Returns the tensors in arguments or results, in order."""
+    return [each for each in pytree.tree_leaves(nested) if isinstance(each, torch.Tensor)]
 
 
 def shrunk(forms: Sequence[TensorForm], kept: frozenset[int]) -> list[TensorForm]:

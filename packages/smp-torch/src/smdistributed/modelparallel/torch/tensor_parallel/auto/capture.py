@@ -18,7 +18,9 @@ from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import alone, copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
 
 #: Models of more numbers are not run for real to see how their modules are called.
 _MOST_FOR_REAL = 100_000_000
@@ -34,12 +36,34 @@ class Trial:
     Attributes:
         calls: the first call of each module that was asked for.
         called: the modules that were called at all.
+        read: the linear maps whose weights code has read by itself.
         failure: what ended the run before its end.
     """
 
     calls: dict[nn.Module, Call] = field(default_factory=dict)
     called: set[nn.Module] = field(default_factory=set)
+    read: set[nn.Module] = field(default_factory=set)
     failure: Exception | None = None
+
+
+class Running:
+    """The calls that are in progress in a trial.
+
+    Args:
+        pairs: the modules of the copy that runs, and those of the model.
+
+    Attributes:
+        pairs: as given.
+        called: the modules of the copy, the innermost last.
+    """
+
+    def __init__(self, pairs: Mapping[nn.Module, nn.Module]) -> None:
+        self.pairs = pairs
+        self.called: list[nn.Module] = []
+
+    def left(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Notes the end of a call."""
+        self.called.pop()
 
 
 def calls_within(
@@ -65,8 +89,8 @@ def calls_within(
                 model, _without_memory if run is _run_on_fakes else torch.clone, torch.clone
             )
             pairs = dict(zip(copied.modules(), model.modules(), strict=True))
-            with _noting(pairs, set(modules), trial):
-                alone(functools.partial(run, copied.eval(), args, kwargs))
+            with _noting(pairs, set(modules), trial) as running:
+                alone(functools.partial(run, copied.eval(), args, kwargs, running, trial))
         except Exception as error:  # whatever the model's code does
             trial.failure = error
         else:
@@ -152,12 +176,26 @@ def _origins(model: nn.Module) -> set[str]:
     return {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
 
 
-def _run(model: nn.Module, args: Any, kwargs: Any) -> None:
-    with torch.no_grad():
+def _run(model: nn.Module, args: Any, kwargs: Any, running: Running, trial: Trial) -> None:
+    reads = _reads(model, dict(model.named_parameters()), running)
+    with torch.no_grad(), reads:
         model(*args, **kwargs)
+    trial.read.update(running.pairs[each] for each in reads.found)
 
 
-def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _reads(
+    model: nn.Module, given: Mapping[str, torch.Tensor], running: Running
+) -> Reads[nn.Module]:
+    """Returns what notes reads of the parameters that linear maps are given."""
+    whose = {}
+    for owner, inner in model.named_modules():
+        for name, _ in inner.named_parameters(owner, recurse=False) if is_map(inner) else ():
+            if name in given:  # what is shared stays whole anyway
+                whose[id(given[name])] = inner
+    return Reads(whose, running.called.__contains__)
+
+
+def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any, running: Running, trial: Trial) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), quiet_fakes(), transformers_as_in_a_real_run(), mode:
 
@@ -167,16 +205,22 @@ def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any) -> None:
         given = {name: fake(each) for name, each in model.named_parameters()}
         given |= {name: fake(each) for name, each in model.named_buffers()}
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-        torch.func.functional_call(model, given, args, kwargs)
+        reads = _reads(model, given, running)
+        with reads:
+            torch.func.functional_call(model, given, args, kwargs)
+    trial.read.update(running.pairs[each] for each in reads.found)
 
 
 @contextlib.contextmanager
 def _noting(
     pairs: Mapping[nn.Module, nn.Module], asked: set[nn.Module], trial: Trial
-) -> Iterator[None]:
+) -> Iterator[Running]:
+    running = Running(pairs)
+
     def note(module: nn.Module, args: Any, kwargs: Any) -> Any:
         original = pairs[module]
         trial.called.add(original)
+        running.called.append(module)
         if original not in asked:
             return None
         try:
@@ -189,4 +233,5 @@ def _noting(
     with contextlib.ExitStack() as stack:
         for module in pairs:
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        yield
+            stack.callback(module.register_forward_hook(running.left, always_call=True).remove)
+        yield running

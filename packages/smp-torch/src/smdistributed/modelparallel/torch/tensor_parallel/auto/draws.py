@@ -30,6 +30,11 @@ _ATTENTION_ARGUMENTS = inspect.Signature(
 )
 
 
+#: Torch's attention, in which others are called past all modes.
+_WHOLE_ATTENTION = F.multi_head_attention_forward
+_WHOLE_ARGUMENTS = inspect.signature(_WHOLE_ATTENTION)
+
+
 class NotedDraws(TorchFunctionMode):
     """Notes the shape of all that would be dropped from, and drops nothing.
 
@@ -51,6 +56,10 @@ class NotedDraws(TorchFunctionMode):
             given = _given(args, kwargs)
             self.shapes.append(_scores_shape(given))
             return func(**{**given, "dropout_p": 0.0})
+        if func is _WHOLE_ATTENTION:
+            bound = _WHOLE_ARGUMENTS.bind(*args, **kwargs)
+            self.shapes.append(_whole_scores_shape(**bound.arguments))
+            return func(**{**bound.arguments, "dropout_p": 0.0})
         return func(*args, **kwargs)
 
 
@@ -81,6 +90,12 @@ class SplitDraws(TorchFunctionMode):
             if dim is None or not given["dropout_p"]:
                 return func(*args, **kwargs)
             return self._attention(dim, **given)
+        if func is _WHOLE_ATTENTION:
+            # Every rank has it whole, as its weights are.
+            given = _WHOLE_ARGUMENTS.bind(*args, **kwargs).arguments
+            self._next()
+            if given["dropout_p"] and given.get("training", True):
+                self._check_keyed()
         return func(*args, **kwargs)
 
     def _check_keyed(self) -> None:
@@ -119,7 +134,7 @@ class SplitDraws(TorchFunctionMode):
 
     def _mask(self, dim: int, tensor: torch.Tensor, p: float) -> torch.Tensor:
         """Returns the own slice of the whole tensor's mask, which follows its order in memory."""
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        order = in_memory(tensor)
         shape = list(tensor.shape)
         shape[dim] *= self._size
         like = {"dtype": tensor.dtype, "device": tensor.device}
@@ -157,10 +172,28 @@ class SplitDraws(TorchFunctionMode):
         return (probabilities * self._mask(dim, probabilities, dropout_p)) @ value
 
 
+def in_memory(tensor: torch.Tensor) -> list[int]:
+    """Returns the dims of a tensor by how far apart their elements lie in memory."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
 def _given(args: Any, kwargs: Any) -> dict[str, Any]:
     bound = _ATTENTION_ARGUMENTS.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def _whole_scores_shape(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    num_heads: int,
+    bias_k: torch.Tensor | None,
+    add_zero_attn: bool,
+    **_: Any,
+) -> tuple[int, ...]:
+    length, examples = query.shape[0], 1 if query.dim() == 2 else query.shape[1]
+    keys = key.shape[0] + (bias_k is not None) + add_zero_attn
+    return examples, num_heads, length, keys
 
 
 def _scores_shape(given: dict[str, Any]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import in_memory
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter, leave, to_examples
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import no_view
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
@@ -68,9 +69,12 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     own = lanes[collectives.rank]
     if not sum(sizes):
         return own.clone()
-    flat = torch.cat([each.reshape(-1) for each in lanes])
+    # As they lie in memory, which dropout goes by.
+    flat = torch.cat([each.permute(in_memory(each)).reshape(-1) for each in lanes])
     total = collectives.scatter_sum(flat, sizes)
-    return no_view(total.view(own.shape))
+    order = in_memory(own)
+    back = [order.index(dim) for dim in range(own.dim())]
+    return no_view(total.view([own.shape[dim] for dim in order]).permute(back))
 
 
 class _ToLanes(torch.autograd.Function):

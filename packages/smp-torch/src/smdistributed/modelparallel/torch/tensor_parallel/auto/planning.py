@@ -2,16 +2,18 @@
 
 A *closed group* is a module whose linear maps that read its arguments can be split along their
 outputs, over channels or heads, and those that read what they made along their inputs. It is found
-by following tensors through one call, its attributes that count heads are tried divided, and every
-plan is proven before it is used.
+by following tensors through one call, its attributes that count heads are tried divided, outputs
+in which query, key and value are fused are tried in a share of each, and every plan is proven
+before it is used.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
+    Trial,
     calls_within,
     chosen_by_data,
     guesses,
@@ -28,6 +31,13 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import TAKEN, Found, key_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
+    is_attention,
+    is_map,
+    is_transposed,
+    number_of_maps,
+    sizes_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
     Plan,
@@ -41,8 +51,12 @@ from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger(__name__)
 
+#: Of what torch's attention is tried with.
+_EXAMPLES, _LENGTH = 2, 6
 #: Blocks of more linear maps than this are not one group.
 _MOST_LINEARS = 8
+#: Of what was seen as several dims, as many as this may be fused: query, key and value.
+_MOST_FUSED = 3
 _COUNTS_HEADS = re.compile(r"head")
 _NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
 _OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
@@ -89,8 +103,8 @@ def plan_groups(
     """
     # Of modules around the same linear maps the innermost.
     ordered = list(reversed(candidates))
-    ordered.sort(key=_number_of_linears)
-    ordered = [each for each in ordered if 2 <= _number_of_linears(each) <= _MOST_LINEARS]
+    ordered.sort(key=number_of_maps)
+    ordered = [each for each in ordered if 2 <= number_of_maps(each) <= _MOST_LINEARS]
     ordered = [each for each in ordered if all(map(is_free, each.modules()))]
     given = inputs_of_transformers(model) if inputs is None else inputs
     trial = None
@@ -107,15 +121,21 @@ def plan_groups(
         )
     elif trial is not None and failure is None:
         ordered = [each for each in ordered if each in trial.calls]
-        kept_whole = _kept_whole(model, trial.called)
+        kept_whole = _kept_whole(model, trial)
         ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
-    search = _Search(group, value_of, candidates, {} if trial is None else trial.calls)
+    calls = {} if trial is None else trial.calls
+    search = _Search(group, value_of, candidates, calls, _shared_modules(model))
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
             search.try_one(module, closes=closes)
     plan = search.plan
     plan.kept_whole = kept_whole
+    inside = {inner for each in plan.groups for inner in each.modules()}
+    for module, name in candidates.items():
+        if module not in inside and (is_attention(module) or is_transposed(module)):
+            alone_reason = f"a {type(module).__name__} is split as a group or within one"
+            plan.reasons.setdefault(name, kept_whole.get(module, alone_reason))
     texts = [(candidates[module], found.plan) for module, found in plan.groups.items()]
     digests = group.collectives.compare([zlib.crc32(repr(texts).encode())])
     if any(each != digests[0] for each in digests):
@@ -128,17 +148,25 @@ def plan_groups(
     return plan
 
 
-def _kept_whole(model: nn.Module, called: set[nn.Module]) -> dict[nn.Module, str]:
+def _shared_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that several others have."""
+    parents = collections.Counter(each for module in model.modules() for each in module.children())
+    return {module for module, number in parents.items() if number > 1}
+
+
+def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
     """Returns the linear maps that no rank may have a slice of, and why."""
-    chosen = chosen_by_data(model, called)
+    chosen = chosen_by_data(model, trial.called)
     found: dict[nn.Module, str] = {}
     for each in model.modules():
-        if type(each) is not nn.Linear:
+        if not is_map(each) and not is_attention(each):
             continue
         if each in chosen:
             found[each] = "of modules like it a trial run has called some only, as data may say"
-        elif each not in called:
+        elif each not in trial.called:
             found[each] = "a trial run has not called it, so that code may read its weight"
+        elif each in trial.read:
+            found[each] = "code reads its weight by itself"
     return found
 
 
@@ -149,11 +177,13 @@ class _Search:
         value_of: Callable[[torch.Tensor], torch.Tensor],
         names: Mapping[nn.Module, str],
         calls: Mapping[nn.Module, Call],
+        shared: Container[nn.Module] = (),
     ) -> None:
         self._group = group
         self._value_of = value_of
         self._names = names
         self._calls = calls
+        self._shared = shared
         self._refused: dict[object, str] = {}
         self.plan = AutoPlan()
 
@@ -166,6 +196,8 @@ class _Search:
         """
         inner = set(module.modules())
         if any(each in inner or module in set(each.modules()) for each in self.plan.groups):
+            return
+        if is_attention(module) and not closes:
             return
         signature = closes, _signature(module)
         if signature in self._refused:
@@ -192,39 +224,39 @@ class _Search:
         except Exception as error:  # copying runs the code of any class
             raise RefutedError(f"it cannot be copied: {error}") from error
         template.module.train(module.training)
+        inner = module.named_modules()
+        template.shared = {name for name, each in inner if name and each in self._shared}
         reason = "nothing is known of how it is called"
+        found: Found | None = None
         for call in self._calls_of(module):
             try:
-                return self._proven(template, call, closes=closes)
+                proven = self._proven(template, call, closes=closes)
             except RefutedError as error:
                 reason = str(error)
-        raise RefutedError(reason)
+                continue
+            if not is_attention(module):
+                return proven
+            found = found or proven
+            found.proofs.update(proven.proofs)
+        if found is None:
+            raise RefutedError(reason)
+        return found
 
     def _calls_of(self, module: nn.Module) -> Iterable[Call]:
         if module in self._calls:
             return [self._calls[module]]
-        linear = next(each for each in module.modules() if type(each) is nn.Linear)
-        return guesses(module, linear.in_features)
+        if isinstance(module, nn.MultiheadAttention):
+            widths = module.embed_dim, module.kdim, module.vdim
+            given = tuple(torch.empty(_EXAMPLES, _LENGTH, width) for width in widths)
+            return [Call((given, {"need_weights": each})) for each in (False, True)]
+        linear = next(each for each in module.modules() if is_map(each))
+        return guesses(module, sizes_of(linear)[0])
 
     def _proven(self, template: Template, call: Call, *, closes: bool) -> Found:
-        size = self._group.size
-        columns, rows = alone(lambda: _roles(template, call))
-        if bool(rows) is not closes:
-            raise RefutedError("none of its linear maps sums what others have split")
-        for names, what in ((columns, "out_features"), (rows, "in_features")):
-            for name in names:
-                number = getattr(template.linears[name], what)
-                if number % size:
-                    raise RefutedError(
-                        f"tensor_parallel_degree ({size}) must divide {what} ({number}) of {name}"
-                    )
         reason = ""
-        widths = {template.linears[name].out_features for name in columns}
-        widths |= {template.linears[name].in_features for name in rows}
-        for divided in _divisions(template.module, widths, size):
-            plan = Plan(columns, rows, divided)
+        for plan in self._plans(template, call, closes=closes):
             try:
-                proof = prove(template, plan, size, call, call.forms)
+                proof = prove(template, plan, self._group.size, call, call.forms)
             except RefutedError as error:
                 reason = reason or str(error)
                 continue
@@ -234,9 +266,57 @@ class _Search:
             return Found(plan, template, {key: proof})
         raise RefutedError(reason)
 
+    def _plans(self, template: Template, call: Call, *, closes: bool) -> Iterator[Plan]:
+        """Yields what may be proven."""
+        size, module = self._group.size, template.module
+        if isinstance(module, nn.MultiheadAttention) and is_attention(module):
+            _check_divides(size, "num_heads", module.num_heads, "it")
+            yield Plan()
+            return
+        origins = alone(lambda: _origins(template, call))
+        columns, rows = _roles(origins)
+        if bool(rows) is not closes:
+            raise RefutedError("none of its linear maps sums what others have split")
+        widths = set()
+        for name in columns:
+            widths.add(sizes_of(template.linears[name])[1])
+            _check_divides(size, "out_features", sizes_of(template.linears[name])[1], name)
+        for name in rows:
+            widths.add(sizes_of(template.linears[name])[0])
+            _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
+        for fused in _fusions(origins, columns, size):
+            more = {length for lengths in fused.values() for length in lengths}
+            for divided in _divisions(template, widths | more, size):
+                yield Plan(columns, rows, divided, tuple(fused.items()))
 
-def _roles(template: Template, call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the linear maps that read arguments, and those that read what these made."""
+
+def _check_divides(size: int, what: str, number: int, name: str) -> None:
+    if number % size:
+        raise RefutedError(
+            f"tensor_parallel_degree ({size}) must divide {what} ({number}) of {name}"
+        )
+
+
+def _fusions(
+    origins: Origins, columns: Sequence[str], size: int
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Yields what may be fused in the outputs of linear maps: nothing, then what was cut apart."""
+    cuts = {name: origins.cuts[name] for name in columns if name in origins.cuts}
+    folds = {
+        name: origins.folds[name]
+        for name in columns
+        if name in origins.folds and len(origins.folds[name]) <= _MOST_FUSED
+    }
+    seen: list[dict[str, tuple[int, ...]]] = []
+    for found in ({}, cuts, {**folds, **cuts}):
+        divides = all(length % size == 0 for lengths in found.values() for length in lengths)
+        if found not in seen and divides:
+            seen.append(found)
+            yield found
+
+
+def _origins(template: Template, call: Call) -> Origins:
+    """Follows tensors through a call."""
     draws = torch.Generator().manual_seed(2)
     module = template.made(draws)
     args, kwargs = call.sample(call.forms, draws)
@@ -247,6 +327,11 @@ def _roles(template: Template, call: Call) -> tuple[tuple[str, ...], tuple[str, 
     except Exception as error:  # any code may run here
         first = (str(error).splitlines() or [""])[0]
         raise RefutedError(f"a trial call failed: {type(error).__name__}: {first}") from error
+    return origins
+
+
+def _roles(origins: Origins) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the linear maps that read arguments, and those that read what these made."""
     columns = tuple(name for name, read in origins.read_by.items() if not read)
     rows = tuple(name for name, read in origins.read_by.items() if read)
     if not columns:
@@ -258,34 +343,52 @@ def _roles(template: Template, call: Call) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def _divisions(
-    module: nn.Module, widths: set[int], size: int
+    template: Template, widths: set[int], size: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yields sets of attributes to divide: none, those that count heads, these and widths."""
-    heads, more = [], []
-    for owner, inner in module.named_modules():
-        if type(inner) is nn.Linear:
+    """Yields sets of attributes to divide, but for those that other modules read too.
+
+    They are: none, those that count heads, these and widths, and these and what counts heads in a
+    configuration.
+    """
+    heads, more, configured = [], [], []
+    for owner, inner in template.module.named_modules():
+        if is_map(inner) or owner in template.shared:
             continue
         for name, value in vars(inner).items():
-            if type(value) is not int or value % size or value <= 1:
-                continue
-            if _COUNTS_HEADS.search(name) and not _NOT_COUNTS.search(name):
+            if _counts_heads(name, value, size):
                 heads.append((owner, name))
-            elif value in widths and not _OF_ONE_HEAD.search(name):
+            elif _divides(value, size) and value in widths and not _OF_ONE_HEAD.search(name):
                 more.append((owner, name))
+        config = vars(inner).get("config")
+        if type(config).__name__.endswith("Config"):
+            configured += [
+                (owner, f"config.{name}")
+                for name, value in vars(config).items()
+                if _counts_heads(name, value, size)
+            ]
     yield ()
     if heads:
         yield tuple(heads)
     if more:
         yield (*heads, *more)
+    if configured:
+        yield (*heads, *configured)
 
 
-def _number_of_linears(module: nn.Module) -> int:
-    return sum(type(each) is nn.Linear for each in module.modules())
+def _divides(value: object, size: int) -> bool:
+    return type(value) is int and value > 1 and value % size == 0
+
+
+def _counts_heads(name: str, value: object, size: int) -> bool:
+    is_count = _COUNTS_HEADS.search(name) and not _NOT_COUNTS.search(name)
+    return bool(is_count) and _divides(value, size)
 
 
 def _has_more_than_linears(module: nn.Module) -> bool:
+    if is_attention(module):
+        return False
     return any(
-        next(each.parameters(recurse=False), None) is not None and type(each) is not nn.Linear
+        next(each.parameters(recurse=False), None) is not None and not is_map(each)
         for each in module.modules()
     )
 

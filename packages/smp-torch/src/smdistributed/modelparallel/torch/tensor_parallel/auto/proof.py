@@ -22,12 +22,26 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private import version_of
-from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm, shrunk
+from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
+    Call,
+    TensorForm,
+    shrunk,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
+    is_attention,
+    is_map,
+    is_transposed,
+    sizes_of,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
+    DistributedModule,
     distributed_modules_in,
+    taken,
     without_values,
 )
 
@@ -52,12 +66,14 @@ class Plan:
         columns: the linear maps in it that are split along their outputs, by name.
         rows: those that are split along their inputs.
         divided: attributes of modules in it that count what is split: name of the module, of the
-            attribute.
+            attribute; ``config.`` before those of its configuration, of which it gets a copy.
+        fused: of columns in which several are one, the name and their sizes.
     """
 
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
     divided: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,33 +90,43 @@ class Proof:
     draws: tuple[int | None, ...]
 
 
-def cut(
-    module: nn.Module, plan: Plan, size: int, fill: Callable[[str, nn.Linear, SplitLinear], None]
-) -> Gate:
+def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
     """Puts slices in the places of linear maps; returns what lets them be called.
 
     Args:
         module: to split, in place.
-        plan: how.
+        plan: how; for an attention of torch, which is split as one, it is empty.
         size: how many ranks there are.
         fill: gives a slice its values, from the name and the whole.
     """
     gate = Gate()
+    if is_attention(module):
+        assert isinstance(module, nn.MultiheadAttention)
+        SplitAttention.make_of(module, gate, fill)
+        return gate
+    fused = dict(plan.fused)
     for split, names in (("outputs", plan.columns), ("inputs", plan.rows)):
         for name in names:
             owner, _, attribute = name.rpartition(".")
             parent, linear = module.get_submodule(owner), module.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
             with without_values():
                 made = SplitLinear(
-                    linear.in_features, linear.out_features, linear.bias is not None, split
+                    *sizes_of(linear),
+                    linear.bias is not None,
+                    split,
+                    sections=fused.get(name, ()),
+                    is_transposed=is_transposed(linear),
                 )
             made.gate = gate
             made.train(linear.training)
             fill(name, linear, made)
             parent._modules[attribute] = made
-    for owner, attribute in plan.divided:
-        inner = module.get_submodule(owner)
+    for owner, path in plan.divided:
+        inner: Any = module.get_submodule(owner)
+        config, _, attribute = path.rpartition(".")
+        if config:  # others read it too
+            setattr(inner, config, copy.copy(getattr(inner, config)))
+            inner = getattr(inner, config)
         setattr(inner, attribute, getattr(inner, attribute) // size)
     return gate
 
@@ -111,9 +137,15 @@ class Template:
     Args:
         module: to copy.
         value_of: gives a buffer its values where they are delayed.
+
+    Attributes:
+        linears: the linear maps in it, by name.
+        shared: the names of modules in it that others have too.
     """
 
     def __init__(self, module: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.shared: set[str] = set()
+
         def shape_of(parameter: nn.Parameter) -> torch.Tensor:
             like = torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta")
             return nn.Parameter(like, requires_grad=parameter.requires_grad)
@@ -123,9 +155,7 @@ class Template:
             return values.to(_wide(buffer.dtype), copy=True).cpu()
 
         self._module = copied_with(module, shape_of, kept)
-        self.linears = {
-            name: each for name, each in self._module.named_modules() if type(each) is nn.Linear
-        }
+        self.linears = {name: each for name, each in self._module.named_modules() if is_map(each)}
 
     @property
     def module(self) -> nn.Module:
@@ -189,7 +219,10 @@ def _prove(
         with distributed_modules_in(_Pretended(size, rank)):
             gate = cut(part, plan, size, functools.partial(_slice, rank))
             gate.is_open = True
-            found, dropped = tried(part, arguments)
+            with Reads(_owners(part), gate.is_used_by) as reads:
+                found, dropped = tried(part, arguments)
+            if reads.found:
+                raise RefutedError(f"its code reads {reads.found[0]} by itself")
         results.append(found)
         shapes.append(dropped)
     if any(found.structure != expected.structure for found in results):
@@ -246,6 +279,16 @@ class _Pretended(TensorGroup):
         self.size, self.rank = size, rank
 
 
+def _owners(module: nn.Module) -> dict[int, str]:
+    """Returns the names of slices, by their ids."""
+    return {
+        id(parameter): name
+        for owner, inner in module.named_modules()
+        if isinstance(inner, DistributedModule)
+        for name, parameter in inner.named_parameters(owner, recurse=False)
+    }
+
+
 def _versions(module: nn.Module) -> list[int]:
     return [version_of(each) for each in module.buffers()]
 
@@ -273,13 +316,13 @@ def copied_with(
     return copy.deepcopy(module, memo)
 
 
-def _slice(rank: int, name: str, linear: nn.Linear, made: SplitLinear) -> None:
+def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> None:
     """Gives a slice its share of the values of the whole."""
-    for each, _ in list(made.named_parameters()):
+    for each, _ in list(made.named_parameters(recurse=False)):
         whole: torch.Tensor = linear.get_parameter(each)
         kept = made.slice_of(each)
         if kept is not None:
-            whole = whole.chunk(made.tensor_group.size, kept.dim)[rank]
+            whole = taken(whole, kept.part(made.tensor_group.size, rank))
         made._parameters[each] = nn.Parameter(whole.detach(), requires_grad=False)
 
 

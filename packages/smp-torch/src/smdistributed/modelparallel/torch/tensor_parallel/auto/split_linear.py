@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,24 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import Distributed
 
 
 class Gate:
-    """Whether the module that slices belong to is being called."""
+    """Whether the module that slices belong to is being called.
+
+    Attributes:
+        is_open: it is.
+        is_used: a slice is being applied, by the module that has it.
+    """
 
     def __init__(self) -> None:
         self.is_open = False
+        self.is_used = False
+
+    def is_used_by(self, name: str) -> bool:
+        """Whether a slice is being applied; only one at a time is."""
+        return self.is_used
 
 
 class SplitLinear(DistributedModule):
-    """Stands for an ``nn.Linear`` in a module that was split by ``auto=True``.
+    """Stands for a linear map in a module that was split by ``auto=True``.
 
     Split along its outputs it gives the own channels; along its inputs, a share of the sum, to
     which every rank adds an equal share of the bias.
@@ -32,21 +43,36 @@ class SplitLinear(DistributedModule):
         out_features: of the whole.
         bias: has one.
         split: "outputs" or "inputs".
+        sections: what is fused in the outputs that are split, as sizes; none where nothing is.
+        is_transposed: the weight is (in, out).
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, split: str) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        split: str,
+        *,
+        sections: Sequence[int] = (),
+        is_transposed: bool = False,
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.split = split
+        self.is_transposed = is_transposed
         self.gate = Gate()
-        dim = 0 if split == "outputs" else 1
-        self.weight = self.add_slice("weight", (out_features, in_features), dim, nn.init.zeros_)
+        shape = (in_features, out_features) if is_transposed else (out_features, in_features)
+        dim = int((split == "inputs") != is_transposed)
+        self.weight = self.add_slice("weight", shape, dim, nn.init.zeros_, sections=sections)
         self.bias: nn.Parameter | None
         if not bias:
             self.register_parameter("bias", None)
         elif split == "outputs":
-            self.bias = self.add_slice("bias", (out_features,), 0, nn.init.zeros_)
+            self.bias = self.add_slice(
+                "bias", (out_features,), 0, nn.init.zeros_, sections=sections
+            )
         else:
             self.bias = nn.Parameter(torch.zeros(out_features))
 
@@ -61,10 +87,18 @@ class SplitLinear(DistributedModule):
                 f"{self.place} is a slice, which the module around it uses; code outside of that "
                 "module has called it. Exclude it: smp.set_tensor_parallelism(module, False)."
             )
+        self.gate.is_used = True
+        try:
+            return self._applied(input)
+        finally:
+            self.gate.is_used = False
+
+    def _applied(self, given: torch.Tensor) -> torch.Tensor:
         group = self.tensor_group
+        weight = self.weight.t() if self.is_transposed else self.weight
         if self.split == "outputs":
-            return sliced_linear(group, input, self.weight, self.bias)
-        share = sliced_linear(group, input, self.weight)
+            return sliced_linear(group, given, weight, self.bias)
+        share = sliced_linear(group, given, weight)
         if self.bias is None:
             return share
         part: torch.Tensor = _Portion.apply(  # type: ignore[no-untyped-call]
