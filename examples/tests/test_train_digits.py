@@ -17,6 +17,7 @@ def shares(printed: str) -> list[float]:
     return [float(words[at + 1]) for at, word in enumerate(words) if word == "right"]
 
 
+@pytest.mark.slow
 def test_it_trains_and_writes_a_model_for_tensorflow(tmp_path: Path) -> None:
     options = ("--folder", str(tmp_path), "--partition", "manual", "--epochs", "2")
     found = shares(run(SCRIPT, 2, *options))

@@ -63,7 +63,6 @@ MATRIX = [
 FEW = {
     Cell("kill", "executing", 4, 2),
     Cell("stop", "between"),
-    Cell("exception", "executing"),
     Cell("exception", "tracing"),
     Cell("exit", "building"),
     Cell("leave", "built"),

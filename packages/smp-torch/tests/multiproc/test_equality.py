@@ -39,7 +39,6 @@ _LARGE = {
         *("two_models_in_one_step", "unused_module_and_frozen_parameters", "autocast"),
         *("sum_of_losses_one_inside_the_pipeline", "state_after_three_steps"),
         *("layer_dropped_at_random", "counter_in_forward"),
-        "gpt2",
     ),
     "pp2-halves": (),
     "pp4-halves": (
