@@ -45,7 +45,7 @@ def plans(*dropped: set[int]) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
 def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
     mixed = plans(set(), {1}, {0, 3}, {1, 2})
     schedule = common_schedule(mixed, 2, pipeline, 4)
@@ -56,7 +56,23 @@ def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
         ]
         for rank, actions in enumerate(own):
             forward = [each.segment for each in actions if each.kind is Kind.FORWARD]
-            backward = [each.segment for each in actions if each.kind is Kind.BACKWARD]
+            halves = [each.segment for each in actions if each.kind is Kind.WEIGHT_GRADIENTS]
+            first = (Kind.BACKWARD, Kind.INPUT_GRADIENTS)
+            backward = [each.segment for each in actions if each.kind in first]
             expected = [each.index for each in plan.segments if each.rank == rank]
             assert forward == expected
             assert backward == [index for index in reversed(expected) if index in plan.backward]
+            assert sorted(halves) == sorted(backward if pipeline == "zero_bubble" else [])
+
+
+def test_halves_are_chosen_where_they_are_faster() -> None:
+    (plan,) = plans(set())
+
+    def kinds(num_microbatches: int) -> set[Kind]:
+        schedule = common_schedule([plan] * num_microbatches, 2, "auto", 4)
+        return {each.kind for actions in schedule.ranks for each in actions}
+
+    assert kinds(4) == {Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS}
+    for segment in plan.segments:
+        segment.weight_flops = 0
+    assert kinds(4) == {Kind.FORWARD, Kind.BACKWARD}

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
-from smdistributed.modelparallel.torch.execute.executor import prepare
+from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
@@ -391,7 +391,7 @@ def test_a_decision_from_inputs_leads_to_one_way_or_another() -> None:
     assert ways == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("policy", ["simple", "interleaved"])
+@pytest.mark.parametrize("policy", ["simple", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("between", ["tanh", "skip"])
 @pytest.mark.parametrize("partitions", [HALVES, ALTERNATING], ids=["halves", "alternating"])
 def test_every_message_is_sent_once_and_taken_once(
@@ -400,7 +400,8 @@ def test_every_message_is_sent_once_and_taken_once(
     step, body = recorded(partitions, BETWEEN[between])
     plan = step.plan(body, torch.randn(3, WIDTH))
     microbatches = 3
-    schedule = build_schedule(plan.segment_graph(2), microbatches, policy, 4).schedule
+    graph = plan.segment_graph(2, halves=policy == "zero_bubble")
+    schedule = build_schedule(graph, microbatches, policy, 4).schedule
     plans = [plan] * microbatches
     itineraries = [prepare(plans, schedule, rank) for rank in range(2)]
     sent = [m for itinerary in itineraries for sends in itinerary.sends for m in sends]

@@ -1,9 +1,4 @@
-"""Running a scheduled plan: one loop for every schedule.
-
-``prepare`` derives, once, what this rank does around each of its actions: which values it must have
-received before and which it sends after. ``Executor.run`` then goes through the actions. Receives
-are posted in the sender's order, which the schedule fixes, so no message carries a tag or header.
-"""
+"""Running a scheduled plan: one loop for every schedule."""
 
 from __future__ import annotations
 
@@ -11,17 +6,18 @@ import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
+from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
+from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Message
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
@@ -32,171 +28,6 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
 )
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
-from smdistributed.modelparallel.torch.record.ir import Value
-
-
-class Message(NamedTuple):
-    """One tensor that travels: an activation (FORWARD) or its gradient (BACKWARD)."""
-
-    kind: Kind
-    value: int
-    microbatch: int
-    source: int
-    target: int
-
-
-@dataclass
-class Itinerary:
-    """What one rank does, in order.
-
-    Attributes:
-        actions: its actions.
-        posts: for each action, the messages whose receives must be posted before it, and were not
-            before an earlier one: those that it needs, and what their senders send before those.
-        needs: for each action, the messages that must have arrived.
-        sends: for each action, the messages that leave after it.
-        releases: for each action, the (value, microbatch) that this rank needs no longer.
-        last_forwards: for each action, the microbatches that have no forward pass here after it.
-        directions: every (source, target) pair of ranks that exchanges messages.
-    """
-
-    actions: tuple[Action, ...]
-    posts: list[list[Message]]
-    needs: list[list[Message]]
-    sends: list[list[Message]]
-    releases: list[list[tuple[int, int]]]
-    last_forwards: list[list[int]]
-    directions: set[tuple[int, int]]
-
-
-def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
-    """Derives a rank's itinerary.
-
-    Args:
-        plans: the plan of each microbatch.
-        schedule: the order of actions on every rank.
-        rank: the pp_rank.
-    """
-    arrivals: dict[int, list[Message]] = {}
-    directions: set[tuple[int, int]] = set()
-    own_sends: list[list[Message]] = []
-    for source, actions in enumerate(schedule.ranks):
-        ready: collections.Counter[tuple[Value, int]] = collections.Counter()
-        for action in actions:
-            sends = _sends(plans[action.microbatch], action, source, ready)
-            directions.update((message.source, message.target) for message in sends)
-            if source == rank:
-                own_sends.append(sends)
-            for message in sends:
-                if message.target == rank:
-                    arrivals.setdefault(source, []).append(message)
-    actions = schedule.ranks[rank]
-    needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
-    releases = _releases(plans, actions)
-    return Itinerary(
-        actions,
-        _posts(needs, arrivals),
-        needs,
-        own_sends,
-        releases,
-        _last_forwards(actions),
-        directions,
-    )
-
-
-def _posts(
-    needs: Sequence[Sequence[Message]], arrivals: Mapping[int, Sequence[Message]]
-) -> list[list[Message]]:
-    """Returns the receives to post before each action: in the order in which senders send."""
-    coming = {source: iter(messages) for source, messages in arrivals.items()}
-    posted: set[Message] = set()
-    posts: list[list[Message]] = []
-    for each in needs:
-        posts.append([])
-        for message in each:
-            while message not in posted:
-                following = next(coming[message.source])
-                posted.add(following)
-                posts[-1].append(following)
-    return posts
-
-
-def _last_forwards(actions: Sequence[Action]) -> list[list[int]]:
-    last = {
-        action.microbatch: position
-        for position, action in enumerate(actions)
-        if action.kind is Kind.FORWARD
-    }
-    return [
-        [m for m, where in last.items() if where == position] for position in range(len(actions))
-    ]
-
-
-def _releases(plans: Sequence[Plan], actions: Sequence[Action]) -> list[list[tuple[int, int]]]:
-    last_use: dict[tuple[int, int], int] = {}
-    for position, action in enumerate(actions):
-        if action.kind is Kind.FORWARD:
-            segment = plans[action.microbatch].segments[action.segment]
-            for value in (*segment.inputs, *segment.outputs):
-                last_use[value.index, action.microbatch] = position
-    releases: list[list[tuple[int, int]]] = [[] for _ in actions]
-    for key, position in last_use.items():
-        releases[position].append(key)
-    return releases
-
-
-def _sends(
-    plan: Plan, action: Action, rank: int, ready: collections.Counter[tuple[Value, int]]
-) -> list[Message]:
-    """Returns what leaves after an action; ``ready`` counts finished gradients of a value."""
-    segment = plan.segments[action.segment]
-    m = action.microbatch
-    if action.kind is Kind.FORWARD:
-        return [
-            Message(Kind.FORWARD, value.index, m, rank, target)
-            for value in segment.outputs
-            for target in plan.ranks_reading(value)
-        ]
-    if action.kind is Kind.WEIGHT_GRADIENTS:
-        return []
-    sends = []
-    for value in segment.inputs:
-        owner = plan.segments[value.node.segment].rank
-        if value not in plan.with_gradient or owner == rank:
-            continue
-        ready[value, m] += 1
-        # The rank's readers add up their gradients; the last one sends the sum.
-        if ready[value, m] == len(_backward_readers(plan, value, rank)):
-            sends.append(Message(Kind.BACKWARD, value.index, m, rank, owner))
-    return sends
-
-
-def _needs(plan: Plan, action: Action, rank: int) -> list[Message]:
-    segment = plan.segments[action.segment]
-    m = action.microbatch
-    if action.kind is Kind.FORWARD:
-        return [
-            Message(Kind.FORWARD, value.index, m, plan.segments[value.node.segment].rank, rank)
-            for value in segment.inputs
-            if plan.segments[value.node.segment].rank != rank
-        ]
-    if action.kind is Kind.WEIGHT_GRADIENTS:
-        return []
-    return [
-        Message(Kind.BACKWARD, value.index, m, reader, rank)
-        for value in segment.outputs
-        if value in plan.with_gradient
-        for reader in plan.ranks_reading(value)
-        if _backward_readers(plan, value, reader)
-    ]
-
-
-def _backward_readers(plan: Plan, value: Value, rank: int) -> list[int]:
-    return [
-        index
-        for index in plan.readers.get(value, ())
-        if plan.segments[index].rank == rank and index in plan.backward
-    ]
 
 
 @dataclass

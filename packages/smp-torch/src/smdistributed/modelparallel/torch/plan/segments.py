@@ -201,7 +201,7 @@ def _assign(
             segments.append(SegmentNodes(len(segments), node.rank))
         segments[-1].nodes.append(node)
         segments[-1].flops += node.flops
-        segments[-1].weight_flops += node.weight_flops
+        segments[-1].weight_flops += node.weight_flops if node.grad_enabled else 0
         node.segment = segments[-1].index
     return segments
 

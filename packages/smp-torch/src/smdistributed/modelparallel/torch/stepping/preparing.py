@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Schedule
-from smdistributed.modelparallel.torch.execute.executor import Executor, prepare
+from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.plan.segments import Plan
