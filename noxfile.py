@@ -203,10 +203,8 @@ def check_conformance(session: Runner, framework: str, *words: str) -> None:
 
 
 def check_with_torch(session: Runner) -> None:
-    """One lane of ``tests``: all that starts processes without TensorFlow."""
+    """One lane of ``tests``: what starts processes without TensorFlow."""
     check_processes(session, "smp-common", "smp-torch", "smp-launch")
-    check_conformance(session, "torch", "--quick")
-    check_snippets(session, "-m", "not slow")
 
 
 def check_with_tensorflow(session: Runner) -> None:
@@ -224,9 +222,11 @@ def check_with_tensorflow(session: Runner) -> None:
     check_examples(session)
 
 
-def check_with_keras_2(session: Runner) -> None:
-    """A short lane in an environment of its own: ``tests`` has the newest TensorFlow."""
+def check_the_rest(session: Runner) -> None:
+    """A third lane: Keras 2 in an environment of its own, and what else starts PyTorch."""
     session.run(sys.executable, "-m", "nox", "-s", "keras2", external=True)
+    check_conformance(session, "torch", "--quick")
+    check_snippets(session, "-m", "not slow")
 
 
 # Sessions
@@ -252,7 +252,7 @@ def tests(session: nox.Session) -> None:
     with ThreadPoolExecutor() as beside:
         others = [
             beside.submit(check, Quiet(session))
-            for check in (check_with_tensorflow, check_with_keras_2)
+            for check in (check_with_tensorflow, check_the_rest)
         ]
         check_with_torch(session)
         for other in others:
