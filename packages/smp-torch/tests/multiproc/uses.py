@@ -809,6 +809,14 @@ USES = {
     "clipped in the step": Use(
         backward="model.backward(loss); torch.nn.utils.clip_grad_norm_(NET.parameters(), 1.0)"
     ),
+    "buffers in a list": Use(
+        built="""
+            for each in (net.second, net.third):
+                each.register_buffer('table', torch.arange(4.0))
+                each.all = [each.table]
+        """,
+        leaf="x = x + self.all[0] if hasattr(self, 'all') else x",
+    ),
     "weights in a list, as of an LSTM": Use(
         init="self.third.all = [self.third.weight, self.third.bias]",
         leaf="x = F.linear(x, *self.all) if hasattr(self, 'all') else x",

@@ -163,7 +163,7 @@ class LeafAttributes:
             self._called[leaf] = {}
             state = self._scene.states.get(leaf)
             if state is None or state.differences():
-                self._scene.states[leaf] = Snapshot(leaf.modules())
+                self._scene.states[leaf] = Snapshot(leaf.modules(), moved=self._scene.own_tensors)
         else:
             self._refuse_difference(leaf)
         self._called[leaf][entry] = None
@@ -187,7 +187,7 @@ class LeafAttributes:
     def _refuse_difference(self, leaf: nn.Module) -> None:
         state = self._scene.states[leaf]
         if self.refuse_difference(self._called[leaf], state):
-            self._scene.states[leaf] = Snapshot(leaf.modules())
+            self._scene.states[leaf] = Snapshot(leaf.modules(), moved=self._scene.own_tensors)
 
     def refuse_difference(
         self, entries: Iterable[Entry], state: Snapshot, apart_from: Collection[int] = ()

@@ -280,7 +280,7 @@ def _read_tensor(tensor: torch.Tensor) -> tuple[tuple[int, int, int], bytes]:
 
 def _refill_tensor(tensor: torch.Tensor, before: tuple[tuple[int, int, int], bytes]) -> None:
     """Undoes what other libraries wrote; operations of torch have written nothing yet."""
-    if _read_tensor(tensor)[1] != before[1]:
+    if before[1] and _read_tensor(tensor)[1] != before[1]:
         with past_recording(), torch.no_grad():
             content = torch.frombuffer(bytearray(before[1]), dtype=tensor.dtype)
             tensor.detach().copy_(content.view(tensor.shape))

@@ -211,7 +211,7 @@ class LeafCalls:
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
             watch = Watch(self._context.meter, module, (args, kwargs))
-            snapshot = Snapshot(module.modules())
+            snapshot = Snapshot(module.modules(), moved=self._scene.own_tensors)
             outer = now.span
             span = Span(module, outer, len(now.new), entry, snapshot, call, before)
             now.span = span

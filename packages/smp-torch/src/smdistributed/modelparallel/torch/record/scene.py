@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ class Scene:
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the fake of a model's own tensor, which code may hold by another way."""
         return self._real.get(id(tensor))
+
+    @property
+    def own_tensors(self) -> Container[int]:
+        """The identities of the models' own parameters and buffers."""
+        return self._real.keys()
 
     def real_of(self, module: nn.Module, name: str) -> Any:
         """Returns a parameter or buffer for which a fake stands at present."""

@@ -21,7 +21,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,7 @@ class Snapshot:
         modules: they, and their code.
         code: other functions.
         apart_from: modules that are not looked into.
+        moved: identities of tensors that the library itself moves, and that do not count.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Snapshot:
         modules: Iterable[nn.Module],
         code: Iterable[Callable[..., Any]] = (),
         apart_from: Collection[nn.Module] = (),
+        moved: Container[int] = (),
     ) -> None:
         self._holders: list[Holder] = []
         #: What has changed, and what is in it now.
@@ -139,6 +141,7 @@ class Snapshot:
         self._pending: collections.deque[tuple[Any, Owner | None, str]] = collections.deque()
         self._modules = dict.fromkeys(modules)
         self._apart_from = apart_from
+        self._moved = moved
         for module in self._modules:
             self._seen.add(id(module))
             self._module(module)
@@ -284,7 +287,7 @@ class Snapshot:
         elif isinstance(obj, _VIEWS):
             self._pending += [(shown, owner, path) for shown in gc.get_referents(obj)]
         elif isinstance(obj, torch.Tensor):
-            if not isinstance(obj, FakeTensor):
+            if not isinstance(obj, FakeTensor) and id(obj) not in self._moved:
                 self._hold(holders.TENSOR, obj, owner, path)
         elif isinstance(obj, weakref.ref):
             add((obj(), owner, path))
