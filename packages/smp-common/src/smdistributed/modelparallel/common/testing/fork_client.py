@@ -90,6 +90,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *map(str, descriptors), *preload],
                 pass_fds=descriptors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,

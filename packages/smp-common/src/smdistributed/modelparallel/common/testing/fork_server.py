@@ -4,9 +4,9 @@ Importing a framework takes seconds, a copy of a process milliseconds. The copie
 environment, or that of ``python`` alone if there is one; a rank that fails ends the others. With
 the launcher ``smprun-fork`` they are the ranks of a real job of smprun, see ``stand_in``. Only
 what is safe to fork may be imported: PyTorch on the CPU and TensorFlow are, as long as nothing
-computes; MPI is not. All ranks have the server's hash seed, so what must not depend on the
-order of a set is tested under another launcher, and what a framework reads of its environment when
-it is imported, ``OMP_NUM_THREADS`` at least, is that of the server.
+computes; MPI is not, nor what starts threads. All ranks have the server's hash seed, so what must
+not depend on the order of a set is tested under another launcher, and what a framework reads of its
+environment when it is imported is that of the server, with one thread for OpenMP.
 
 No rank outlives the server, and the server ends with the process that started it.
 """
@@ -226,6 +226,10 @@ def main() -> object:
     link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for name in sys.argv[3:]:
         importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(
+            f"importing {', '.join(sys.argv[3:])} started threads: no copy has them."
+        )
     gc.collect()
     gc.freeze()
     link.send(b"r")
