@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler
+from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CommError, SMPError
@@ -559,9 +560,9 @@ LOOPS = {
 
 
 def _batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + number)
-    x = torch.randn(EXAMPLES, WIDTH, generator=generator)
-    return x, torch.randint(0, CLASSES, (EXAMPLES,), generator=generator)
+    numbers = generator(100 + number)
+    x = torch.randn(EXAMPLES, WIDTH, generator=numbers)
+    return x, torch.randint(0, CLASSES, (EXAMPLES,), generator=numbers)
 
 
 def _numbers(result: Any, microbatch: int) -> list[float]:
@@ -634,6 +635,6 @@ def outcome(name: str) -> str:
     if state.keys() != state_found.keys():
         return f"wrong: state has {state_found.keys() ^ state.keys()} or lacks it"
     for key, each in state.items():
-        if not torch.allclose(each, state_found[key], rtol=TOLERANCE, atol=TOLERANCE):
+        if not torch.allclose(each.cpu(), state_found[key].cpu(), rtol=TOLERANCE, atol=TOLERANCE):
             return f"wrong: {key} at the end"
     return "exact"

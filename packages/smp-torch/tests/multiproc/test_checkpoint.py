@@ -109,8 +109,8 @@ def states_after_resume(shape: tuple[int, int], folder: str, partial: bool) -> A
 
 
 def run(shape: Shape, body: Any, *args: object) -> Any:
-    # One shape as users start it, so over MPI.
-    launcher: Launcher = "smprun" if shape == Shape(2) else "fork"
+    # One shape over MPI, as users start it.
+    launcher: Launcher = "smprun-fork" if shape == Shape(2) else "fork"
     return run_fresh(shape.num_ranks, body, tuple(shape), *args, launcher=launcher)
 
 
@@ -162,7 +162,18 @@ def sorted_states(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": dict(sorted(state["state"].items()))}
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(2), Shape(4), Shape(2, 2)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(Shape(1), marks=SLOW),
+        Shape(2),
+        pytest.param(Shape(4), marks=SLOW),
+        Shape(2, 2),
+    ],
+)
 def test_a_killed_job_continues_to_the_last_bit(saved: Saved, shape: Shape) -> None:
     expected = saved.losses(shape)
     for got, losses in zip(run(shape, resume, saved.folder(shape)), expected, strict=True):
@@ -175,7 +186,7 @@ def test_a_killed_job_continues_to_the_last_bit(saved: Saved, shape: Shape) -> N
     [
         (Shape(2), Shape(4)),
         (Shape(2), Shape(1)),
-        (Shape(1), Shape(2)),
+        pytest.param(Shape(1), Shape(2), marks=SLOW),
         (Shape(2, 2), Shape(1, 2)),
     ],
 )
@@ -192,11 +203,11 @@ def test_a_job_of_another_degree_continues(saved: Saved, shape: Shape, other: Sh
 @pytest.mark.parametrize(
     ("shape", "other", "partial"),
     [
-        (Shape(2), Shape(2), False),
+        pytest.param(Shape(2), Shape(2), False, marks=SLOW),
         (Shape(2), Shape(1), False),
         (Shape(2), Shape(4), True),
         (Shape(2, 2), Shape(1), True),
-        (Shape(2), Shape(1, 2), True),
+        pytest.param(Shape(2), Shape(1, 2), True, marks=SLOW),
     ],
 )
 def test_model_and_optimizer_come_back(

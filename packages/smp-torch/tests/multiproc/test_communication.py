@@ -261,11 +261,9 @@ CONFIG = {"pipeline_parallel_degree": 2, "ddp": True, "communication_timeout": T
 @pytest.mark.parametrize(
     ("launcher", "case"),
     [
-        # Processes of mpirun talk as those of smprun do, and those of torchrun as forked ones.
-        pytest.param(
-            launcher, case, marks=() if launcher in ("smprun", "fork") else pytest.mark.slow
-        )
-        for launcher in (*LAUNCHERS, "fork")
+        # Processes of mpirun and smprun talk as copies over MPI do, those of torchrun as others.
+        pytest.param(launcher, case, marks=() if "fork" in launcher else pytest.mark.slow)
+        for launcher in (*LAUNCHERS, "fork", "smprun-fork")
         for case in cases_of(globals())
     ],
 )
@@ -308,13 +306,9 @@ smp.barrier()
 """
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(launcher, marks=() if launcher == "torchrun" else pytest.mark.slow)
-        for launcher in LAUNCHERS
-    ],
-)
+# The failure matrix has cells of its own for each launcher.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_raising_system_exit_ends_the_peers(launcher: Launcher, tmp_path: Any) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

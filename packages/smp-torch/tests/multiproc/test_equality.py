@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 WORLDS = {
     "one": pipeline(1),
-    "pp2": pipeline(2),
+    # Started as users do it: each rank has a hash seed of its own.
+    "pp2": pipeline(2, launcher="smprun"),
     "pp2-manual-simple": manual_pipeline(2, pipeline="simple"),
     "pp2-simple": pipeline(2, launcher="fork", pipeline="simple"),
     "pp4": pipeline(4, launcher="fork"),

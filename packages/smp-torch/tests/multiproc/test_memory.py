@@ -43,7 +43,7 @@ def test_checkpointing_keeps_the_numbers_and_less_memory(
 ) -> None:
     if case == "transformers":
         pytest.importorskip("transformers")
-    world = pipeline(degree, launcher="smprun" if degree == 2 else "fork")
+    world = pipeline(degree, launcher="smprun-fork" if degree == 2 else "fork")
     run(worlds, world, run_checkpointing, case, timeout=150)
 
 

@@ -19,6 +19,7 @@ import torch
 import uses
 import writes
 from small_scripts import MICROBATCHES
+from world import compute_here, run, without_fork
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -32,6 +33,7 @@ STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20, "writes": 40}
 def start(config: dict[str, object]) -> None:
     torch.set_num_threads(1)
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
+    compute_here()
 
 
 CONFIGS: dict[str, dict[str, object]] = {
@@ -40,8 +42,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
 }
 WORLDS = {
-    name: World(1 if name == "one" else 2, start, (config,), "fork", preload=("torch",))
+    name: World(ranks, start, (config,), without_fork(ranks, "fork"), preload=("torch",))
     for name, config in CONFIGS.items()
+    for ranks in [1 if name == "one" else 2]
 }
 PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
@@ -116,7 +119,7 @@ def test_the_population_is_large_enough() -> None:
 @pytest.mark.parametrize(("world", "kind", "part"), PARTS)
 def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: int) -> None:
     names = POPULATIONS[kind][part :: STRIDES[kind]]
-    ranks = worlds.run(WORLDS[world], TRY[kind], names, timeout=280)
+    ranks = run(worlds, WORLDS[world], TRY[kind], names, timeout=280)
     found = {name: [each[name] for each in ranks] for name in names}
     wrong = {
         name: each
@@ -133,6 +136,6 @@ def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: 
 
 
 def test_random_numbers_do_not_depend_on_the_partition(worlds: Worlds) -> None:
-    (one,) = worlds.run(WORLDS["one"], try_uses, KEYED)
-    for each in worlds.run(WORLDS["pp2"], try_uses, KEYED):
+    (one,) = run(worlds, WORLDS["one"], try_uses, KEYED)
+    for each in run(worlds, WORLDS["pp2"], try_uses, KEYED):
         assert each == one

@@ -14,7 +14,7 @@ from smdistributed.modelparallel.common.testing import Launcher, World, Worlds, 
 
 Case = Callable[[], Any]
 
-#: What processes of launcher ``fork`` have from their beginning.
+#: What processes that are copies have from their beginning.
 PRELOAD = ("preloaded",)
 
 
@@ -65,9 +65,9 @@ def world_of(num_ranks: int, config: Mapping[str, object], launcher: Launcher = 
 
 
 def pipeline(
-    degree: int, microbatches: int = 4, *, launcher: Launcher = "smprun", **config: object
+    degree: int, microbatches: int = 4, *, launcher: Launcher = "smprun-fork", **config: object
 ) -> World:
-    """Returns a world whose processes are one pipeline, started as users do it: over MPI."""
+    """Returns a world whose processes are one pipeline, which talk over MPI as those of users."""
     given = {"pipeline_parallel_degree": degree, "microbatches": microbatches, **config}
     return world_of(degree, given, "fork" if degree == 1 else launcher)
 
@@ -89,10 +89,14 @@ def replicas(pipelines: int, degree: int, microbatches: int = 4, **config: objec
 
 
 def without_fork(num_ranks: int, launcher: Launcher) -> Launcher:
-    """Returns what stands for ``fork`` where there are GPUs: what has used one must not fork."""
-    if launcher != "fork" or not torch.cuda.is_available():
+    """Returns what stands for copies where there are GPUs: what has used one must not fork."""
+    if not torch.cuda.is_available():
         return launcher
-    return "python" if num_ranks == 1 else "torchrun"
+    with_devices: dict[Launcher, Launcher] = {
+        "fork": "python" if num_ranks == 1 else "torchrun",
+        "smprun-fork": "smprun",
+    }
+    return with_devices.get(launcher, launcher)
 
 
 def run(

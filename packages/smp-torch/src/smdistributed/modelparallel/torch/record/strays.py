@@ -97,8 +97,8 @@ def _settle(
             and all(map(operator.is_, holder, fakes))
         ):
             continue  # the arguments of the call above
-        for key, fake, put in _places(holder, wanted):
-            owner = _owner(holder)
+        owner = _owner(holder)
+        for key, fake, put in _places(holder, owner, wanted):
             if isinstance(owner, FakeTensor | torch.autograd.function.FunctionCtx | Constant):
                 continue
             if isinstance(owner, nn.Module) and (owner, key) in scene.hidden:
@@ -118,10 +118,15 @@ def _settle(
 
 
 def _places(
-    holder: Any, wanted: dict[int, torch.Tensor]
+    holder: Any, owner: Any, wanted: dict[int, torch.Tensor]
 ) -> Iterator[tuple[Any, torch.Tensor, Callable[[Any], None] | None]]:
     """Yields key, fake, and what puts something in its place, for each place in a holder."""
-    if isinstance(holder, dict):
+    if isinstance(owner, type):
+        # Not into the dict: Python remembers what it has found in a class until that is told.
+        for key, value in list(vars(owner).items()):
+            if id(value) in wanted:
+                yield key, value, functools.partial(type.__setattr__, owner, key)
+    elif isinstance(holder, dict):
         for key, value in list(dict.items(holder)):
             if id(value) in wanted:
                 yield key, value, functools.partial(dict.__setitem__, holder, key)
@@ -146,10 +151,14 @@ def _places(
 
 
 def _owner(holder: Any) -> Any:
-    """Returns the object whose attributes a dict holds, else the holder."""
+    """Returns the object or class whose attributes a dict holds, else the holder."""
     if isinstance(holder, dict):
         for each in gc.get_referrers(holder):
-            if getattr(each, "__dict__", None) is holder:
+            attributes = getattr(each, "__dict__", None)
+            if attributes is holder:
+                return each
+            # That of a class is shown through a proxy.
+            if isinstance(each, type) and gc.get_referents(attributes) == [holder]:
                 return each
     return holder
 

@@ -103,7 +103,7 @@ class Lockstep:
                 raise raised or round_.failure.error()
             if round_.is_open:
                 self._compare(failure)
-                self._close(batch)
+                self._compare(self._closed(batch))
                 ways[-1] = None
             elif failure is not None:
                 if is_new:
@@ -173,6 +173,14 @@ class Lockstep:
         if way is not None and way.plan is None and way.number not in self._new:
             self._new[way.number] = way
             self._ways_in[trace] = self._ways_in.get(trace, 0) + 1
+
+    def _closed(self, batch: MiniBatch) -> Exception | None:
+        """Decides the partition; returns why it fails on this rank, which others may not see."""
+        try:
+            self._close(batch)
+        except Exception as error:
+            return error
+        return None
 
     def _close(self, batch: MiniBatch) -> None:
         """Decides the partition of models, from the microbatch that has run last."""
