@@ -119,9 +119,7 @@ def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
 def _application(name: str) -> Callable[..., Found]:
     # Fifty normalisations over the few numbers of a small image make 1e4 of each rounding, and
     # gradients of 1e5; with their moving averages the same operations are tame. See ``roundings``.
-    def member(
-        side: Side, *, training: bool = False, is_moved: bool = False, epsilon: float | None = None
-    ) -> Found:
+    def member(side: Side, *, training: bool = False, is_moved: bool = False) -> Found:
         shape = (_IMAGES[name], _IMAGES[name], 3)
         sizes = {"MobileNet": 0.25, "MobileNetV2": 0.35}
         options = {"alpha": sizes[name]} if name in sizes else {}
@@ -133,8 +131,6 @@ def _application(name: str) -> Callable[..., Found]:
             for layer in model.layers:
                 if type(layer).__name__ in ("Dropout", "StochasticDepth"):
                     layer.rate = layer.drop_path_rate = 0.0  # masks are other ones for each cut
-                if epsilon is not None and isinstance(layer, L.BatchNormalization):
-                    layer.epsilon = epsilon
             return model
 
         return train(side, make, *shape, training=training, is_moved=is_moved)
@@ -227,10 +223,9 @@ def run(name: str, is_alone: bool) -> Found:
     return on_side(MEMBERS[name], is_alone)
 
 
-def run_in_training_mode(name: str, is_alone: bool, is_moved: bool, epsilon: float | None) -> Found:
+def run_in_training_mode(name: str, is_alone: bool, is_moved: bool) -> Found:
     """Runs a family with the statistics of its batches; to be called on every rank."""
     from tf_beside import on_side
 
-    options = {"training": True, "is_moved": is_moved, "epsilon": epsilon}
-    member = functools.partial(MEMBERS[name], **options)
+    member = functools.partial(MEMBERS[name], training=True, is_moved=is_moved)
     return on_side(member, is_alone)
