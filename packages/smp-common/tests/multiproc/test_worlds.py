@@ -21,6 +21,7 @@ from smdistributed.modelparallel.common.testing import (
     World,
     Worlds,
     cases_of,
+    run_ranks,
 )
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -194,6 +195,14 @@ def test_a_search_path_wins_over_what_was_imported_before(
     changed = World(2, launcher="fork", env={"PYTHONPATH": str(places[2])}, preload=preload)
     assert pool.run(plain, value_of, "of_two_minds") == (1, 1)
     assert pool.run(changed, value_of, "of_two_minds") == (2, 2)
+
+
+def test_what_starts_threads_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    tmp_path.joinpath("busy_from_the_start.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="importing busy_from_the_start started threads"):
+        run_ranks(1, pid, launcher="fork", timeout=30, preload=["busy_from_the_start"])
 
 
 def test_a_world_that_ends_badly_is_reported() -> None:

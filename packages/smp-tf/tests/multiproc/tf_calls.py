@@ -76,6 +76,8 @@ def arguments(side: Side) -> Found:
             x = x + 5.0 * pair.left
         elif isinstance(pair, list):
             x = x - pair[0]
+        x = x + 2.0 if given.get("up") else x
+        x = x - 7.0 if given.get("down") else x
         return x * given["config"].factor if "config" in given else x
 
     model = two_layers(side, after=after)
@@ -86,6 +88,8 @@ def arguments(side: Side) -> Found:
         calls = [
             {"plus": z},
             {"minus": z},
+            {"up": True},
+            {"down": True},
             {"parts": {"l": z}},
             {"parts": {"r": z}},
             {"pair": Pair(z, z)},
@@ -100,7 +104,7 @@ def arguments(side: Side) -> Found:
         return tf.reduce_sum(model(x, **kwargs))
 
     found = [each.reduce_sum() for each in many(rows(), z)]
-    calls = ({"plus": z}, {"minus": z}, {"config": Config(2.0)}, {"config": Config(-3.0)})
+    calls = ({"up": True}, {"down": True}, {"config": Config(2.0)}, {"config": Config(-3.0)})
     return Found(found + [one(rows(), **given).reduce_sum() for given in calls], {})
 
 

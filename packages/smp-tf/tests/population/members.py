@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ _IMAGES = {
 
 
 def _numbers(*shape: int) -> Any:
-    return tf.constant(np.random.RandomState(0).standard_normal(shape), tf.float64)
+    return np.random.RandomState(0).standard_normal(shape)
 
 
 @contextlib.contextmanager
@@ -66,10 +67,27 @@ def _double() -> Iterator[None]:
         tf.keras.mixed_precision.set_global_policy(policy)
 
 
-def train(side: Side, make: Callable[[], Any], *shape: int, training: bool = True) -> Found:
-    """Trains a model for two steps; returns the losses and the last gradients."""
+def train(
+    side: Side,
+    make: Callable[[], Any],
+    *shape: int,
+    training: bool = True,
+    is_moved: bool = False,
+) -> Found:
+    """Trains a model for two steps; returns the losses and the last gradients.
+
+    Args:
+        side: where.
+        make: returns the model.
+        shape: of an example.
+        training: the mode of the model.
+        is_moved: takes the neighbour of each number of the batch.
+    """
+    batch = _numbers(BATCH, *shape)
+    if is_moved:
+        batch = np.nextafter(batch, np.inf)
     with _double():
-        return _train(side, given(side, make()), _numbers(BATCH, *shape), training)
+        return _train(side, given(side, make()), tf.constant(batch), training)
 
 
 def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
@@ -98,8 +116,10 @@ def _train(side: Side, model: Any, batch: Any, training: bool) -> Found:
     return Found(losses, {places[key]: found[key] for key in found if key in places})
 
 
-def _application(name: str) -> Callable[[Side], Found]:
-    def member(side: Side) -> Found:
+def _application(name: str) -> Callable[..., Found]:
+    # Fifty normalisations over the few numbers of a small image make 1e4 of each rounding, and
+    # gradients of 1e5; with their moving averages the same operations are tame. See ``roundings``.
+    def member(side: Side, *, training: bool = False, is_moved: bool = False) -> Found:
         shape = (_IMAGES[name], _IMAGES[name], 3)
         sizes = {"MobileNet": 0.25, "MobileNetV2": 0.35}
         options = {"alpha": sizes[name]} if name in sizes else {}
@@ -113,9 +133,7 @@ def _application(name: str) -> Callable[[Side], Found]:
                     layer.rate = layer.drop_path_rate = 0.0  # masks are other ones for each cut
             return model
 
-        # Fifty normalisations over the few numbers of a small image make 1e4 of each rounding, and
-        # gradients of 1e5; with their moving averages the same operations are tame.
-        return train(side, make, *shape, training=False)
+        return train(side, make, *shape, training=training, is_moved=is_moved)
 
     return member
 
@@ -141,8 +159,15 @@ _MODULES = (
     *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit),
     *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit),
 )
-MEMBERS: dict[str, Callable[[Side], Found]] = {
-    **{name: _application(name) for name in _IMAGES if hasattr(tf.keras.applications, name)},
+
+
+def families() -> list[str]:
+    """Returns the members that are of ``tf.keras.applications``."""
+    return [name for name in _IMAGES if hasattr(tf.keras.applications, name)]
+
+
+MEMBERS: dict[str, Callable[..., Found]] = {
+    **{name: _application(name) for name in families()},
     "LSTM": _sequential(
         lambda: L.LSTM(8, return_sequences=True),
         lambda: L.LSTM(8),
@@ -196,3 +221,11 @@ def run(name: str, is_alone: bool) -> Found:
     from tf_beside import on_side
 
     return on_side(MEMBERS[name], is_alone)
+
+
+def run_in_training_mode(name: str, is_alone: bool, is_moved: bool) -> Found:
+    """Runs a family with the statistics of its batches; to be called on every rank."""
+    from tf_beside import on_side
+
+    member = functools.partial(MEMBERS[name], training=True, is_moved=is_moved)
+    return on_side(member, is_alone)

@@ -99,7 +99,9 @@ class ForkServer:
         if not self._link.recv(1):
             self._process.wait()
             self._words.seek(0)
-            raise RuntimeError(f"the server of launcher 'fork' ended:\n{self._words.read()}")
+            words = self._words.read()
+            self.close()
+            raise RuntimeError(f"the server of launcher 'fork' ended:\n{words}")
 
     @property
     def is_alive(self) -> bool:
