@@ -7,9 +7,21 @@ import torch
 from recorded import Recorded
 from torch import nn
 
-from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.common.planning.partitioner import Unit, partition
+from smdistributed.modelparallel.common.planning.schedule import (
+    Edge,
+    Kind,
+    Segment,
+    SegmentGraph,
+)
+from smdistributed.modelparallel.common.planning.simulator import (
+    CostModel,
+    build_schedule,
+    simulate,
+)
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, fastest
 from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.plan.shapes import v_gains
 
 WIDTH = 4
 
@@ -45,7 +57,7 @@ def plans(*dropped: set[int]) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble", "zero_bubble_v"])
 def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
     mixed = plans(set(), {1}, {0, 3}, {1, 2})
     schedule = common_schedule(mixed, 2, pipeline, 4)
@@ -62,7 +74,7 @@ def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
             expected = [each.index for each in plan.segments if each.rank == rank]
             assert forward == expected
             assert backward == [index for index in reversed(expected) if index in plan.backward]
-            assert sorted(halves) == sorted(backward if pipeline == "zero_bubble" else [])
+            assert sorted(halves) == sorted(backward if "zero_bubble" in pipeline else [])
 
 
 def test_halves_are_chosen_where_they_are_faster() -> None:
@@ -76,3 +88,42 @@ def test_halves_are_chosen_where_they_are_faster() -> None:
     for segment in plan.segments:
         segment.weight_flops = 0
     assert kinds(4) == {Kind.FORWARD, Kind.BACKWARD}
+
+
+def test_an_order_is_chosen_that_transfers_do_not_hold_up() -> None:
+    ranks = (0, 1, 0)
+    segments = (
+        Segment(index, rank, cost, cost, has_backward=True, weight_cost=cost)
+        for index, (rank, cost) in enumerate(zip(ranks, (0.5, 1.0, 0.5), strict=True))
+    )
+    edges = tuple(Edge(index, index + 1, num_bytes=0, has_grad=True) for index in range(2))
+    graph = SegmentGraph(tuple(segments), edges, 2)
+    busy = build_schedule(graph, 16, "zero_bubble", 4)
+    assert busy.makespan == 48.5
+    transfers = CostModel(latency=0.02)
+    assert simulate(graph, busy.schedule, 16, transfers).makespan > 49
+    found = fastest(graph, 16, "zero_bubble", 4)
+    assert found.makespan == simulate(graph, found.schedule, 16, transfers).makespan < 48.6
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_partitions", "num_microbatches", "gains"),
+    [
+        ([1] * 16, 4, 8, True),
+        ([1] * 16, 2, 4, True),
+        # What is left of the bubble is less than counted costs are worth.
+        ([1] * 16, 2, 64, False),
+        ([3, 3, 1, 3, 3], 2, 8, True),
+        # The heavy end leaves its rank no second piece, or one that is better elsewhere.
+        ([1, 1, 1, 1, 1, 9], 2, 8, False),
+        ([2, 1, 1], 2, 8, False),
+    ],
+)
+def test_a_v_is_taken_where_it_is_faster(
+    weights: list[int], num_partitions: int, num_microbatches: int, gains: bool
+) -> None:
+    units = tuple(Unit(f"u{place}", w, w, place) for place, w in enumerate(weights))
+    root = Unit("", 0, 0, 0, children=units)
+    shapes = [partition(root, num_partitions, 0.5, v_shaped=v_shaped) for v_shaped in (False, True)]
+    bounds = num_microbatches, num_partitions + 2
+    assert v_gains(shapes[0], shapes[1], *bounds, weight_share=0.9) == gains
