@@ -50,6 +50,7 @@ def write(folder: Path) -> None:
         "schedule_simple.svg": schedule_picture("simple", visits=1),
         "schedule_interleaved.svg": schedule_picture("interleaved", visits=1),
         "schedule_zero_bubble.svg": schedule_picture("zero_bubble", visits=1),
+        "schedule_zero_bubble_v.svg": schedule_picture("zero_bubble_v", visits=1),
         "schedule_tied.svg": schedule_picture("interleaved", visits=2),
     }
     for name, text in files.items():
@@ -57,20 +58,23 @@ def write(folder: Path) -> None:
 
 
 def schedule_picture(pipeline: Any, visits: int) -> str:
-    """Draws a schedule of four ranks in a chain, or of two where microbatches come back."""
+    """Draws a schedule of four ranks in a chain or a V, or of two where microbatches come back."""
     ranks = range(4) if visits == 1 else (0, 1, 0)
     costs = [1.0] * 4 if visits == 1 else [1.0, 1.5, 0.5]
+    if pipeline == "zero_bubble_v":
+        ranks, costs = (*range(4), 2, 1, 0), [0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5]
+    kind = "zero_bubble" if pipeline == "zero_bubble_v" else pipeline
     graph = SegmentGraph(
         segments=tuple(
             Segment(index, rank, cost, cost, has_backward=True, weight_cost=cost)
-            if pipeline == "zero_bubble"
+            if kind == "zero_bubble"
             else Segment(index, rank, cost, 2 * cost, has_backward=True)
             for index, (rank, cost) in enumerate(zip(ranks, costs, strict=True))
         ),
         edges=tuple(Edge(i, i + 1, num_bytes=0, has_grad=True) for i in range(len(costs) - 1)),
         num_ranks=max(ranks) + 1,
     )
-    timeline = build_schedule(graph, 6, pipeline, active_microbatches=6)
+    timeline = build_schedule(graph, 6, kind, active_microbatches=6)
     title = pipeline if visits == 1 else f"{pipeline}, with tied weights"
     return report.timeline_svg(timeline, title, in_seconds=False)
 

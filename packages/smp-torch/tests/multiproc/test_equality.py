@@ -49,13 +49,12 @@ _LARGE = {
     "pp4-halves": (),
     "pp2-v": ("skip_connections_and_reuse",),
     "pp4-v": (
-        *("mlp", "tied_embedding_and_container_tensors", "dropout"),
-        *("batch_norm", "unused_module_and_frozen_parameters", "autocast"),
+        *("mlp", "tied_embedding_and_container_tensors", "dropout", "autocast"),
         *("state_after_three_steps", "gradients_add_up_without_zero_grad"),
         *("backward_of_several_losses", "uneven_and_changing_batches", "gpt2"),
     ),
-    "pp2-dp2-halves": ("mlp", "backward_passes_per_step"),
-    "pp2-dp2-v": (),
+    "pp2-dp2-halves": (),
+    "pp2-dp2-v": ("mlp", "backward_passes_per_step"),
     "pp2-dp2": (
         *_FEW,
         *("batch_norm", "uneven_and_changing_batches", "state_after_three_steps"),

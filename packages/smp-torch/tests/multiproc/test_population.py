@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "one": {"pipeline_parallel_degree": 1},
     "pp2": {"pipeline_parallel_degree": 2},
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+    "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
 }
 WORLDS = {
     name: World(1 if name == "one" else 2, start, (config,), "fork", preload=("torch",))
@@ -59,7 +60,8 @@ QUICK = {
     *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(STRIDES["uses"])),
-    *(("halves", kind, 1) for kind in ("uses", "layers", "loops")),
+    # Halves are in a V too.
+    *(("v", kind, 1) for kind in ("uses", "layers", "loops")),
 }
 PARTS = [
     pytest.param(
