@@ -380,3 +380,27 @@ def test_what_differs_between_ranks_is_named(difference: str, message: str) -> N
         run_fresh(2, differ, difference)
     assert "rank 1" in str(raised.value)
     assert "no end within" not in str(raised.value)
+
+
+class Averaging(nn.Linear):
+    """Changes in place what the call before it multiplied with."""
+
+    average: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.average is None:
+            self.average = torch.zeros_like(x)
+        self.average.mul_(0.9).add_(x.detach(), alpha=0.1)
+        return super().forward(x) + super().forward(self.average)
+
+
+def average() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "communication_timeout": 20})
+    model = Layers()
+    model.layers[0] = Averaging(WIDTH, WIDTH)
+    train(smp.DistributedModel(model))
+
+
+def test_what_a_later_microbatch_changes_is_an_error_with_its_remedy() -> None:
+    with pytest.raises(RanksFailedError, match=r"self.x = self.x \+ y"):
+        run_fresh(2, average)

@@ -821,6 +821,26 @@ USES = {
         init="self.third.all = [self.third.weight, self.third.bias]",
         leaf="x = F.linear(x, *self.all) if hasattr(self, 'all') else x",
     ),
+    "decision beside what is no number": Use(
+        init="self.third.kept = torch.full((4,), float('nan'))",
+        leaf="x = x if x.sum() > -1e9 else -x",
+    ),
+    "decision beside a sparse tensor": Use(
+        init="self.third.kept = torch.eye(4).to_sparse()",
+        leaf="x = x if x.sum() > -1e9 else -x",
+    ),
+    "decision about a sparse tensor": Use(
+        init="self.third.kept = torch.eye(4).to_sparse()",
+        leaf="kept = getattr(self, 'kept', x); x = x if kept.mul_(2).sum() > -1e9 else -x",
+    ),
+    "decision and a tensor that grows": Use(
+        init="self.third.all = [torch.zeros(0, 4)]",
+        leaf="""
+            if hasattr(self, 'all') and x.sum() > -1e9:
+                self.all[0].data = torch.cat([self.all[0].data, x.detach()[:1]])
+                x = x + self.all[0].mean(0)
+        """,
+    ),
     "memory of an activation asked for": Use(late="x = x * (1 if x.data_ptr() else 2)"),
     "requires_grad_ in the step": Use(body="NET.first.weight.requires_grad_(False)"),
 }

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     WaitingGradients,
     put_off_in,
@@ -340,6 +341,41 @@ def test_a_gradient_waits_for_the_second_half(bias: bool) -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
+@pytest.mark.parametrize("changed", ["input", "gradient"])
+@pytest.mark.parametrize("use", [by_linear, under_autocast])
+def test_what_is_changed_while_its_gradient_waits_is_an_error(
+    use: Callable[[Layer, torch.Tensor], torch.Tensor], changed: str
+) -> None:
+    layer = Layer()
+    x = torch.randn(3, IN, requires_grad=True)
+    with putting_off():
+        out = use(layer, x)
+        start = torch.ones_like(out)
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            torch.autograd.backward([out], [start])
+    with torch.no_grad():
+        (x if changed == "input" else start).mul_(2)
+    if use is under_autocast:
+        waiting.compute()  # both were cast: copies wait
+    else:
+        with pytest.raises(UnsupportedError, match=r"shape \(4, 6\).* changed in place"):
+            waiting.compute()
+
+
+def test_what_needs_no_gradient_may_be_changed_by_later_microbatches() -> None:
+    layer, buffer = Layer(), torch.randn(3, IN)
+    before = buffer.clone()
+    with putting_off():
+        out = by_linear(layer, buffer)
+        waiting = WaitingGradients([out])
+        with put_off_in(waiting):
+            torch.autograd.backward([out], [torch.ones_like(out)])
+    buffer.zero_()
+    waiting.compute()
+    torch.testing.assert_close(layer.weight.grad, before.sum(0).expand(OUT, IN))
+
+
 @pytest.mark.parametrize("shape", SHAPES.values())
 def test_conv1d_of_transformers_waits_too(shape: tuple[int, ...]) -> None:
     layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(OUT, IN)
@@ -358,7 +394,7 @@ def test_conv1d_of_transformers_waits_too(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("options", [{"beta": 2}, {"alpha": 0.5}])
 def test_a_product_with_factors_does_not_wait(options: dict[str, float]) -> None:
     weight, bias = nn.Parameter(torch.randn(IN, OUT)), nn.Parameter(torch.randn(OUT))
-    x = torch.randn(3, IN)
+    x = torch.randn(3, IN, requires_grad=True)
     whole = torch.autograd.grad(torch.addmm(bias, x, weight, **options).sum(), (weight, bias))
     with putting_off():
         out = that_can_wait(torch.addmm)(bias, x, weight, **options).sum()
@@ -387,5 +423,6 @@ def test_nothing_is_left_outside() -> None:
         assert nn.Linear.forward is not before
     assert nn.Linear.forward is before
     layer = nn.Linear(IN, OUT)
-    out = that_can_wait(functional.linear)(torch.ones(2, IN), layer.weight)
+    x = torch.ones(2, IN, requires_grad=True)
+    out = that_can_wait(functional.linear)(x, layer.weight)
     assert type(out.grad_fn).__name__ != "_ProductBackward"

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,7 +235,8 @@ class Executor:
                 tensors.append(left)
                 starts.append(gradient)
         if tensors:
-            backward(tensors, starts)
+            with _saying_what_is_in_progress():
+                backward(tensors, starts)
         for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
             _accumulate(gradients, index, gradient_at(entered))
@@ -287,3 +288,22 @@ class _StepState:
 def _accumulate(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:
     known = gradients.get(index)
     gradients[index] = gradient if known is None else known + gradient
+
+
+@contextlib.contextmanager
+def _saying_what_is_in_progress() -> Iterator[None]:
+    """Adds the remedy to torch's error about tensors that were changed before a backward pass.
+
+    Raises:
+        UnsupportedError: instead of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{error}\nIn a pipeline, later microbatches run forward before this one runs "
+            "backward. A module that keeps what it computes with replaces it (self.x = self.x + y) "
+            "instead of changing it in place."
+        ) from error

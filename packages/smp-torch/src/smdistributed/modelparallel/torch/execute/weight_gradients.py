@@ -19,18 +19,20 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import (
     backward_pass_id,
     hooks_after_accumulation,
     hooks_on_gradient,
     is_watched,
+    version_of,
 )
 
 _linear = torch.nn.functional.linear
@@ -66,7 +68,11 @@ class WaitingGradients:
         self._waiting.append(waiting)
 
     def compute(self) -> None:
-        """Adds the gradients to those of the weights."""
+        """Adds the gradients to those of the weights.
+
+        Raises:
+            UnsupportedError: what one is computed from was changed in place since.
+        """
         # Each frees what it kept before the next is computed.
         self._waiting.reverse()
         while self._waiting:
@@ -87,9 +93,25 @@ class _Waiting:
     bias: torch.Tensor | None
     factors: tuple[torch.Tensor, torch.Tensor]
     gradient: torch.Tensor
+    _versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(each) for each in (*self.factors, self.gradient)]
 
     def compute(self) -> None:
         """Adds to the gradients of weight and bias."""
+        if self._versions_now() != self._versions:
+            shape = tuple(() if self.weight is None else self.weight.shape)
+            raise UnsupportedError(
+                f"The input of a linear layer whose weight has shape {shape}, or the gradient of "
+                "its output, was changed in place while the weight's gradient waited for an idle "
+                "moment of this rank. Leave both as they are until the step is over (a hook "
+                "returns a new gradient, a module keeps a copy), or choose the pipeline "
+                '"interleaved" or "simple", where no gradient waits.'
+            )
         if self.weight is not None:
             _add_product(self.weight, *self.factors)
         if self.bias is not None:
@@ -300,6 +322,9 @@ def _may_wait(rows: Any, weight: Any, bias: Any) -> bool:
     if not (_is_plain(weight) and weight.requires_grad and weight.is_leaf and weight.dim() == 2):
         return False
     if not (_is_plain(rows) and rows.dim() >= 2 and rows.device == weight.device):
+        return False
+    if not rows.requires_grad:
+        # The weight's gradient is all that the pass computes; and modules write to their buffers.
         return False
     if bias is not None and not (_is_plain(bias) and bias.is_leaf and bias.dim() == 1):
         return False

@@ -209,6 +209,8 @@ class ModuleCalls:
             try:
                 with state.pausing():
                     result = run_on_random_numbers(call, module, args, kwargs, self._mode)
+            except UnsupportedError:
+                raise
             except Exception:
                 raise error from None
             finally:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import (
     FakeTensorMode,
     past_dispatch_modes,
     past_recording,
+    storage_of,
+    version_of,
 )
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.record.undo import Snapshot
@@ -119,15 +122,36 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_tensors(module: nn.Module) -> Iterator[None]:
-    """Puts back what a module writes to other tensors that it reaches; it counts as written."""
-    kept = [(tensor, _copy_of(tensor)) for tensor in Snapshot(module.modules()).tensors()]
+    """Puts back what a module writes to other tensors that it reaches; it counts as written.
+
+    Raises:
+        UnsupportedError: it wrote to one that is not strided, which nothing puts back.
+    """
+    tensors = Snapshot(module.modules()).tensors()
+    others = [(each, version_of(each)) for each in tensors if each.layout is not torch.strided]
+    # Detached: what the module may give another memory, or shape, still shows the former here.
+    kept = [
+        (tensor, tensor.detach(), _copy_of(tensor))
+        for tensor in tensors
+        if tensor.layout is torch.strided
+    ]
     try:
         yield
     finally:
-        changed = [(tensor, copy) for tensor, copy in kept if not _is_equal(tensor, copy)]
-        note_writes(tensor for tensor, _ in changed)
-        for tensor, copy in changed:
-            tensor.detach().copy_(copy)
+        for tensor, former, copy in kept:
+            if not _is_equal(former, copy):
+                former.copy_(copy)
+                note_writes([former])
+            if storage_of(tensor) != storage_of(former) or tensor.shape != former.shape:
+                tensor.data = former
+                note_writes([tensor])
+    for tensor, version in others:
+        if version_of(tensor) != version:
+            raise UnsupportedError(
+                f"{type(module).__name__} writes to a tensor of layout {tensor.layout} while it is "
+                "tried out on random numbers, and that cannot be put back. Write to a strided "
+                "tensor, or give the module a new one."
+            )
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +159,12 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    return torch.equal(tensor.detach(), copy)
+    """Whether the numbers are the same; what is no number is so everywhere."""
+    tensor = tensor.detach()
+    return torch.equal(tensor, copy) or (
+        torch.equal(tensor.isnan(), copy.isnan())
+        and torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+    )
 
 
 def _random_like(fake: torch.Tensor) -> torch.Tensor:
