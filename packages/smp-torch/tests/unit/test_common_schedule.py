@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from recorded import Recorded
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.partitioner import Unit, partition
 from smdistributed.modelparallel.common.planning.schedule import (
     Edge,
     Kind,
+    Schedule,
     Segment,
     SegmentGraph,
 )
@@ -22,6 +25,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
 from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, fastest
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
+from smdistributed.modelparallel.torch.plan.statistics import check_statistics
 
 WIDTH = 4
 
@@ -127,3 +131,45 @@ def test_a_v_is_taken_where_it_is_faster(
     shapes = [partition(root, num_partitions, 0.5, v_shaped=v_shaped) for v_shaped in (False, True)]
     bounds = num_microbatches, num_partitions + 2
     assert v_gains(shapes[0], shapes[1], *bounds, weight_share=0.9) == gains
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[1](self.norm(self.layers[0](x)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_refused"),
+    [
+        (("F0 F1 B0 B1", "F0 B0 F1 B1"), True),
+        (("F0 B0 F1 B1", "F0 B0 F1 B1"), False),
+        (("F0 I0 F1 I1 W0 W1", "F0 B0 F1 B1"), False),
+    ],
+)
+def test_statistics_that_change_between_two_passes_are_refused(
+    orders: tuple[str, str], is_refused: bool
+) -> None:
+    module = Normed()
+    step = Recorded(module, {"layers.0": 0, "norm": 0, "layers.1": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).sum()
+        step.backward(loss)
+        return loss
+
+    found = []
+    for trains in (False, True):
+        module.norm.train(trains)
+        found.append(step.plan(body, torch.ones(2, WIDTH)))
+    schedule = Schedule.parse(orders)
+    for alike in found:
+        check_statistics([alike, alike], schedule)
+    words = "microbatch 1 changes the state of a BatchNorm1d in norm, which microbatch 0"
+    with pytest.raises(UnsupportedError, match=words) if is_refused else contextlib.nullcontext():
+        check_statistics(found, schedule)
