@@ -396,6 +396,27 @@ def test_a_decision_from_inputs_leads_to_one_way_or_another() -> None:
     assert ways == [0, 1, 0, 1]
 
 
+def copied(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made.copy_(x)
+    return made
+
+
+def squeezed(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    return (x[None] * 1).squeeze_(0)
+
+
+@pytest.mark.parametrize("between", [copied, squeezed])
+def test_a_cut_knows_what_an_operation_in_place_made_of_a_tensor(between: Any) -> None:
+    step, body = recorded(HALVES, between)
+    x = torch.randn(3, WIDTH)
+    for plan in (step.plan(body, x), step.plan(body, x)):
+        (value,) = plan.segments[1].inputs
+        assert (value.shape, value.requires_grad) == ((3, WIDTH), True)
+        assert value in plan.with_gradient
+        assert plan.backward == {0, 1}
+
+
 @pytest.mark.parametrize("policy", ["simple", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("between", ["tanh", "skip"])
 @pytest.mark.parametrize(
