@@ -48,6 +48,9 @@ PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
 #: What does not run with one partition either.
 REFUSED_ALONE = {"control flow of torch"}
+#: Refused by the backward pass of one rank, which ends the step of all, where the leaf is not on
+#: the last rank of a chain: microbatches that run in between change what it saved.
+ENDS_THE_STEP = {"v": {"buffer of a leaf counted in it"}}
 #: Population -> its scripts, by name.
 POPULATIONS = {
     "state": list(PROBES),
@@ -118,6 +121,7 @@ def test_the_population_is_large_enough() -> None:
 @pytest.mark.parametrize(("world", "kind", "part"), PARTS)
 def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: int) -> None:
     names = POPULATIONS[kind][part :: STRIDES[kind]]
+    names = [name for name in names if name not in ENDS_THE_STEP.get(world, ())]
     ranks = worlds.run(WORLDS[world], TRY[kind], names, timeout=280)
     found = {name: [each[name] for each in ranks] for name in names}
     wrong = {
