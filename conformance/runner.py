@@ -12,14 +12,11 @@ from conformance import job, registry
 from conformance.adapters import missing
 from conformance.outcome import Outcome, Status, worst
 from conformance.registry import Case
-from conformance.worlds import WORLDS, World
+from conformance.worlds import WORLDS, World, preloaded
 from smdistributed.modelparallel.common import testing
 
 #: For one case on a busy machine: those of TensorFlow trace a model, some start a job.
 _CASE_SECONDS = 300
-#: What copies of one process have imported before: all that is not tried, or all.
-_PRELOADED = ("conformance.preloaded",)
-_PRELOADED_WITH_CASES = (*_PRELOADED, "conformance.adapters.torch", *registry.modules())
 #: How many cases of each world are shown as the ones that took longest.
 _NUM_SHOWN = 5
 
@@ -91,13 +88,17 @@ def outcomes_in(
         sources: a search path of packages to try in the place of those that this process has.
         is_hasty: no world needs to be started as users do it.
     """
+    # What copies of one process have imported before: all, or all that is not tried.
+    known = preloaded(framework)
+    if not sources:
+        known += (f"conformance.adapters.{framework}", *registry.modules())
     started = testing.World(
         world.num_ranks,
         job.start,
         (framework, world.name),
         world.launcher_of(framework, is_hasty=is_hasty),
         {"OMP_NUM_THREADS": "1", **({"PYTHONPATH": sources} if sources else {})},
-        _PRELOADED if sources else _PRELOADED_WITH_CASES,
+        known,
     )
     with contextlib.closing(testing.Worlds()) as pool:
         for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 
 from smdistributed.modelparallel.common.testing import Launcher
 
@@ -37,23 +38,30 @@ class World:
     def launcher_of(self, framework: str, *, is_hasty: bool = False) -> Launcher:
         """Returns what starts the processes.
 
-        Copies of one process save its imports, where PyTorch on the CPU is all they need. One world
-        is started as users do it, over MPI.
+        Copies of one process save its imports, where there are no GPUs. One world is started as
+        users do it, over MPI.
 
         Args:
             framework: whose package is tried.
             is_hasty: whether no world needs to be started as users do it.
         """
-        can_fork = framework == "torch" and not _has_gpus()
-        if can_fork and (is_hasty or self.name != "pipeline"):
-            return "fork"
+        if can_fork(framework) and (is_hasty or self.name != "pipeline"):
+            return "fork" if framework == "torch" or self.num_ranks == 1 else "smprun-fork"
         return "python" if self.num_ranks == 1 else "smprun"
 
 
-def _has_gpus() -> bool:
-    import torch
+def can_fork(framework: str) -> bool:
+    """Tells whether processes may be copies of one that has imported a framework."""
+    if framework == "torch":
+        import torch
 
-    return torch.cuda.is_available()
+        return not torch.cuda.is_available()
+    return not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def preloaded(framework: str) -> tuple[str, ...]:
+    """Returns the modules that such copies have from the start."""
+    return ("conformance.preloaded" + ("" if framework == "torch" else f"_{framework}"),)
 
 
 #: Horovod has no wheels; without it everything but its own rows can be tried.

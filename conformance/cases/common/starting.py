@@ -10,6 +10,7 @@ import pytest
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
 from conformance.registry import case
+from conformance.worlds import can_fork, preloaded
 
 
 @case("smp.init", "smp.is_initialized", worlds=("new",))
@@ -114,11 +115,13 @@ def the_version_is_that_of_the_documented_level(adapter: Adapter) -> None:
     assert tuple(int(part) for part in package.__version__.split(".")[:2]) >= (1, 10)
 
 
-def quickly(adapter: Adapter) -> dict[str, Any]:
+def quickly(adapter: Adapter, num_ranks: int = 2) -> dict[str, Any]:
     """Returns how ``run_ranks`` starts a job soonest."""
-    if adapter.name == "torch":
-        return {"launcher": "fork", "preload": ("conformance.preloaded",), "timeout": 240}
-    return {"timeout": 240}
+    alone = num_ranks == 1
+    launcher = "python" if alone else "smprun"
+    if can_fork(adapter.name):
+        launcher = "fork" if alone or adapter.name == "torch" else "smprun-fork"
+    return {"launcher": launcher, "preload": preloaded(adapter.name), "timeout": 240}
 
 
 def want_three(framework: str) -> None:

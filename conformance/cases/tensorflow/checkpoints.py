@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from conformance.adapters import adapter_of
+from conformance.cases.common.starting import quickly
 from conformance.cases.tensorflow.training import stepped
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
@@ -218,10 +219,10 @@ def resume_or_say_why(degree: int, folder: str) -> tuple[list[float], str]:
 @tensorflow_case("smp.CheckpointManager.restore", worlds=("new",))
 def a_new_job_goes_on_and_another_number_of_partitions_is_refused_or_right(adapter: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(2, save_in_a_job, timeout=90, args=[folder]).results
-        same = run_ranks(2, resume_or_say_why, timeout=90, args=[2, folder]).results
+        saved = run_ranks(2, save_in_a_job, args=[folder], **quickly(adapter)).results
+        same = run_ranks(2, resume_or_say_why, args=[2, folder], **quickly(adapter)).results
         ((losses, said),) = run_ranks(
-            1, resume_or_say_why, launcher="python", timeout=90, args=[1, folder]
+            1, resume_or_say_why, args=[1, folder], **quickly(adapter, 1)
         ).results
     for (own, refusal), wanted in zip(same, saved, strict=True):
         np.testing.assert_allclose(own, wanted, rtol=1e-6, err_msg=refusal)

@@ -11,6 +11,7 @@ import pytest
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
 from conformance.cases.common.configuration import NEW, refused
+from conformance.cases.common.starting import quickly
 from conformance.registry import Body, Case, add, tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -73,7 +74,7 @@ def warned_without_horovod() -> tuple[int, list[str]]:
 
 @tensorflow_case("config.C04b", "config.horovod", worlds=NEW)
 def replicas_without_horovod_are_warned_of(adapter: Adapter) -> None:
-    for size, told in run_ranks(2, warned_without_horovod, timeout=240).results:
+    for size, told in run_ranks(2, warned_without_horovod, **quickly(adapter)).results:
         assert size == 2
         assert any("horovod" in each for each in told), told
 

@@ -10,6 +10,7 @@ import pytest
 
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Array
+from conformance.cases.common.starting import quickly
 from conformance.cases.common.stepping import MICROBATCHES
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
@@ -260,6 +261,6 @@ def ignore_the_model() -> tuple[float, str]:
 @tensorflow_case("tensorflow.step_function.2", worlds=("new",))
 def a_result_that_ignores_the_model_is_refused_or_right(adapter: Any) -> None:
     """Nobody may wait for a transfer that does not come."""
-    for part, said in run_ranks(2, ignore_the_model, timeout=90).results:
+    for part, said in run_ranks(2, ignore_the_model, **quickly(adapter)).results:
         assert part < 1, said
         assert not said or "DistributedModel" in said, said

@@ -39,20 +39,22 @@ def environment() -> tuple[str | None, str | None]:
 
 
 LAUNCHERS = pytest.mark.parametrize("launcher", ["smprun", "mpirun"])
+WITH_COPIES = pytest.mark.parametrize("launcher", ["smprun", "mpirun", "smprun-fork"])
 
 
-@LAUNCHERS
+@WITH_COPIES
 def test_results_come_back_by_rank(launcher: Launcher) -> None:
     outcome = run_ranks(2, rank_and, launcher=launcher, timeout=60, args=["x"])
     assert outcome.results == ((0, "x"), (1, "x"))
     assert outcome.exit_code == 0
 
 
-def test_ranks_can_talk() -> None:
-    assert run_ranks(3, add_up, timeout=60).results == (3, 3, 3)
+@pytest.mark.parametrize("launcher", ["smprun", "smprun-fork"])
+def test_ranks_can_talk(launcher: Launcher) -> None:
+    assert run_ranks(3, add_up, launcher=launcher, timeout=60).results == (3, 3, 3)
 
 
-@LAUNCHERS
+@WITH_COPIES
 def test_the_first_failing_ranks_traceback_is_raised(launcher: Launcher) -> None:
     with pytest.raises(RanksFailedError) as raised:
         run_ranks(2, fail_on_rank_1, launcher=launcher, timeout=60)

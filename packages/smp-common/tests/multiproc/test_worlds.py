@@ -124,17 +124,24 @@ def test_big_results_and_arguments(pool: Worlds) -> None:
     assert pool.run(FORKED, echo, big) == ((0, (big,)), (1, (big,)))
 
 
-@pytest.mark.parametrize("launcher", ["smprun", "fork"])
+FAILURES = [
+    (fail_on, (1,), ["rank 1", "in fail_on", "ValueError: boom"]),
+    (fail_because_of_the_other, (), ["rank 1", "ValueError: the cause"]),
+    (fail_as_pytest_does, (), ["not so"]),
+    (unpicklable, (), ["pickle"]),
+    (end, (1, 5), ["rank 1", "5"]),
+    (end, (1, 0), ["rank 1", "signal 9"]),
+    (sleep_unless, (0,), ["no end within 3 s on ranks [1]", "in sleep_unless"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("body", "args", "words"),
+    ("launcher", "body", "args", "words"),
     [
-        (fail_on, (1,), ["rank 1", "in fail_on", "ValueError: boom"]),
-        (fail_because_of_the_other, (), ["rank 1", "ValueError: the cause"]),
-        (fail_as_pytest_does, (), ["not so"]),
-        (unpicklable, (), ["pickle"]),
-        (end, (1, 5), ["rank 1", "5"]),
-        (end, (1, 0), ["rank 1", "signal 9"]),
-        (sleep_unless, (0,), ["no end within 3 s on ranks [1]", "in sleep_unless"]),
+        *(("fork", *each) for each in FAILURES),
+        *(("smprun", *FAILURES[number]) for number in (0, 4, 5, 6)),
+        # What ends a process ends what stands in for it, and the other way round.
+        *(("smprun-fork", *FAILURES[number]) for number in (5, 6)),
     ],
 )
 def test_a_failure_is_shown_and_poisons_its_world_alone(
@@ -213,8 +220,17 @@ pool.run(world, sleep_unless, 0, timeout=60)
 """
 
 
-@pytest.mark.parametrize("launcher", ["smprun", "fork"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        *(
+            (each, number)
+            for each in ("smprun", "fork")
+            for number in (signal.SIGKILL, signal.SIGINT)
+        ),
+        ("smprun-fork", signal.SIGKILL),
+    ],
+)
 def test_nothing_outlives_the_owner(launcher: str, number: signal.Signals) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, __file__, launcher],

@@ -1,24 +1,26 @@
 """The failure matrix: whatever ends one rank ends the job, soon, with a cause on the screen.
 
 Most cells are marked slow; in the others each failure, each place and each size of job is met.
+These have ranks that are copies of one process, which smprun sees like others; all cells have real
+ones too.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tf_worlds import PRELOAD, QUIET, launcher_of
 
 from smdistributed.modelparallel.common.comm.transport import FAREWELL_SECONDS
-from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
+from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(150)]
 
 BODY = Path(__file__).parent / "failing_job.py"
-#: Warnings are shown: they tell what fails inside a step.
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 HANG_SECONDS = 6
 #: So long that a test that needs it to end fails.
 NEVER_SECONDS = 100
@@ -67,6 +69,8 @@ FEW = {
     Cell("exit", "building"),
     Cell("leave", "built"),
 }
+#: After what others wait for seconds.
+SILENT = {cell for cell in FEW if cell.failure in ("stop", "leave")}
 
 
 def test_the_few_have_each_failure_place_and_size() -> None:
@@ -75,25 +79,50 @@ def test_the_few_have_each_failure_place_and_size() -> None:
         assert {cell[kind] for cell in FEW} == {cell[kind] for cell in MATRIX}
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, marks=() if cell in FEW else pytest.mark.slow) for cell in MATRIX],
-    ids=lambda cell: "-".join(map(str, cell)),
-)
+def name_of(cell: Cell) -> str:
+    return "-".join(map(str, cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", MATRIX, ids=name_of)
 def test_all_other_ranks_end(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path, "smprun")
+
+
+@pytest.mark.parametrize("cell", sorted(FEW - SILENT), ids=name_of)
+def test_all_other_copies_end(cell: Cell, tmp_path: Path) -> None:
+    check(cell, tmp_path, launcher_of(cell.num_ranks))
+
+
+def test_all_other_copies_end_when_one_says_nothing(tmp_path: Path) -> None:
+    # Most of the time they wait, and so at the same time.
+    with ThreadPoolExecutor() as pool:
+        jobs = []
+        for cell in sorted(SILENT):
+            folder = tmp_path / cell.failure
+            folder.mkdir()
+            jobs.append(pool.submit(check, cell, folder, launcher_of(cell.num_ranks)))
+        for job in jobs:
+            job.result()
+
+
+def check(cell: Cell, folder: Path, launcher: Launcher) -> None:
+    """Asserts that a job ends soon, and blames the rank that failed."""
     timeout = HANG_SECONDS if cell.failure == "stop" else NEVER_SECONDS
     with pytest.raises(RanksFailedError) as raised:
         run_ranks(
             cell.num_ranks,
             BODY,
+            launcher=launcher,
             timeout=90,
-            env=ENV,
-            args=[cell.failure, cell.place, cell.culprit, timeout, tmp_path],
+            env=QUIET,
+            args=[cell.failure, cell.place, cell.culprit, timeout, folder],
+            preload=PRELOAD,
         )
     ended = time.time()
     message = str(raised.value)
-    assert (tmp_path / "event").exists(), message
-    seconds = ended - float((tmp_path / "event").read_text())
+    assert (folder / "event").exists(), message
+    seconds = ended - float((folder / "event").read_text())
     print(f"{cell}: {seconds:.1f} s")
     assert seconds < BOUND_SECONDS + DELAYS.get(cell.failure, 0), message
     last = raised.value.outcome.stderr.splitlines()[-1]
@@ -111,4 +140,4 @@ def test_all_other_ranks_end(cell: Cell, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_catches_a_failed_transfer_goes_on_to_its_end(tmp_path: Path) -> None:
     # The leader of TensorFlow's collectives answers when the others have given up, and ended.
-    run_ranks(3, BODY, timeout=120, env=ENV, args=["late", "between", 0, HANG_SECONDS, tmp_path])
+    run_ranks(3, BODY, timeout=120, env=QUIET, args=["late", "between", 0, HANG_SECONDS, tmp_path])

@@ -19,7 +19,7 @@ MODULES = (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit)
 #: Each shows something that no other test has; the others are a population.
 FEW = {
     *("lazy_variables", "effects_of_gradients", "stateful_recurrence", "constraints"),
-    *("called_in_loops_and_branches", "fit_functional"),
+    "called_in_loops_and_branches",
 }
 ALL = [(module, name) for module in MODULES for name in module.NAMES]
 

@@ -42,19 +42,17 @@ def loops(side: Side) -> Found:
     class Loops(side.base):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(name="loops")
-            self.both = [
-                L.Bidirectional(L.SimpleRNN(4, return_sequences=True), name=f"both_{place}")
-                for place in range(2)
-            ]
+            self.both = L.Bidirectional(L.SimpleRNN(4, return_sequences=True), name="both")
+            self.one = L.SimpleRNN(8, return_sequences=True, go_backwards=True, name="one")
             self.head = L.Dense(3, name="head")
 
         def call(self, x: Any, training: Any = None) -> Any:
             with side.part(0):
-                y = self.both[0](x)
+                y = self.both(x)
             with side.part(1):
-                z = self.both[1](y)
+                z = self.one(y)
             with side.part(0):
-                return self.head(self.both[0](z)) + tf.reduce_mean(y)
+                return self.head(self.both(z)) + tf.reduce_mean(y)
 
     batch = np.random.RandomState(0).standard_normal((8, 5, 8)).astype("float32")
     return _train(side, Loops(), tf.constant(batch))

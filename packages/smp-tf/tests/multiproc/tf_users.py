@@ -37,6 +37,23 @@ def dense(name: str, width: int = WIDTH, activation: Any = "tanh", **options: An
     return lambda: L.Dense(width, activation, name=name, **options)
 
 
+def class_of_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") -> Any:
+    """Returns a class of models of a layer on each half, the second one of a width."""
+
+    class Halves(side.base):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(name="model")
+            self.first, self.second = dense("first")(), dense("second", width, activation)()
+
+        def call(self, x: Any, training: Any = None) -> Any:
+            with side.part(0):
+                x = self.first(x)
+            with side.part(1):
+                return self.second(x)
+
+    return Halves
+
+
 def train(
     side: Side,
     model: Any,

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH
-from tf_users import dense, model_of
+from tf_users import class_of_halves, dense, model_of
 
 L = tf.keras.layers
 
@@ -169,17 +169,7 @@ def fit_functional(side: Side) -> Found:
 def own_train_step(side: Side) -> Found:
     """A model with a ``train_step`` of its own, as the guides of Keras show it."""
 
-    class Model(side.base):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__(name="model")
-            self.first, self.second = dense("first")(), dense("second", 1)()
-
-        def call(self, x: Any, training: Any = None) -> Any:
-            with side.part(0):
-                x = self.first(x)
-            with side.part(1):
-                return self.second(x)
-
+    class Model(class_of_halves(side, 1)):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             x, y = data
             with tf.GradientTape() as tape:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
-from smdistributed.modelparallel.common.testing import World
+from smdistributed.modelparallel.common.testing import Launcher, World
 
 MICROBATCHES = 4
 #: What a job may be given before each body, since the library reads it in each step.
 CHANGED = ("auto_partition", "default_partition", "pipeline")
 QUIET = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings tell what fails inside a step
     "OMP_NUM_THREADS": "1",
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
+#: What processes that are forked have from their beginning.
+PRELOAD = ("tf_preloaded",)
+#: On GPUs each process imports TensorFlow itself.
+_CAN_FORK = not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def launcher_of(num_ranks: int) -> Launcher:
+    """Returns what starts the processes of a job, most of whose start is importing TensorFlow."""
+    if num_ranks == 1:
+        return "fork" if _CAN_FORK else "python"
+    return "smprun-fork" if _CAN_FORK else "smprun"
 
 
 def one_thread() -> None:
     """Makes TensorFlow use one thread for each of its two pools."""
+    import tensorflow as tf
+
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
@@ -51,6 +63,8 @@ def start(config: dict[str, object]) -> Callable[[dict[str, object]], None]:
 
 
 def _forget() -> None:
+    import tensorflow as tf
+
     # Keras numbers layers without names, by which checkpoints know variables.
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(0)
@@ -73,13 +87,14 @@ def library() -> Any:
 
 def world(num_ranks: int, **config: object) -> World:
     """Returns the world of a configuration."""
-    launcher = "python" if num_ranks == 1 else "smprun"
     settings = {name: config.pop(name) for name in CHANGED if name in config}
-    return World(num_ranks, start, (config,), launcher, QUIET, settings=(settings,))
+    # Horovod starts as its users start it.
+    launcher = "smprun" if config.get("horovod") else launcher_of(num_ranks)
+    return World(num_ranks, start, (config,), launcher, QUIET, PRELOAD, settings=(settings,))
 
 
 _MANUAL = {"auto_partition": False, "default_partition": 0}
-PLAIN = World(1, start_plainly, launcher="python", env=QUIET)
+PLAIN = World(1, start_plainly, (), launcher_of(1), QUIET, PRELOAD)
 ONE = world(1, pipeline_parallel_degree=1)
 TWO = world(2, pipeline_parallel_degree=2)
 TWO_BY_HAND = world(2, pipeline_parallel_degree=2, **_MANUAL)

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tf_beside import Side
 from tf_calls import WIDTH
-from tf_users import dense, model_of
+from tf_users import class_of_halves, model_of
 
 BATCH = 8
 
@@ -47,13 +47,7 @@ def of_layers(side: Side, *layers: Any) -> Any:
 def two_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") -> Any:
     """Returns a model of a layer on each half, the second one of a width."""
 
-    def call(model: Any, x: Any, training: Any) -> Any:
-        with side.part(0):
-            x = model.first(x)
-        with side.part(1):
-            return model.second(x)
-
-    return model_of(side, call, first=dense("first"), second=dense("second", width, activation))
+    return class_of_halves(side, width, activation)()
 
 
 def computing(side: Side, model: Any, loss_of: Any) -> Any:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from making import apply, computing, given, two_halves
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH
-from tf_users import dense, model_of
+from tf_users import class_of_halves, dense, model_of
 
 L = tf.keras.layers
 ROWS = 32
@@ -33,17 +33,10 @@ def _found(model: Any, *histories: Any) -> Found:
 def step_in_a_train_step(side: Side) -> Found:
     """A ``train_step`` of one's own that calls a step function, in ``fit``, with a metric."""
 
-    class Model(side.base):  # type: ignore[misc, name-defined]
+    class Model(class_of_halves(side, 1)):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(name="model")
-            self.first, self.second = dense("first")(), dense("second", 1)()
+            super().__init__()
             self.mean = tf.keras.metrics.Mean(name="mean")
-
-        def call(self, x: Any, training: Any = None) -> Any:
-            with side.part(0):
-                x = self.first(x)
-            with side.part(1):
-                return self.second(x)
 
         def train_step(self, data: Any) -> Any:
             gradients, loss = compute(*data)
@@ -68,17 +61,7 @@ def step_in_a_train_step(side: Side) -> Found:
 def fit_a_loss_of_ones_own(side: Side) -> Found:
     """A ``compute_loss`` that adds to Keras's, and evaluation by it."""
 
-    class Model(side.base):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__(name="model")
-            self.first, self.second = dense("first")(), dense("second", 1)()
-
-        def call(self, x: Any, training: Any = None) -> Any:
-            with side.part(0):
-                x = self.first(x)
-            with side.part(1):
-                return self.second(x)
-
+    class Model(class_of_halves(side, 1)):  # type: ignore[misc]
         def compute_loss(
             self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
         ) -> Any:

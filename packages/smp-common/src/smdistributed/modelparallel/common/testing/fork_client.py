@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 import selectors
 import signal
@@ -68,18 +69,28 @@ class ForkedProcesses:
 
 
 class ForkServer:
-    """A process that has imported modules and forks itself on request."""
+    """A process that has imported modules and forks itself on request.
+
+    Attributes:
+        address: of the socket at which stand-ins of ranks ask.
+    """
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._folder = tempfile.TemporaryDirectory(prefix="smp-fork-", ignore_cleanup_errors=True)
+        self.address = os.path.join(self._folder.name, "door")
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
         # What to import may be found where this process looks.
         program = _SERVER.format(sys.path, Request.__module__)
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind(self.address)
+            door.listen()
+            descriptors = [theirs.fileno(), door.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", program, str(theirs.fileno()), *preload],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-u", "-c", program, *map(str, descriptors), *preload],
+                pass_fds=descriptors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,
@@ -121,6 +132,7 @@ class ForkServer:
         self._link.close()
         self._process.wait()
         self._words.close()
+        self._folder.cleanup()
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}

@@ -1,10 +1,12 @@
 """The launcher ``fork``: a server imports a framework once, and its copies are the ranks of jobs.
 
 Importing a framework takes seconds, a copy of a process milliseconds. The copies have torchrun's
-environment, or that of ``python`` alone if there is one; a rank that fails ends the others. Only
-what is safe to fork may be imported: PyTorch on the CPU is, as long as nothing computes;
-TensorFlow and MPI are not. All ranks have the server's hash seed, so what must not depend on the
-order of a set is tested under another launcher, and ``OMP_NUM_THREADS`` is that of the server.
+environment, or that of ``python`` alone if there is one; a rank that fails ends the others. With
+the launcher ``smprun-fork`` they are the ranks of a real job of smprun, see ``stand_in``. Only
+what is safe to fork may be imported: PyTorch on the CPU and TensorFlow are, as long as nothing
+computes; MPI is not, nor what starts threads. All ranks have the server's hash seed, so what must
+not depend on the order of a set is tested under another launcher, and what a framework reads of its
+environment when it is imported is that of the server, with one thread for OpenMP.
 
 No rank outlives the server, and the server ends with the process that started it.
 """
@@ -40,13 +42,13 @@ class Request:
         num_ranks: how many processes.
         program: a script and its arguments.
         environ: all that is in their environment, but for what torchrun sets.
-        port: where they meet.
+        port: where they meet; None for a process that has a launcher already.
     """
 
     num_ranks: int
     program: tuple[str, ...]
     environ: dict[str, str]
-    port: int
+    port: int | None
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Returns the environment of one rank."""
@@ -106,13 +108,19 @@ class _Job:
 
 
 class _Server:
-    """Waits for requests, in the one thread of a process that may be copied at any moment."""
+    """Waits for requests, in the one thread of a process that may be copied at any moment.
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
+    Args:
+        link: to its client, who asks for jobs, and with whom it ends.
+        door: where stand-ins of ranks ask for a process each.
+    """
+
+    def __init__(self, link: socket.socket, door: socket.socket) -> None:
+        self._link, self._door = link, door
         self._jobs: list[_Job] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(link, selectors.EVENT_READ, None)
+        for each in (link, door):
+            self._selector.register(each, selectors.EVENT_READ, None)
 
     def serve(self) -> Request | None:
         """Returns in each new rank what it has to run; in the server itself None, at the end."""
@@ -123,18 +131,23 @@ class _Server:
                     self._selector.unregister(key.fileobj)
                     job.kill()
                     continue
-                data, descriptors, _, _ = socket.recv_fds(self._link, REQUEST_BYTES, 3)
-                if not data:
-                    self._end()
-                    return None
-                request = self._start(pickle.loads(data), descriptors)
-                if request is not None:
-                    return request
+                if key.fileobj is self._door:
+                    link, _ = self._door.accept()
+                    data, streams, _, _ = socket.recv_fds(link, REQUEST_BYTES, 2)
+                else:
+                    data, descriptors, _, _ = socket.recv_fds(self._link, REQUEST_BYTES, 3)
+                    if not data:
+                        self._end()
+                        return None
+                    link, streams = socket.socket(fileno=descriptors[0]), descriptors[1:]
+                if data:  # a stand-in may have been killed before it asked
+                    request = self._start(pickle.loads(data), link, streams)
+                    if request is not None:
+                        return request
             self._reap()
 
-    def _start(self, request: Request, descriptors: list[int]) -> Request | None:
-        job = _Job(socket.socket(fileno=descriptors[0]))
-        streams = descriptors[1:]
+    def _start(self, request: Request, link: socket.socket, streams: list[int]) -> Request | None:
+        job = _Job(link)
         server = os.getpid()
         for rank in range(request.num_ranks):
             pid = os.fork()
@@ -145,6 +158,9 @@ class _Server:
             job.alive[pid] = rank
         for stream in streams:
             os.close(stream)
+        if request.port is None:
+            with contextlib.suppress(OSError):
+                link.send(pickle.dumps(next(iter(job.alive))))
         self._jobs.append(job)
         self._selector.register(job.link, selectors.EVENT_READ, job)
         return None
@@ -153,6 +169,7 @@ class _Server:
         """Closes, in a copy, what is the server's."""
         self._selector.close()
         self._link.close()
+        self._door.close()
         for each in (*self._jobs, job):
             each.link.close()
 
@@ -206,13 +223,20 @@ def main() -> object:
 
     A copy returns from here and ends as any interpreter does, with its exit handlers.
     """
-    link = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for name in sys.argv[3:]:
         importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(
+            f"importing {', '.join(sys.argv[3:])} started threads: no copy has them."
+        )
     gc.collect()
     gc.freeze()
     link.send(b"r")
-    request = _Server(link).serve()
+    request = _Server(link, door).serve()
     if request is None:
         os._exit(0)  # without exit handlers of what was imported: nothing has been done with it
+    if request.port is None:
+        sys.argv = [bootstrap.__file__, *request.program]
+        return bootstrap.main()
     return bootstrap.run(list(request.program))

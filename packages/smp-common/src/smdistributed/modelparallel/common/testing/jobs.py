@@ -23,9 +23,11 @@ from smdistributed.modelparallel.common.launcher.first_failure import (
 )
 from smdistributed.modelparallel.common.testing import fork_client
 
-Launcher = Literal["smprun", "mpirun", "torchrun", "python", "fork"]
+Launcher = Literal["smprun", "mpirun", "torchrun", "python", "fork", "smprun-fork"]
 
 _GRACE_SECONDS = 3.0
+#: Not imported: it is a program.
+_STAND_IN = f"{__package__}.stand_in"
 _SHOWN_LINES = 60
 
 #: How many processes each launcher has been asked for by this one.
@@ -58,7 +60,7 @@ class Job:
         num_ranks: how many; 1 for ``python``.
         program: a script and its arguments.
         env: variables to set, or to unset where the value is None.
-        preload: modules that the server of ``fork`` has imported before.
+        preload: modules that the server of ``fork`` and ``smprun-fork`` has imported before.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class Job:
                 server = fork_client.server_with(tuple(preload))
                 self._processes = server.fork(num_ranks, program, environ, streams)
             else:
+                if launcher == "smprun-fork":
+                    server = fork_client.server_with(tuple(preload))
+                    program = ["-m", _STAND_IN, server.address, *program]
                 self._processes = subprocess.Popen(
                     [*_launch(launcher, num_ranks), *program],
                     env=environ,
@@ -164,7 +169,7 @@ class Job:
 
 
 def _launch(launcher: Launcher, num_ranks: int) -> list[str]:
-    if launcher == "smprun":
+    if launcher in ("smprun", "smprun-fork"):
         package = bootstrap.__name__.rpartition(".")[0]
         return [sys.executable, "-m", package, "-n", str(num_ranks)]
     if launcher == "mpirun":

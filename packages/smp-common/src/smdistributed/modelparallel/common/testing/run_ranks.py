@@ -69,11 +69,13 @@ def run_ranks(
         body: path of a script, or a function at the top level of a module: it is found again by
             the module's file and its name.
         launcher: what starts the processes; ``fork`` stands for torchrun (for ``python`` if there
-            is one) and starts in a fraction of a second, see ``fork_server``.
+            is one) and starts in a fraction of a second, see ``fork_server``; ``smprun-fork`` is
+            smprun with ranks that start so.
         timeout: seconds after which the job is killed.
         env: variables to set, or to unset where the value is None.
         args: arguments of the function (pickled), or of the script (as text).
-        preload: modules that processes of launcher ``fork`` have from their beginning.
+        preload: modules that processes of launchers ``fork`` and ``smprun-fork`` have from their
+            beginning.
 
     Raises:
         RanksFailedError: a process failed, or the job did not end in time.

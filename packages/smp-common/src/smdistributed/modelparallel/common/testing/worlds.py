@@ -66,7 +66,8 @@ class World:
         args: its arguments; they can be pickled.
         launcher: what starts the processes.
         env: variables to set, or to unset where the value is None.
-        preload: modules that processes of launcher ``fork`` have from their beginning.
+        preload: modules that processes of launchers ``fork`` and ``smprun-fork`` have from their
+            beginning.
         settings: arguments of what ``setup`` returned, which can be pickled; worlds that differ in
             these alone are one job.
     """

@@ -63,6 +63,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
 #: later. That is 1% of a step. With two queues in all, streams share them.
 _HARDWARE_QUEUES = "2"
+#: How many operations NCCL's flight recorder keeps: torch walks the stack for each one, a sixth of
+#: what an action costs the host. The former name of the variable comes second.
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 _Kept = TypeVar("_Kept")
@@ -178,6 +181,8 @@ def start(
     settings = configuration.load("pytorch", config)
     # Before anything touches the GPU: CUDA reads it once.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
+    if not any(name in os.environ for name in _FLIGHT_RECORDER):
+        os.environ[_FLIGHT_RECORDER[0]] = "0"
     timeout_seconds = settings.communication_timeout
     # Before any process group exists: the first fake mode imports functions of torch that keep the
     # world's group as a default argument, and with it the connections that `close` must close.
