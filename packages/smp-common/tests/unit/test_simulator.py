@@ -372,11 +372,18 @@ def test_a_measured_timeline_may_start_at_any_time() -> None:
     assert Timeline(((),)).bubble_fraction == 0.0
 
 
-@pytest.mark.parametrize("num_ranks", [64, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_large_plan_is_whole(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "microbatches"),
+    [
+        (64, 64),
+        pytest.param(64, 512, marks=pytest.mark.slow),
+        pytest.param(16, 512, marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_plan_is_whole(num_ranks: int, microbatches: int) -> None:
     graph = chain([index % num_ranks for index in range(64)])
-    timeline = build_schedule(graph, 512, "interleaved", 66)
-    assert sum(map(len, timeline.ranks)) == 2 * 64 * 512
+    timeline = build_schedule(graph, microbatches, "interleaved", 66)
+    assert sum(map(len, timeline.ranks)) == 2 * 64 * microbatches
     assert max(timeline.peak_active_microbatches) <= 66
 
 
