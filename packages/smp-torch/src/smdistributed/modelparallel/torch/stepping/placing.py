@@ -56,7 +56,7 @@ def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> No
     if not wants_v or pinned:
         placement = decided(v_shaped=False)
         if wants_v:
-            _say(runtime, "no V-shaped partition: a checkpoint or the user fixed the partition")
+            _say(runtime, "no V-shaped partition is sought: a checkpoint or the user fixed it")
     elif config.pipeline == "zero_bubble_v":
         placement = decided(v_shaped=True)
     else:
