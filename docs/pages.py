@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from smdistributed.modelparallel.launch.request import arguments as launch_argum
 from smdistributed.modelparallel.torch import nn, optimizers
 from smdistributed.modelparallel.torch.compat import later
 from smdistributed.modelparallel.torch.patches import checkpoint
+from smdistributed.modelparallel.torch.plan.common_schedule import fastest, kinds_of
 
 SOURCES = {
     "torch": Path(str(smp.__file__)).parent,
@@ -50,29 +52,60 @@ def write(folder: Path) -> None:
         "schedule_simple.svg": schedule_picture("simple", visits=1),
         "schedule_interleaved.svg": schedule_picture("interleaved", visits=1),
         "schedule_zero_bubble.svg": schedule_picture("zero_bubble", visits=1),
+        "schedule_zero_bubble_v.svg": schedule_picture("zero_bubble_v", visits=1),
         "schedule_tied.svg": schedule_picture("interleaved", visits=2),
+        "schedule_times.md": schedule_times(),
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def schedule_picture(pipeline: Any, visits: int) -> str:
-    """Draws a schedule of four ranks in a chain, or of two where microbatches come back."""
-    ranks = range(4) if visits == 1 else (0, 1, 0)
-    costs = [1.0] * 4 if visits == 1 else [1.0, 1.5, 0.5]
-    graph = SegmentGraph(
+    """Draws a schedule of four ranks in a chain or a V, or of two where microbatches come back."""
+    graph = pipeline_of(4, pipeline)
+    if visits == 2:
+        costs = (1.0, 1.5, 0.5)
+        segments = (Segment(i, i % 2, costs[i], 2 * costs[i], has_backward=True) for i in range(3))
+        graph = SegmentGraph(tuple(segments), graph.edges[:2], num_ranks=2)
+    (searched,) = kinds_of(pipeline)
+    timeline = build_schedule(graph, 6, searched, active_microbatches=6)
+    title = pipeline if visits == 1 else f"{pipeline}, with tied weights"
+    return report.timeline_svg(timeline, title, in_seconds=False)
+
+
+def schedule_times() -> str:
+    """Compares the times of schedules, with two numbers of active microbatches."""
+    kinds: tuple[Any, ...] = ("interleaved", "zero_bubble", "zero_bubble_v")
+    ends = "", ", P active"
+    header = ["P", "M", "no rank idle", *(f"`{kind}`{end}" for end in ends for kind in kinds)]
+    lines = [header, ["---"] * len(header)]
+    for ranks, microbatches in itertools.product((2, 4, 8), (8, 16)):
+        lines.append([str(ranks), str(microbatches), str(3 * microbatches)])
+        for active, kind in itertools.product((ranks + 2, ranks), kinds):
+            (searched,) = kinds_of(kind)
+            timeline = fastest(pipeline_of(ranks, kind), microbatches, searched, active)
+            lines[-1].append(f"{timeline.makespan:.1f}")
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def pipeline_of(num_ranks: int, kind: str) -> SegmentGraph:
+    """Returns a chain or a V of ranks whose F, I and W take 1."""
+    ranks = list(range(num_ranks))
+    costs = [1.0] * num_ranks
+    if kind == "zero_bubble_v":
+        ranks += ranks[-2::-1]
+        costs = [1.0 if rank == num_ranks - 1 else 0.5 for rank in ranks]
+    halves = kind.startswith("zero_bubble")
+    return SegmentGraph(
         segments=tuple(
             Segment(index, rank, cost, cost, has_backward=True, weight_cost=cost)
-            if pipeline == "zero_bubble"
+            if halves
             else Segment(index, rank, cost, 2 * cost, has_backward=True)
             for index, (rank, cost) in enumerate(zip(ranks, costs, strict=True))
         ),
-        edges=tuple(Edge(i, i + 1, num_bytes=0, has_grad=True) for i in range(len(costs) - 1)),
-        num_ranks=max(ranks) + 1,
+        edges=tuple(Edge(i, i + 1, num_bytes=0, has_grad=True) for i in range(len(ranks) - 1)),
+        num_ranks=num_ranks,
     )
-    timeline = build_schedule(graph, 6, pipeline, active_microbatches=6)
-    title = pipeline if visits == 1 else f"{pipeline}, with tied weights"
-    return report.timeline_svg(timeline, title, in_seconds=False)
 
 
 def compatibility() -> str:

@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--active", type=int, default=0, help="microbatches in flight")
     parser.add_argument(
         "--pipeline",
-        choices=["interleaved", "zero_bubble", "auto", "simple"],
+        choices=["interleaved", "zero_bubble", "zero_bubble_v", "auto", "simple"],
         default="interleaved",
     )
     parser.add_argument("--partition", choices=["stages", "auto"], default="stages")

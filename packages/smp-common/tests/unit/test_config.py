@@ -130,7 +130,8 @@ def test_infinite_clipping_bound_is_accepted() -> None:
         ({"ddp": "true"}, "ddp must be true or false; got 'true' (str)."),
         (
             {"ddp": True, "pipeline": "Simple"},
-            "pipeline must be one of interleaved, simple, zero_bubble, auto; got 'Simple' (str).",
+            "pipeline must be one of interleaved, simple, zero_bubble, zero_bubble_v, auto; "
+            "got 'Simple' (str).",
         ),
         ({"ddp": True, "placement_strategy": "PD"}, "placement_strategy must be one of cluster,"),
         ({"ddp": True, "ddp_dist_backend": "mpi"}, "one of auto, nccl, gloo; got 'mpi' (str)."),
@@ -422,6 +423,15 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             ["auto_partition false needs default_partition"],
         ),
         (
+            {
+                "partitions": 2,
+                "auto_partition": False,
+                "default_partition": 0,
+                "pipeline": "zero_bubble_v",
+            },
+            ["pipeline zero_bubble_v is a partition that the library makes: set auto_partition"],
+        ),
+        (
             {"partitions": 2, "default_partition": 2},
             ["between 0 and partitions - 1", "default_partition 2, partitions 2"],
         ),
@@ -472,7 +482,7 @@ def test_parameters_without_effect_are_warned_about(name: str) -> None:
         _load(given={"partitions": 2, name: _DEFAULTS[name]})
 
 
-@pytest.mark.parametrize("pipeline", ["zero_bubble", "auto"])
+@pytest.mark.parametrize("pipeline", ["zero_bubble", "zero_bubble_v", "auto"])
 def test_our_schedules_are_an_error_under_tensorflow(pipeline: str) -> None:
     assert load("pytorch", {"partitions": 2, "pipeline": pipeline}, {}).pipeline == pipeline
     assert _problem("tensorflow", {"partitions": 2, "pipeline": pipeline}) == (

@@ -21,7 +21,7 @@ def test_one_row_for_each_parameter() -> None:
         "PyTorch",
     ]
     assert by_name["contiguous"][2:6] == ["true or false", "`true`", "TensorFlow", "1.1"]
-    words = "one of interleaved, simple, zero_bubble, auto"
+    words = "one of interleaved, simple, zero_bubble, zero_bubble_v, auto"
     assert by_name["pipeline"][2:5] == [words, "`interleaved`", "both"]
     assert all(all(row) for row in rows)
 

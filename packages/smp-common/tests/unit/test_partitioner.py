@@ -160,6 +160,49 @@ def test_tied_gpt2_has_both_ends_on_the_first_partition() -> None:
     assert assignment.containers == {"": 0, "transformer": 0, "transformer.h": 1}
 
 
+def test_a_v_goes_up_the_partitions_and_comes_back() -> None:
+    assignment = partition(row([1] * 12), 3, 0.5, v_shaped=True)
+    assert partitions(assignment) == [
+        ["u0", "u1", "u10", "u11"],
+        ["u2", "u3", "u8", "u9"],
+        ["u4", "u5", "u6", "u7"],
+    ]
+    assert assignment.compute_shares == (1 / 3,) * 3
+
+
+def test_a_v_has_both_ends_of_tied_gpt2_and_blocks_on_the_first_partition() -> None:
+    assignment = partition(gpt2(24), 4, 0.2, v_shaped=True)
+    assert assignment.units["transformer.wte"] == assignment.units["lm_head"] == 0
+    blocks = [part for name, part in assignment.units.items() if ".h." in name]
+    middle = blocks.index(3)
+    assert blocks[:middle] == sorted(blocks[:middle])
+    assert blocks[middle:] == sorted(blocks[middle:], reverse=True)
+    assert assignment.cost < 0.3
+
+
+def test_a_v_opens_units_that_are_heavy_for_a_piece() -> None:
+    inner = tuple(Unit(f"p{i}", 1, 1, i) for i in range(4))
+    root = flat(Unit("pair", 0, 0, 0, children=inner), Unit("a", 4, 4, 4), Unit("b", 4, 4, 5))
+    assert partitions(partition(root, 2, 0.5)) == [["pair"], ["a", "b"]]
+    v_shaped = partition(root, 2, 0.5, v_shaped=True)
+    assert partitions(v_shaped) == [["p0", "p1", "b"], ["p2", "p3", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        (row([1] * 4), "over 3 ranks has 5 pieces; received a model with 4 parts"),
+        (
+            flat(*(Unit(f"u{i}", 1, 1, i, pinned=1 if i == 3 else None) for i in range(9))),
+            r"places every unit itself; received units pinned to \[1\]",
+        ),
+    ],
+)
+def test_what_allows_no_v_is_refused(root: Unit, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        partition(root, 3, 0.5, v_shaped=True)
+
+
 def test_a_tied_group_moves_to_its_last_unit_where_that_is_better() -> None:
     tied = frozenset({"w"})
     weights = [1.0, 4, 1, 1, 1, 1]

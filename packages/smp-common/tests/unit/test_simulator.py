@@ -107,18 +107,24 @@ def test_each_rank_keeps_to_the_bound(active: int) -> None:
     assert simulate(split_chain(3), timeline.schedule, 6).makespan == timeline.makespan
 
 
-def test_ranks_with_several_segments_have_weight_gradients_too() -> None:
-    ranks = [0, 1, 2, 2, 1, 0]
-    segments = (
-        Segment(index, rank, 0.5, 0.5, True, 100, weight_cost=0.5)
+@pytest.mark.parametrize("microbatches", [8, 16])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_v_has_half_the_bubble_within_the_memory_of_a_chain(
+    num_ranks: int, microbatches: int
+) -> None:
+    ranks = [*range(num_ranks), *range(num_ranks - 2, -1, -1)]
+    segments = tuple(
+        Segment(index, rank, cost, cost, True, round(200 * cost), weight_cost=cost)
         for index, rank in enumerate(ranks)
+        for cost in [1.0 if rank == num_ranks - 1 else 0.5]
     )
-    edges = (Edge(index, index + 1, 8, True) for index in range(len(ranks) - 1))
-    graph = SegmentGraph(tuple(segments), tuple(edges), 3)
-    timeline = build_schedule(graph, 6, "zero_bubble", 3)
-    # Each rank has the ends of a V: it begins sooner than in a chain, which takes 20.
-    assert timeline.makespan < 20
-    assert max(timeline.peak_active_microbatches) <= 3
+    edges = tuple(Edge(index, index + 1, 8, True) for index in range(len(ranks) - 1))
+    graph = SegmentGraph(segments, edges, num_ranks)
+    timeline = build_schedule(graph, microbatches, "zero_bubble", num_ranks)
+    # The last rank begins when a microbatch has gone through half of what the others have.
+    assert timeline.makespan == 3 * microbatches + (num_ranks - 1) / 2
+    assert max(timeline.peak_active_microbatches) <= num_ranks
+    assert max(timeline.peak_activation_bytes) <= 200 * num_ranks
 
 
 def test_only_the_gradients_of_inputs_are_waited_for() -> None:
@@ -366,11 +372,18 @@ def test_a_measured_timeline_may_start_at_any_time() -> None:
     assert Timeline(((),)).bubble_fraction == 0.0
 
 
-@pytest.mark.parametrize("num_ranks", [64, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_large_plan_is_whole(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "microbatches"),
+    [
+        (64, 64),
+        pytest.param(64, 512, marks=pytest.mark.slow),
+        pytest.param(16, 512, marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_plan_is_whole(num_ranks: int, microbatches: int) -> None:
     graph = chain([index % num_ranks for index in range(64)])
-    timeline = build_schedule(graph, 512, "interleaved", 66)
-    assert sum(map(len, timeline.ranks)) == 2 * 64 * 512
+    timeline = build_schedule(graph, microbatches, "interleaved", 66)
+    assert sum(map(len, timeline.ranks)) == 2 * 64 * microbatches
     assert max(timeline.peak_active_microbatches) <= 66
 
 

@@ -40,6 +40,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "one": {"pipeline_parallel_degree": 1},
     "pp2": {"pipeline_parallel_degree": 2},
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+    "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
 }
 WORLDS = {
     name: World(ranks, start, (config,), without_fork(ranks, "fork"), preload=("torch",))
@@ -50,6 +51,9 @@ PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
 #: What does not run with one partition either.
 REFUSED_ALONE = {"control flow of torch"}
+#: Refused by the backward pass of one rank, which ends the step of all, where the leaf is not on
+#: the last rank of a chain: microbatches that run in between change what it saved.
+ENDS_THE_STEP = {"v": {"buffer of a leaf counted in it"}}
 #: Population -> its scripts, by name.
 POPULATIONS = {
     "state": list(PROBES),
@@ -62,7 +66,8 @@ QUICK = {
     *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(STRIDES["uses"])),
-    *(("halves", kind, 1) for kind in ("uses", "layers", "loops")),
+    # Halves are in a V too.
+    *(("v", kind, 1) for kind in ("uses", "layers", "loops")),
 }
 PARTS = [
     pytest.param(
@@ -119,6 +124,7 @@ def test_the_population_is_large_enough() -> None:
 @pytest.mark.parametrize(("world", "kind", "part"), PARTS)
 def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: int) -> None:
     names = POPULATIONS[kind][part :: STRIDES[kind]]
+    names = [name for name in names if name not in ENDS_THE_STEP.get(world, ())]
     ranks = run(worlds, WORLDS[world], TRY[kind], names, timeout=280)
     found = {name: [each[name] for each in ranks] for name in names}
     wrong = {

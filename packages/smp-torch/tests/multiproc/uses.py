@@ -319,6 +319,11 @@ USES = {
         late="x = self.norm(x)",
         body="NET.norm.train(not NET.norm.training)",
     ),
+    "eval of an early layer in the body": Use(
+        init="self.norm = nn.BatchNorm1d(4)",
+        glue="x = self.norm(x)",
+        body="NET.norm.train(not NET.norm.training)",
+    ),
     # State of leaves
     "adapter switched between calls": Use(
         top=_ADAPTER,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -7,9 +8,24 @@ import torch
 from recorded import Recorded
 from torch import nn
 
-from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.planning.partitioner import Unit, partition
+from smdistributed.modelparallel.common.planning.schedule import (
+    Edge,
+    Kind,
+    Schedule,
+    Segment,
+    SegmentGraph,
+)
+from smdistributed.modelparallel.common.planning.simulator import (
+    CostModel,
+    build_schedule,
+    simulate,
+)
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, fastest
 from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.plan.shapes import v_gains
+from smdistributed.modelparallel.torch.plan.statistics import check_statistics
 
 WIDTH = 4
 
@@ -45,7 +61,7 @@ def plans(*dropped: set[int]) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble", "zero_bubble_v"])
 def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
     mixed = plans(set(), {1}, {0, 3}, {1, 2})
     schedule = common_schedule(mixed, 2, pipeline, 4)
@@ -62,7 +78,7 @@ def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
             expected = [each.index for each in plan.segments if each.rank == rank]
             assert forward == expected
             assert backward == [index for index in reversed(expected) if index in plan.backward]
-            assert sorted(halves) == sorted(backward if pipeline == "zero_bubble" else [])
+            assert sorted(halves) == sorted(backward if "zero_bubble" in pipeline else [])
 
 
 def test_halves_are_chosen_where_they_are_faster() -> None:
@@ -76,3 +92,84 @@ def test_halves_are_chosen_where_they_are_faster() -> None:
     for segment in plan.segments:
         segment.weight_flops = 0
     assert kinds(4) == {Kind.FORWARD, Kind.BACKWARD}
+
+
+def test_an_order_is_chosen_that_transfers_do_not_hold_up() -> None:
+    ranks = (0, 1, 0)
+    segments = (
+        Segment(index, rank, cost, cost, has_backward=True, weight_cost=cost)
+        for index, (rank, cost) in enumerate(zip(ranks, (0.5, 1.0, 0.5), strict=True))
+    )
+    edges = tuple(Edge(index, index + 1, num_bytes=0, has_grad=True) for index in range(2))
+    graph = SegmentGraph(tuple(segments), edges, 2)
+    busy = build_schedule(graph, 16, "zero_bubble", 4)
+    assert busy.makespan == 48.5
+    transfers = CostModel(latency=0.02)
+    assert simulate(graph, busy.schedule, 16, transfers).makespan > 49
+    found = fastest(graph, 16, "zero_bubble", 4)
+    assert found.makespan == simulate(graph, found.schedule, 16, transfers).makespan < 48.6
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_partitions", "num_microbatches", "gains"),
+    [
+        ([1] * 16, 4, 8, True),
+        ([1] * 16, 2, 4, True),
+        # What is left of the bubble is less than counted costs are worth.
+        ([1] * 16, 2, 64, False),
+        ([3, 3, 1, 3, 3], 2, 8, True),
+        # The heavy end leaves its rank no second piece, or one that is better elsewhere.
+        ([1, 1, 1, 1, 1, 9], 2, 8, False),
+        ([2, 1, 1], 2, 8, False),
+    ],
+)
+def test_a_v_is_taken_where_it_is_faster(
+    weights: list[int], num_partitions: int, num_microbatches: int, gains: bool
+) -> None:
+    units = tuple(Unit(f"u{place}", w, w, place) for place, w in enumerate(weights))
+    root = Unit("", 0, 0, 0, children=units)
+    shapes = [partition(root, num_partitions, 0.5, v_shaped=v_shaped) for v_shaped in (False, True)]
+    bounds = num_microbatches, num_partitions + 2
+    assert v_gains(shapes[0], shapes[1], *bounds, weight_share=0.9) == gains
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[1](self.norm(self.layers[0](x)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_refused"),
+    [
+        (("F0 F1 B0 B1", "F0 B0 F1 B1"), True),
+        (("F0 B0 F1 B1", "F0 B0 F1 B1"), False),
+        (("F0 I0 F1 I1 W0 W1", "F0 B0 F1 B1"), False),
+    ],
+)
+def test_statistics_that_change_between_two_passes_are_refused(
+    orders: tuple[str, str], is_refused: bool
+) -> None:
+    module = Normed()
+    step = Recorded(module, {"layers.0": 0, "norm": 0, "layers.1": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).sum()
+        step.backward(loss)
+        return loss
+
+    found = []
+    for trains in (False, True):
+        module.norm.train(trains)
+        found.append(step.plan(body, torch.ones(2, WIDTH)))
+    schedule = Schedule.parse(orders)
+    for alike in found:
+        check_statistics([alike, alike], schedule)
+    words = "microbatch 1 changes the state of a BatchNorm1d in norm, which microbatch 0"
+    with pytest.raises(UnsupportedError, match=words) if is_refused else contextlib.nullcontext():
+        check_statistics(found, schedule)

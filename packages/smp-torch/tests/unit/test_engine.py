@@ -24,13 +24,18 @@ from smdistributed.modelparallel.torch.record.ir import NodeKind
 
 WIDTH = 4
 ALTERNATING = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
+LONGER = {f"layers.{index}": index % 2 for index in range(6)}
 HALVES = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
 
 
 class Net(nn.Module):
-    def __init__(self, between: Callable[..., torch.Tensor] = lambda x, first: torch.tanh(x)):
+    def __init__(
+        self,
+        between: Callable[..., torch.Tensor] = lambda x, first: torch.tanh(x),
+        num_layers: int = 4,
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
         self.scale = nn.Parameter(torch.rand(WIDTH))
         self.register_buffer("offset", torch.rand(WIDTH))
         self.between = between
@@ -46,7 +51,7 @@ def recorded(
     partitions: dict[str, int], between: Any = None
 ) -> tuple[Recorded, Callable[..., Any]]:
     torch.manual_seed(0)
-    module = Net(between) if between else Net()
+    module = Net(between, len(partitions)) if between else Net()
     step = Recorded(module, partitions)
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -391,9 +396,32 @@ def test_a_decision_from_inputs_leads_to_one_way_or_another() -> None:
     assert ways == [0, 1, 0, 1]
 
 
+def copied(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made.copy_(x)
+    return made
+
+
+def squeezed(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    return (x[None] * 1).squeeze_(0)
+
+
+@pytest.mark.parametrize("between", [copied, squeezed])
+def test_a_cut_knows_what_an_operation_in_place_made_of_a_tensor(between: Any) -> None:
+    step, body = recorded(HALVES, between)
+    x = torch.randn(3, WIDTH)
+    for plan in (step.plan(body, x), step.plan(body, x)):
+        (value,) = plan.segments[1].inputs
+        assert (value.shape, value.requires_grad) == ((3, WIDTH), True)
+        assert value in plan.with_gradient
+        assert plan.backward == {0, 1}
+
+
 @pytest.mark.parametrize("policy", ["simple", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("between", ["tanh", "skip"])
-@pytest.mark.parametrize("partitions", [HALVES, ALTERNATING], ids=["halves", "alternating"])
+@pytest.mark.parametrize(
+    "partitions", [HALVES, ALTERNATING, LONGER], ids=["halves", "alternating", "longer"]
+)
 def test_every_message_is_sent_once_and_taken_once(
     partitions: dict[str, int], between: str, policy: Any
 ) -> None:
@@ -411,6 +439,7 @@ def test_every_message_is_sent_once_and_taken_once(
         out_of_other = [m for sends in itineraries[other].sends for m in sends if m.target == rank]
         assert [m for posts in itinerary.posts for m in posts] == out_of_other
         needed = [m for needs in itinerary.needs for m in needs]
+        # Also what several segments of a rank read, as the first result in a longer model.
         assert sorted(needed) == sorted(out_of_other)
         assert itinerary.directions == {(0, 1), (1, 0)}
     activations = sum(message.kind is Kind.FORWARD for message in sent)

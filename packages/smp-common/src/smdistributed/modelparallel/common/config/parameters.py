@@ -61,12 +61,14 @@ class Parameters(Settings):
         ),
     ] = 1
     pipeline: Annotated[
-        Literal["interleaved", "simple", "zero_bubble", "auto"],
+        Literal["interleaved", "simple", "zero_bubble", "zero_bubble_v", "auto"],
         Parameter(
             "Schedule. interleaved prefers a backward pass that can run to any forward pass; "
             "simple ends all forward passes first. zero_bubble puts off the gradients of weights "
-            "until their rank would be idle; auto takes it where a simulation says that it is "
-            "faster than interleaved. The last two are extensions of this library, for PyTorch.",
+            "until their rank would be idle; zero_bubble_v does so with a V-shaped partition, in "
+            "which each rank has two pieces of the model; auto takes the one of these and "
+            "interleaved that a simulation says is the fastest. The last three are extensions of "
+            "this library, for PyTorch.",
             since="1.1",
             source=f"{_COMMON}; model-parallel-core-features.md, Pipeline Execution Schedule",
         ),

@@ -47,6 +47,12 @@ RULES = (
         "{default_partition} must be a partition: between 0 and {pipeline_parallel_degree} - 1.",
     ),
     Rule(
+        ("pipeline", "auto_partition"),
+        lambda c: c.pipeline == "zero_bubble_v" and not c.auto_partition,
+        "{pipeline} zero_bubble_v is a partition that the library makes: set {auto_partition} to "
+        "true, or {pipeline} to zero_bubble.",
+    ),
+    Rule(
         ("sharded_data_parallel_degree", "ddp"),
         lambda c: c.sharded_data_parallel_degree > 1 and not c.ddp,
         "{sharded_data_parallel_degree} above 1 needs {ddp}: set it to true.",

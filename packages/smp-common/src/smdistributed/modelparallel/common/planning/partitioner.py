@@ -2,7 +2,8 @@
 
 The model is a tree of units (modules, or the operations of a layer). It is opened from the root
 down; what remains is a sequence in the order of execution, which is cut into contiguous partitions
-so that the heaviest one is as light as possible. Units that share a parameter stay together.
+so that the heaviest one is as light as possible. Units that share a parameter stay together. In a
+V-shaped partition each rank has two pieces of the sequence, the outermost ones the first rank.
 
 Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch
 """
@@ -24,6 +25,7 @@ from smdistributed.modelparallel.common.planning.cost_tree import (
     flatten,
     open_and_group,
 )
+from smdistributed.modelparallel.common.planning.v_shape import VProblem
 
 __all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
 
@@ -110,7 +112,9 @@ class Assignment:
         return tuple(amount / total if total else 0.0 for amount in sums)
 
 
-def partition(root: Unit, num_partitions: int, memory_weight: float) -> Assignment:
+def partition(
+    root: Unit, num_partitions: int, memory_weight: float, *, v_shaped: bool = False
+) -> Assignment:
     """Assigns every unit to a partition.
 
     The largest of ``memory_weight * memory_share + (1 - memory_weight) * compute_share`` over the
@@ -125,8 +129,20 @@ def partition(root: Unit, num_partitions: int, memory_weight: float) -> Assignme
     is pinned, or else with the first unit below it. Every partition gets a unit if there are
     enough; if not, the last ones stay empty.
 
+    A V-shaped partition cuts the sequence into twice as many pieces, of which partition 0 has the
+    first and the last, partition 1 the second and the last but one, and the last partition the two
+    in the middle, which are one piece. The heaviest partition is as light as can be, and the pieces
+    are about even.
+
+    Args:
+        root: of the tree.
+        num_partitions: how many there are.
+        memory_weight: share of memory in the costs, 0 to 1.
+        v_shaped: whether the partitions go up the sequence and come back.
+
     Raises:
-        PartitionError: an argument is out of range, or pins contradict shared parameters.
+        PartitionError: an argument is out of range, or pins contradict shared parameters; a
+            V-shaped partition is to have pins, or has fewer units than pieces.
 
     Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch
     """
@@ -139,8 +155,12 @@ def partition(root: Unit, num_partitions: int, memory_weight: float) -> Assignme
             f"memory_weight is from 0.0 to 1.0; received {memory_weight}: use a value within."
         )
     nodes = flatten(root, num_partitions, memory_weight)
-    groups = open_and_group(nodes, num_partitions)
-    where = _place(groups, num_partitions)
+    if v_shaped:
+        groups = open_and_group(nodes, 2 * num_partitions)
+        where = _place_in_v(groups, num_partitions)
+    else:
+        groups = open_and_group(nodes, num_partitions)
+        where = _place(groups, num_partitions)
     members = sorted((node for group in groups for node in group.nodes), key=lambda n: n.position)
     return Assignment(
         tuple(
@@ -160,10 +180,7 @@ def partition(root: Unit, num_partitions: int, memory_weight: float) -> Assignme
 
 def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int], int]:
     """The partition of every node, by its position."""
-    # Without any cost, a partition is as heavy as its number of groups.
-    loads = {group: group.load for group in groups}
-    if not any(loads.values()):
-        loads = dict.fromkeys(groups, 1)
+    loads = _loads(groups)
     base_loads = [0] * num_partitions
     where = {}
     for group in groups:
@@ -174,21 +191,14 @@ def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int]
     pinned = {group.pin for group in groups}
     unpinned = [part for part in range(num_partitions) if part not in pinned]
     needy = set(unpinned[: len(free)])
-    closed = sorted(
-        (node for group in groups for node in group.nodes if not node.is_open),
-        key=lambda node: node.position,
-    )
-    positions = [node.position for node in closed]
+    crossing = _Crossing(groups)
 
     def problem(last: set[Group]) -> tuple[list[Group], CutProblem]:
         sequence = sorted(free, key=lambda group: group.position(group in last))
-        behind = [bisect_left(positions, group.position(group in last)) - 1 for group in sequence]
         return sequence, CutProblem(
             loads=[loads[group] for group in sequence],
             is_avoided=[not group.has_parameters for group in sequence],
-            crossing_bytes=[
-                round(closed[before].unit.output_bytes) if before >= 0 else 0 for before in behind
-            ],
+            crossing_bytes=[crossing.before(group.position(group in last)) for group in sequence],
             base_loads=base_loads,
             needs_item=[part in needy for part in range(num_partitions)],
         )
@@ -207,3 +217,55 @@ def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int]
         for group in sequence[begin:end]:
             where.update({node.position: part for node in group.nodes})
     return where
+
+
+def _place_in_v(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int], int]:
+    """As ``_place``, for a V-shaped partition."""
+    pinned = sorted({group.pin for group in groups if group.pin is not None})
+    if pinned:
+        raise PartitionError(
+            f"A V-shaped partition places every unit itself; received units pinned to {pinned}: "
+            "pin none, or give one piece to each rank (pipeline zero_bubble)."
+        )
+    num_pieces = 2 * num_partitions - 1
+    if len(groups) < num_pieces:
+        raise PartitionError(
+            f"A V-shaped partition over {num_partitions} ranks has {num_pieces} pieces; received a "
+            f"model with {len(groups)} parts that can lie apart: use fewer ranks, or give one "
+            "piece to each (pipeline zero_bubble)."
+        )
+    loads, crossing = _loads(groups), _Crossing(groups)
+    sequence = sorted(groups, key=lambda group: group.position(at_last=False))
+    problem = VProblem(
+        loads=[loads[group] for group in sequence],
+        is_avoided=[not group.has_parameters for group in sequence],
+        crossing_bytes=[crossing.before(group.position(at_last=False)) for group in sequence],
+        num_ranks=num_partitions,
+    )
+    where = {}
+    for part, (begin, end) in enumerate(problem.cuts()):
+        for group in sequence[begin:end]:
+            where.update({node.position: part for node in group.nodes})
+    return where
+
+
+def _loads(groups: Sequence[Group]) -> dict[Group, int]:
+    """The loads of groups; without any cost, a partition is as heavy as its number of groups."""
+    loads = {group: group.load for group in groups}
+    return loads if any(loads.values()) else dict.fromkeys(groups, 1)
+
+
+class _Crossing:
+    """What crosses a cut of the sequence."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._closed = sorted(
+            (node for group in groups for node in group.nodes if not node.is_open),
+            key=lambda node: node.position,
+        )
+        self._positions = [node.position for node in self._closed]
+
+    def before(self, position: tuple[int, int]) -> int:
+        """Bytes that cross a cut right before a position."""
+        behind = bisect_left(self._positions, position) - 1
+        return round(self._closed[behind].unit.output_bytes) if behind >= 0 else 0

@@ -34,7 +34,7 @@ class Itinerary:
         actions: its actions.
         posts: for each action, the messages whose receives must be posted before it, and were not
             before an earlier one: those that it needs, and what their senders send before those.
-        needs: for each action, the messages that must have arrived.
+        needs: for each action, the messages that must have arrived, and were not needed before.
         sends: for each action, the messages that leave after it.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
         last_forwards: for each action, the microbatches that have no forward pass here after it.
@@ -72,7 +72,13 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
                 if message.target == rank:
                     arrivals.setdefault(source, []).append(message)
     actions = schedule.ranks[rank]
-    needs = [_needs(plans[action.microbatch], action, rank) for action in actions]
+    # Several segments of a rank may read a value: the first of them takes it.
+    taken: set[Message] = set()
+    needs = []
+    for action in actions:
+        coming = _needs(plans[action.microbatch], action, rank)
+        needs.append([message for message in coming if message not in taken])
+        taken.update(coming)
     releases = _releases(plans, actions)
     return Itinerary(
         actions,

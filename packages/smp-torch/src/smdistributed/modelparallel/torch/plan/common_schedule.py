@@ -17,17 +17,28 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.common.planning.simulator import Pipeline, build_schedule
+from smdistributed.modelparallel.common.planning.simulator import (
+    CostModel,
+    Pipeline,
+    Timeline,
+    build_schedule,
+    simulate,
+)
 from smdistributed.modelparallel.torch.plan.segments import Plan
 
+#: What the user may ask for.
+Wish = Pipeline | Literal["zero_bubble_v", "auto"]
+
 #: What a second kind of schedule must take of the time of the first to be chosen.
-_WORTH = 0.99
+WORTH = 0.99
+#: What a transfer is taken to last, of a mean pass.
+_LATENCY = 0.02
 
 
 def common_schedule(
     plans: Sequence[Plan],
     num_ranks: int,
-    pipeline: Pipeline | Literal["auto"],
+    pipeline: Wish,
     active_microbatches: int,
 ) -> Schedule:
     """Orders the actions of a mini-batch.
@@ -35,23 +46,23 @@ def common_schedule(
     Args:
         plans: the plan of each microbatch.
         num_ranks: size of the pipeline.
-        pipeline: which kind of schedule; "auto": zero_bubble where it is faster.
+        pipeline: which kind of schedule; "auto": zero_bubble where it is faster. What is
+            V-shaped is the partition, so "zero_bubble_v" is "zero_bubble" here.
         active_microbatches: how many may be in flight.
 
     Returns:
         Actions whose segments are those of the microbatch's own plan.
     """
     different = list(dict.fromkeys(plans))
-    kinds: list[Pipeline] = ["interleaved", "zero_bubble"] if pipeline == "auto" else [pipeline]
     timelines = []
-    for kind in kinds:
+    for kind in kinds_of(pipeline):
         halves = kind == "zero_bubble"
         graphs = [plan.segment_graph(num_ranks, halves=halves) for plan in different]
         merged, places = _lay_over(graphs)
-        timelines.append(build_schedule(merged, len(plans), kind, active_microbatches))
+        timelines.append(fastest(merged, len(plans), kind, active_microbatches))
     best = min(timelines, key=lambda timeline: timeline.makespan)
     # The costs are counted, not measured, and the halves take a little more than the whole.
-    schedule = (best if best.makespan < _WORTH * timelines[0].makespan else timelines[0]).schedule
+    schedule = (best if best.makespan < WORTH * timelines[0].makespan else timelines[0]).schedule
     segment_at = {
         plan: {position: segment for segment, position in enumerate(place)}
         for plan, place in zip(different, places, strict=True)
@@ -70,6 +81,34 @@ def common_schedule(
             for actions in schedule.ranks
         )
     )
+
+
+def kinds_of(pipeline: Wish) -> list[Pipeline]:
+    """Returns the kinds of schedules that are simulated, the one that must be beaten first."""
+    if pipeline == "auto":
+        return ["interleaved", "zero_bubble"]
+    return ["zero_bubble" if pipeline == "zero_bubble_v" else pipeline]
+
+
+def fastest(
+    graph: SegmentGraph, num_microbatches: int, kind: Pipeline, active_microbatches: int
+) -> Timeline:
+    """Returns the best order of a kind, with the times that it takes if transfers take some.
+
+    An order that keeps all ranks busy if transfers take no time can make every pass wait for one,
+    in a V more than elsewhere; one that was found with transfers in mind may have a larger bubble.
+    """
+    passes = [graph.segments[segment].cost(each) for each, segment in graph.predecessors]
+    ranks = {segment.rank for segment in graph.segments}
+    # Of a pass of all that a rank has, since a V has twice as many passes of half the length.
+    mean = sum(passes) / max(1, 3 * len(ranks))
+    real = CostModel(latency=_LATENCY * mean)
+    found = [
+        build_schedule(graph, num_microbatches, kind, active_microbatches, costs).schedule
+        for costs in ((CostModel(), real) if kind == "zero_bubble" else (CostModel(),))
+    ]
+    timelines = [simulate(graph, each, num_microbatches, real) for each in found]
+    return min(timelines, key=lambda timeline: timeline.makespan)
 
 
 def _lay_over(graphs: Sequence[SegmentGraph]) -> tuple[SegmentGraph, list[list[int]]]:

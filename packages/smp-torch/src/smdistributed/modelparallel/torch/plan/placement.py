@@ -109,6 +109,8 @@ def decide(
     pinned: Mapping[nn.Module, int],
     num_partitions: int,
     memory_weight: float,
+    *,
+    v_shaped: bool = False,
 ) -> Placement:
     """Assigns the modules of a model to partitions.
 
@@ -118,12 +120,15 @@ def decide(
         pinned: modules whose partition the user fixed.
         num_partitions: how many there are.
         memory_weight: share of memory balance in the objective, 0 to 1.
+        v_shaped: whether the partitions go up the model and come back.
 
     Raises:
-        PartitionError: the fixed partitions contradict shared parameters.
+        PartitionError: the fixed partitions contradict shared parameters; the model has too few
+            parts for a V.
     """
     root = _unit(_Tree(fakes, profile, pinned), fakes.model, 0)
-    return Placement(fakes, partition(root, num_partitions, memory_weight))
+    assignment = partition(root, num_partitions, memory_weight, v_shaped=v_shaped)
+    return Placement(fakes, assignment)
 
 
 class _Tree:

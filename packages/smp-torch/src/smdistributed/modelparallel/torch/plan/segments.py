@@ -22,7 +22,7 @@ from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.replicated import sources
 
 #: Cost of a backward pass in forward passes.
-_BACKWARD_FACTOR = 2.0
+BACKWARD_FACTOR = 2.0
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Plan:
                     index=segment.index,
                     rank=segment.rank,
                     forward_cost=cost,
-                    backward_cost=_BACKWARD_FACTOR * cost - later if backward else 0.0,
+                    backward_cost=BACKWARD_FACTOR * cost - later if backward else 0.0,
                     has_backward=backward,
                     weight_cost=later or None,
                 )

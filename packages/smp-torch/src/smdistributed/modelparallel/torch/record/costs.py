@@ -60,6 +60,7 @@ class ModuleProfile:
     Attributes:
         order: position of its first call among all modules.
         flops: floating-point operations of the forward pass, as counted by PyTorch.
+        weight_flops: those of products with a weight.
         activation_bytes: bytes of all tensors that its forward pass makes.
         output_bytes: bytes of the tensors that it returns.
         draws: the random numbers that it draws itself.
@@ -68,6 +69,7 @@ class ModuleProfile:
 
     order: int
     flops: int = 0
+    weight_flops: int = 0
     activation_bytes: int = 0
     output_bytes: int = 0
     draws: Draws = Draws()

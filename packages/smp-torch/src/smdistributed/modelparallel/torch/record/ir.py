@@ -81,15 +81,19 @@ class Value:
         self.index = index
         self.node = node
         self.source = source
-        self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.requires_grad = tensor.requires_grad
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.replicated = node.replicated
         self.is_changed = False
         strides = tensor.stride() if tensor.layout is torch.strided else range(tensor.dim(), 0, -1)
-        self.order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        self.look(tensor.shape, strides, tensor.requires_grad)
+
+    def look(self, shape: Sequence[int], strides: Sequence[int], requires_grad: bool) -> None:
+        """Notes what code can see of the tensor, which an operation in place may have changed."""
+        self.shape = tuple(shape)
+        self.requires_grad = requires_grad
+        self.order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
         self._is_in_order = self.order == tuple(range(len(self.order)))
         self._wire_shape = [self.shape[dim] for dim in self.order]
 

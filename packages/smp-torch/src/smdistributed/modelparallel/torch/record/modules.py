@@ -167,6 +167,7 @@ class ModuleCalls:
         self._stack.append(frame)
         meter = self._meter
         flops, num_bytes, draws = meter.reading()
+        weight_flops = meter.weight_flops
         costs = self.profile.modules.setdefault(
             module, ModuleProfile(order=len(self.profile.modules))
         )
@@ -181,6 +182,7 @@ class ModuleCalls:
         self.current.child_python |= in_python
         costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))
         costs.flops += meter.flops - flops
+        costs.weight_flops += meter.weight_flops - weight_flops
         costs.activation_bytes += meter.bytes - num_bytes
         costs.output_bytes += sum(
             tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)

@@ -159,8 +159,8 @@ class NewCalls:
                 "module that is not split, or return what changes it and do that outside."
             )
         for tensor, before in zip(tensors, looks, strict=True):
-            if isinstance(tensor, FakeTensor) and Looks.of(tensor) != before:
-                entry.is_repeated = True
+            if isinstance(tensor, FakeTensor) and (after := Looks.of(tensor)) != before:
+                entry.looks[id(tensor)] = after
                 now.trace.metadata.setdefault(id(tensor), (tensor, before))
         now.keep_result(entry, result)
         now.add(entry)

@@ -93,6 +93,28 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Looks:
+    """What code can see of a fake."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Looks:
+        """Returns the looks of a tensor."""
+        return Looks(tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Makes a fake look so again."""
+        if tensor.requires_grad and not self.requires_grad and not tensor._is_view():
+            tensor.detach_() if tensor.grad_fn is not None else tensor.requires_grad_(False)
+        if (tuple(tensor.shape), tuple(tensor.stride())) != (self.shape, self.stride):
+            with torch.no_grad():
+                tensor.as_strided_(self.shape, self.stride)
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """One call.
@@ -109,7 +131,8 @@ class Entry:
         is_fixed: the result itself can be given again: nobody can change it.
         outputs: the tensors in the result and where they stand.
         changed: tensors that it changes in place.
-        is_repeated: it changes what a fake looks like, so it is made again on the fakes.
+        looks: by the id of a fake that it changes the looks of, how that looks afterwards; such a
+            call is made again on the fakes.
         draw, flops, weight_flops, region: as in ``Node``.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
@@ -139,7 +162,7 @@ class Entry:
     is_fixed: bool = True
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     changed: list[torch.Tensor] = field(default_factory=list)
-    is_repeated: bool = False
+    looks: dict[int, Looks] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     flops: int = 0
     weight_flops: int = 0
@@ -161,6 +184,11 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.name} in {self.where}" if self.where else self.name or "the end"
+
+    def requires_grad(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of its result requires a gradient right after it."""
+        looks = self.looks.get(id(tensor))
+        return tensor.requires_grad if looks is None else looks.requires_grad
 
 
 @dataclass(eq=False)
@@ -204,25 +232,3 @@ class Trace:
         """Gives fakes the looks that they have at the start of a way."""
         for tensor, looks in self.metadata.values():
             looks.give(tensor)
-
-
-@dataclass(frozen=True)
-class Looks:
-    """What code can see of a fake."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Looks:
-        """Returns the looks of a tensor."""
-        return Looks(tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Makes a fake look so again."""
-        if tensor.requires_grad and not self.requires_grad and not tensor._is_view():
-            tensor.detach_() if tensor.grad_fn is not None else tensor.requires_grad_(False)
-        if (tuple(tensor.shape), tuple(tensor.stride())) != (self.shape, self.stride):
-            with torch.no_grad():
-                tensor.as_strided_(self.shape, self.stride)

@@ -121,7 +121,7 @@ class Values:
             replicated=kind is NodeKind.CALL
             and entry.draw is None
             and all(value.replicated for value in inputs)
-            and not any(tensor.requires_grad for _, tensor in entry.outputs),
+            and not any(entry.requires_grad(tensor) for _, tensor in entry.outputs),
         )
         before = self._change(node, entry.changed)
         for key, (tap, tensor) in entry.inner.items():
@@ -133,7 +133,10 @@ class Values:
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
-                self._bind(tensor, node, source)
+                value = self._bind(tensor, node, source)
+                if looks := entry.looks.get(id(tensor)):
+                    # At this point of a way that is gone again the fake looks as it did before.
+                    value.look(looks.shape, looks.stride, looks.requires_grad)
 
     def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
         return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))

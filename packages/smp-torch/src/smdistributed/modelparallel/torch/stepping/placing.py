@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
+from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -22,7 +25,8 @@ def place_models(runtime: TorchRuntime, costs: Profile) -> None:
         costs: what one microbatch did.
 
     Raises:
-        PartitionError: the partitions that the user fixed contradict each other.
+        PartitionError: the partitions that the user fixed contradict each other, or a model has
+            too few parts for the V-shaped partition that the user asked for.
     """
     for module, each in costs.modules.items():
         if each.opaque:
@@ -40,15 +44,62 @@ def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> No
     pinned = runtime.manual_partitions.of(model.get_module())
     if not config.auto_partition:
         pinned.setdefault(model.get_module(), config.default_partition)
-    placement = decide(
-        holder.fakes,
-        None if config.skip_tracing else costs,
-        holder.fixed_partition or pinned,
-        runtime.topology.pp_size,
-        config.memory_weight,
-    )
+    pinned = holder.fixed_partition or pinned
+    num_partitions = runtime.topology.pp_size
+    wants_v = config.pipeline in ("zero_bubble_v", "auto") and num_partitions > 1
+
+    def decided(*, v_shaped: bool) -> Placement:
+        profile = None if config.skip_tracing else costs
+        weight = config.memory_weight
+        return decide(holder.fakes, profile, pinned, num_partitions, weight, v_shaped=v_shaped)
+
+    if not wants_v or pinned:
+        placement = decided(v_shaped=False)
+        if wants_v:
+            _say(runtime, "no V-shaped partition is sought: a checkpoint or the user fixed it")
+    elif config.pipeline == "zero_bubble_v":
+        placement = decided(v_shaped=True)
+    else:
+        placement = _faster(runtime, model, costs, decided)
     # One decision for the whole job: code that goes through a set has no order of its own.
     assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
     model.place(Placement(holder.fakes, assignment))
+    _say(runtime, partition_text(assignment))
+
+
+def _faster(
+    runtime: TorchRuntime,
+    model: DistributedModel,
+    costs: Profile,
+    decided: Callable[..., Placement],
+) -> Placement:
+    """Returns a V-shaped partition if it is possible and faster, else one piece a rank.
+
+    Args:
+        runtime: the state of the library in this process.
+        model: that is placed.
+        costs: what one microbatch did.
+        decided: the placement, given its shape.
+    """
+    config, whole = runtime.config, costs.modules[model.get_module()]
+    flat = decided(v_shaped=False)
+    try:
+        v_shaped = decided(v_shaped=True)
+    except PartitionError as error:
+        _say(runtime, f"no V-shaped partition: {error}")
+        return flat
+    if v_gains(
+        flat.assignment,
+        v_shaped.assignment,
+        config.microbatches,
+        config.active_microbatches,
+        whole.weight_flops / (whole.flops or 1),
+    ):
+        return v_shaped
+    _say(runtime, "no V-shaped partition: a simulation says that it would not be 1% faster")
+    return flat
+
+
+def _say(runtime: TorchRuntime, line: str) -> None:
     if runtime.rank == 0:
-        logger.info("%s", partition_text(assignment))
+        logger.info("%s", line)
