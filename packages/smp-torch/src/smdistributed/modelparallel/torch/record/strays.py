@@ -158,7 +158,9 @@ def _owner(holder: Any) -> Any:
             if attributes is holder:
                 return each
             # That of a class is shown through a proxy.
-            if isinstance(each, type) and gc.get_referents(attributes) == [holder]:
+            if isinstance(each, type) and any(
+                one is holder for one in gc.get_referents(attributes)
+            ):
                 return each
     return holder
 
