@@ -531,7 +531,7 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need CUDA devices, and on devices those that can use them."""
     install_groups(session, "test")
     install_packages(session, "smp-common", "smp-torch")
-    names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts")
+    names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts", "population")
     files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
 

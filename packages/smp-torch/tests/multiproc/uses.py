@@ -630,16 +630,16 @@ USES = {
     # Random numbers
     "noise in glue": Use(late="x = x + 0 * torch.randn_like(x)"),
     "own generator": Use(
-        top="GENERATOR = torch.Generator()",
+        top="GENERATOR = torch.Generator(torch.get_default_device())",
         body="GENERATOR.manual_seed(3)",
         late="x = x + torch.randn(x.shape, generator=GENERATOR)",
     ),
     "own generator going on": Use(
-        top="GENERATOR = torch.Generator().manual_seed(3)",
+        top="GENERATOR = torch.Generator(torch.get_default_device()).manual_seed(3)",
         late="x = x + torch.randn(x.shape, generator=GENERATOR)",
     ),
     "own generator of a leaf": Use(
-        init="self.third.generator = torch.Generator().manual_seed(3)",
+        init="self.third.generator = torch.Generator(torch.get_default_device()).manual_seed(3)",
         leaf="x = x + torch.randn(x.shape, generator=self.generator) if hasattr(self, 'generator') else x",
     ),
     "seed in the step": Use(late="torch.manual_seed(5); x = x + torch.randn(x.shape)"),
@@ -660,7 +660,7 @@ USES = {
     "NumPy's random array": Use(
         keyed=True,
         body="numpy.random.seed(3)",
-        late="x = x * torch.from_numpy(numpy.random.rand(4).astype(numpy.float32))",
+        late="x = x * torch.from_numpy(numpy.random.rand(4).astype(numpy.float32)).to(x.device)",
     ),
     "Python's random numbers in a leaf": Use(leaf="random.seed(3); x = x * random.random()"),
     "NumPy generator": Use(
