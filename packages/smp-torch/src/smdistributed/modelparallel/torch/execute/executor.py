@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.torch.execute.clock import clock_of
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
 from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Message
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
@@ -65,6 +65,7 @@ class Executor:
         self._itinerary = itinerary
         self._links = links
         self._device = device
+        self._clock = clock_of(device)
         self._frees_cuts = frees_cuts
         self._values = [
             {value.index: value for segment in plan.segments for value in segment.outputs}
@@ -92,7 +93,7 @@ class Executor:
         inputs: Sequence[Sequence[torch.Tensor | None]],
         root_scales: Sequence[Scale],
         enter_pass: Callable[[Kind, int], None],
-    ) -> tuple[list[dict[int, torch.Tensor]], list[tuple[float, float]]]:
+    ) -> tuple[list[dict[int, torch.Tensor]], list[Any]]:
         """Runs one mini-batch.
 
         Args:
@@ -101,23 +102,22 @@ class Executor:
             enter_pass: called before each action with its direction and microbatch.
 
         Returns:
-            For each microbatch, the returned values that this rank made; and when each action
-            started and ended, in seconds of ``time.perf_counter``.
+            For each microbatch, the returned values that this rank made; and what ``timed`` makes
+            times of.
 
         Raises:
             CommError: a peer died or did not take part in time.
         """
         step = _StepState(inputs, root_scales)
         with self._around():
-            times = self._run(step, enter_pass)
+            marks = self._run(step, enter_pass)
         for transfer in step.outgoing:
             transfer.wait()
-        return step.results, times
+        return step.results, marks
 
-    def _run(
-        self, step: _StepState, enter_pass: Callable[[Kind, int], None]
-    ) -> list[tuple[float, float]]:
-        times = []
+    def _run(self, step: _StepState, enter_pass: Callable[[Kind, int], None]) -> list[Any]:
+        marks = []
+        mark = self._clock.mark
         needs = self._itinerary.needs
         # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
         # would hold multiprocessors, so it is posted at the point of need.
@@ -130,18 +130,16 @@ class Executor:
             for message in needs[position]:
                 self._take(step, message)
             enter_pass(action.kind, action.microbatch)
-            start = time.perf_counter()
+            start = mark()
             self._passes[action.kind](step, action)
-            times.append((start, time.perf_counter()))
+            marks.append((start, mark()))
             self._send(step, position)
-        return times
+        return marks
 
-    def timed(self, times: Sequence[tuple[float, float]]) -> list[TimedAction]:
-        """Returns the actions with the times of a run."""
-        return [
-            TimedAction(action, *each)
-            for action, each in zip(self._itinerary.actions, times, strict=True)
-        ]
+    def timed(self, marks: Sequence[Any]) -> list[TimedAction]:
+        """Returns the actions with the times of a run, in seconds since the epoch."""
+        times = iter(self._clock.seconds([mark for pair in marks for mark in pair]))
+        return [TimedAction(action, next(times), next(times)) for action in self._itinerary.actions]
 
     def _post(self, step: _StepState, receives: Sequence[Message]) -> None:
         for message in receives:

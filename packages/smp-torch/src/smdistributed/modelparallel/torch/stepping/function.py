@@ -108,7 +108,8 @@ class StepFunction:
     def timeline(self) -> Timeline:
         """Returns when every action of the last call ran, in seconds from its start.
 
-        Collective: every rank of the PP_GROUP. On a GPU these are the times of submission.
+        Collective: every rank of the PP_GROUP. On a GPU these are the times of the device, which
+        is waited for. Between hosts they are as exact as the clocks of these agree.
 
         Raises:
             SMPError: the function has not run yet, or there is only one partition.

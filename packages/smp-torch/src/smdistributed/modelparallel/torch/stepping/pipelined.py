@@ -83,7 +83,7 @@ class PipelinedStep:
         self._passes = StaticPasses(lockstep, name) if static else lockstep
         self._preparation = Preparation(runtime)
         self.offloading = offloading_of(runtime, name)
-        self._ran: tuple[Executor, list[tuple[float, float]]] | None = None
+        self._ran: tuple[Executor, list[Any]] | None = None
         self._recorder: Recorder | None = None
 
     # ------------------------------------------------------------------ a call
@@ -141,8 +141,8 @@ class PipelinedStep:
         """See ``StepFunction.timeline``."""
         if self._ran is None:
             raise SMPError("the step function has not run yet.")
-        executor, times = self._ran
-        timed = executor.timed(times)
+        executor, marks = self._ran
+        timed = executor.timed(marks)
         ranks = self.runtime.communicator.allgather(timed, CommGroup.PP_GROUP)
         start = min(one.start for actions in ranks for one in actions)
         return Timeline(
@@ -198,13 +198,13 @@ class PipelinedStep:
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(prepared, saving),
             ):
-                results, times = prepared.executor.run(inputs, scales, enter_pass)
+                results, marks = prepared.executor.run(inputs, scales, enter_pass)
         finally:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.
                 for model in models:
                     model.drawing.learn()
-        self._ran = prepared.executor, times
+        self._ran = prepared.executor, marks
         return results
 
     def _offloaded(
