@@ -161,10 +161,12 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether the numbers are the same; what is no number is so everywhere."""
     tensor = tensor.detach()
-    return torch.equal(tensor, copy) or (
-        torch.equal(tensor.isnan(), copy.isnan())
-        and torch.equal(tensor.nan_to_num(), copy.nan_to_num())
-    )
+    if torch.equal(tensor, copy):
+        return True
+    may_be_nan = tensor.is_floating_point() or tensor.is_complex()
+    if not may_be_nan or tensor.shape != copy.shape:
+        return False
+    return torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
 
 
 def _random_like(fake: torch.Tensor) -> torch.Tensor:
