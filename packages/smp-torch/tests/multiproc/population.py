@@ -509,7 +509,7 @@ def probes() -> list[Probe]:
 
 
 def outcome(probe: Probe) -> str:
-    """Runs a probe in this job; returns "exact", why it was refused, or what was wrong."""
+    """Runs a probe in this job; returns what became of it; see ``outcome_of``."""
 
     def between(names: dict[str, Any], net: nn.Module, model: Any, number: int) -> None:
         if probe.moment == "between steps":

@@ -7,6 +7,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.stepping.placing import idle_partitions, kept_whole
 
 WIDTH = 4
 
@@ -67,3 +68,38 @@ def test_shared_parameters_stay_together() -> None:
     assert {placement.partition_of[layer] for layer in module} == {0, 1}
     with pytest.raises(PartitionError):
         Recorded(module, {"0": 0, "3": 1}).place(module, torch.ones(2, WIDTH))
+
+
+class Deciding(nn.Linear):
+    """Does something else for other numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+
+class DecidingBetween(nn.Sequential):
+    """Decides itself, between its modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+            x = x if x.sum() > 0 else -x
+        return x
+
+
+def test_a_model_is_split_around_a_module_that_decides_by_its_input() -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    module = nn.Sequential(layers[0], Deciding(WIDTH, WIDTH), *layers[1:])
+    placement = Recorded(module, {}).place(module, torch.ones(2, WIDTH))
+    assert list(placement.assignment.units.values()) == [0, 0, 1, 1]
+    assert not idle_partitions(placement.assignment)
+
+
+def test_partitions_that_stay_empty_are_named() -> None:
+    module = nn.Sequential(DecidingBetween(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    recorded = Recorded(module, {})
+    profile = recorded.passes(module, torch.ones(2, WIDTH)).profile
+    assert recorded.placement is not None
+    assert idle_partitions(recorded.placement.assignment) == [1]
+    (reason,) = kept_whole(profile)
+    assert reason.startswith("DecidingBetween is kept whole: ")

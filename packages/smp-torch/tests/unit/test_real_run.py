@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.record.real_run import _is_equal
+from smdistributed.modelparallel.torch.record.real_run import _is_equal, run_on_random_numbers
+from smdistributed.modelparallel.torch.record.writes import writes_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -28,3 +31,34 @@ def test_numbers_are_compared_and_what_is_none(
     one: list[float], other: list[float], equal: bool
 ) -> None:
     assert _is_equal(torch.tensor(one), torch.tensor(other)) is equal
+
+
+class Counting(nn.Module):
+    """Writes to one buffer, and to a tensor that it keeps elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("other", torch.zeros(2))
+        self.kept = torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for tensor in (self.count, self.kept):
+            array = tensor.numpy()
+            array += 1
+        return x
+
+
+def test_what_is_written_where_no_operation_shows_it_is_known_and_put_back() -> None:
+    module, mode = Counting(), FakeTensorMode()
+    for name, buffer in list(module.named_buffers()):
+        setattr(module, name, mode.from_tensor(buffer))
+    watched = module.count, module.other, module.kept
+    before = list(map(writes_of, watched))
+    with mode:
+        x = torch.ones(2)
+        result = run_on_random_numbers(Counting.forward, module, (x,), {}, mode)
+    assert result is x
+    changed = [writes_of(each) != state for each, state in zip(watched, before, strict=True)]
+    assert changed == [True, False, True]
+    assert module.kept.tolist() == [0, 0]

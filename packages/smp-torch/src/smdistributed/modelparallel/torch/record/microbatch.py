@@ -165,9 +165,12 @@ class Microbatch:
     def check_known(self, obj: Any, module: nn.Module | None) -> None:
         """Has a module kept whole that has a tensor that no recorded call made."""
         assert self.values is not None
-        if module is not None and any(map(self.values.is_stranger, tensors_in(obj))):
+        strangers = list(filter(self.values.is_stranger, tensors_in(obj)))
+        if module is not None and strangers:
             reason = "it makes a tensor by a call that cannot be recorded"
             self._context.calls.keep_whole(module, reason)
+            for tensor in strangers:
+                self.values.of(tensor)  # the same tensor tells nothing about modules around
 
     def number(self, entry: Entry) -> PendingNumber:
         """Returns what stands for the number in a tensor that is not computed yet."""

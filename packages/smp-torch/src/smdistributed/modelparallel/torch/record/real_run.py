@@ -64,8 +64,9 @@ def run_on_random_numbers(
         past_recording(),
         past_dispatch_modes(),
         torch.random.fork_rng(devices=devices),
-        _real_tensors(module),
+        # First: of a module with real parameters it would put those back too.
         _kept_tensors(module),
+        _real_tensors(module),
     ):
         args, kwargs = map_tensors((args, kwargs), real)
         result = call(module, *args, **kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.partitioner import Assignment
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
@@ -28,15 +29,39 @@ def place_models(runtime: TorchRuntime, costs: Profile) -> None:
         PartitionError: the partitions that the user fixed contradict each other, or a model has
             too few parts for the V-shaped partition that the user asked for.
     """
-    for module, each in costs.modules.items():
-        if each.opaque:
-            logger.info("%s is kept whole: %s", type(module).__name__, each.opaque)
+    reasons = kept_whole(costs)
+    for line in reasons:
+        logger.info("%s", line)
     for model in models_of(runtime):
         if model.get_module() in costs.modules:
             model.drawing.take(costs)
             if not model.partitioned:
                 model.refresh()  # the forward may have replaced modules
                 _place(runtime, model, costs)
+                idle = idle_partitions(model.placement.assignment)
+                if idle and runtime.rank == 0:
+                    logger.warning(
+                        "partitions %s have no module of the model, and their processes wait for "
+                        "the others. %s",
+                        idle,
+                        " ".join(reasons) or "It has fewer parts than there are partitions.",
+                    )
+
+
+def kept_whole(costs: Profile) -> list[str]:
+    """Says which modules cannot be split, and why; modules of one class and reason once."""
+    return list(
+        dict.fromkeys(
+            f"{type(module).__name__} is kept whole: {each.opaque}"
+            for module, each in costs.modules.items()
+            if each.opaque
+        )
+    )
+
+
+def idle_partitions(assignment: Assignment) -> list[int]:
+    """Returns the partitions that have no module."""
+    return sorted({*range(assignment.num_partitions)} - {*assignment.units.values()})
 
 
 def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> None:
