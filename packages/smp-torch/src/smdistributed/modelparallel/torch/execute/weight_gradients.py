@@ -207,6 +207,8 @@ class _Product(torch.autograd.Function):
         # The weight itself, not what it is cast to: gradients of gradients need it. What comes
         # back of it may be a copy, if somebody saves tensors elsewhere.
         ctx.save_for_backward(rows, weight)
+        # Its memory of now, as the layer's own view of it has: it may be given another.
+        ctx.weight = weight.detach()
         ctx.leaves = weight, bias
         ctx.dtype, ctx.is_linear = dtype, is_linear
         if dtype is None:
@@ -226,7 +228,8 @@ class _Product(torch.autograd.Function):
         factors = (gradient.t(), rows) if ctx.is_linear else (rows.t(), gradient)
         result: torch.Tensor | None = None
         if of_rows:
-            used = weight if ctx.dtype is None else weight.to(ctx.dtype)
+            used = weight if torch.is_grad_enabled() else ctx.weight
+            used = used if ctx.dtype is None else used.to(ctx.dtype)
             result = gradient.mm(used if ctx.is_linear else used.t())
         here = _here
         if here is not None and here.is_this_pass and _adds_up(leaf) and _adds_up(bias):

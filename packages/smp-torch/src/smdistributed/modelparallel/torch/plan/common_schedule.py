@@ -13,6 +13,7 @@ from typing import Literal
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
+    Kind,
     Schedule,
     Segment,
     SegmentGraph,
@@ -81,6 +82,23 @@ def common_schedule(
             for actions in schedule.ranks
         )
     )
+
+
+def one_by_one(plans: Sequence[Plan], num_ranks: int) -> Schedule:
+    """Orders the actions of a mini-batch as one process does: no two microbatches overlap.
+
+    Args:
+        plans: the plan of each microbatch.
+        num_ranks: size of the pipeline.
+    """
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for microbatch, plan in enumerate(plans):
+        for segment in plan.segments:
+            ranks[segment.rank].append(Action(Kind.FORWARD, segment.index, microbatch))
+        for segment in reversed(plan.segments):
+            if segment.index in plan.backward:
+                ranks[segment.rank].append(Action(Kind.BACKWARD, segment.index, microbatch))
+    return Schedule(tuple(map(tuple, ranks)))
 
 
 def kinds_of(pipeline: Wish) -> list[Pipeline]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -78,6 +79,17 @@ class Plan:
         return {node.target for node in nodes if node.kind is NodeKind.LEAF} | {
             node.target[0] for node in nodes if node.kind is NodeKind.ATTRIBUTE
         }
+
+    @cached_property
+    def in_turn(self) -> list[str]:
+        """Why microbatches must run one after the other; empty if they may overlap."""
+        return _called_again(self.graph) + [
+            f"of {node.name or 'the model'}, {node.in_turn}"
+            for segment in self.segments
+            if segment.index in self.backward
+            for node in segment.nodes
+            if node.in_turn
+        ]
 
     def inputs_of_rank(self, rank: int) -> set[int]:
         """Returns the positions of the step's tensor arguments that a rank computes with."""
@@ -288,35 +300,44 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
                 )
 
 
-def _check_state(graph: Graph) -> None:
-    """Refuses visits of a module that keeps state in another order than in one process.
-
-    Each segment goes through the microbatches in order; several segments take turns.
-    """
-    stateful: dict[nn.Module, set[str]] = {}
+def _stateful(graph: Graph) -> dict[nn.Module, set[str]]:
+    """Returns the modules that keep state, with the names of what their calls change."""
+    found: dict[nn.Module, set[str]] = {}
     for node in graph.nodes:
         for module, names in node.stateful.items():
-            stateful.setdefault(module, set()).update(names)
-    visits: dict[nn.Module, set[tuple[int, bool]]] = {}
+            found.setdefault(module, set()).update(names)
+    return found
+
+
+def _check_state(graph: Graph) -> None:
+    """Refuses code that reads what a module changes."""
+    stateful = _stateful(graph)
     for node in graph.nodes:
-        for module, flag in zip(node.modules, node.flags, strict=True):
-            if module in stateful:
-                visits.setdefault(module, set()).add((node.segment, flag))
         if node.kind is NodeKind.ATTRIBUTE and node.target[1] in stateful.get(node.target[0], ()):
             raise UnsupportedError(
                 f"{node.name} is changed by the module that has it, and read by code outside it: "
                 "microbatches that are under way would see each other's. Read it between two "
                 "calls of step functions, or put the modules on one partition."
             )
-    for module, found in visits.items():
-        if len(found) > 1:
-            raise UnsupportedError(
-                f"a {type(module).__name__} keeps state that its calls change (buffers, "
-                "attributes), and is called more than once in a microbatch: in several places of "
-                "the pipeline, or training and not. The calls of several microbatches would come "
-                "in another order than in one process. Call it once, or put the modules between "
-                "its calls on its partition."
-            )
+
+
+def _called_again(graph: Graph) -> list[str]:
+    """Returns which modules keep state and are called in several places.
+
+    Each segment goes through the microbatches in order, and several segments take turns.
+    """
+    stateful = _stateful(graph)
+    visits: dict[nn.Module, set[tuple[int, bool]]] = {}
+    for node in graph.nodes:
+        for module, flag in zip(node.modules, node.flags, strict=True):
+            if module in stateful:
+                visits.setdefault(module, set()).add((node.segment, flag))
+    return [
+        f"a {type(module).__name__} keeps state that its calls change (buffers, attributes), and "
+        "is called in several places of the pipeline, or training and not"
+        for module, found in visits.items()
+        if len(found) > 1
+    ]
 
 
 def _check_gradients(graph: Graph) -> None:

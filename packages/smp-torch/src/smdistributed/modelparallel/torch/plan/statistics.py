@@ -11,24 +11,21 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Kind, Schedule
 from smdistributed.modelparallel.torch.plan.segments import Plan
 
 
-def check_statistics(plans: Sequence[Plan], schedule: Schedule) -> None:
-    """Makes sure that no microbatch changes the state of a module between two passes of another.
+def statistics_in_turn(plans: Sequence[Plan], schedule: Schedule) -> list[str]:
+    """Says where a microbatch changes the state of a module between two passes of another.
 
     Args:
         plans: the plan of each microbatch.
         schedule: the order of actions on every rank.
-
-    Raises:
-        UnsupportedError: one would.
     """
     writers = [_writers(plan) for plan in dict.fromkeys(plans)]
     if all(each == writers[0] for each in writers):
-        return
+        return []
+    found: dict[str, None] = {}
     written = set[nn.Module]().union(*writers)
     for actions in schedule.ranks:
         #: (module, microbatch) between the forward and the backward pass.
@@ -44,15 +41,13 @@ def check_statistics(plans: Sequence[Plan], schedule: Schedule) -> None:
                     elif module in node.stateful:
                         for other, earlier in under_way:
                             if other is module and earlier != microbatch:
-                                raise UnsupportedError(
-                                    f"microbatch {microbatch} changes the state of a "
-                                    f"{type(module).__name__} in {node.name}, which microbatch "
-                                    f"{earlier} does not change, but computes its gradients with "
-                                    "afterwards. Let it train for all microbatches of a step, or "
-                                    "for none."
-                                )
+                                found[
+                                    f"a {type(module).__name__} in {node.name} changes its state "
+                                    "for some microbatches, which others compute gradients with"
+                                ] = None
                     elif action.segment in plan.backward:
                         under_way[module, microbatch] = None
+    return list(found)
 
 
 def _writers(plan: Plan) -> set[nn.Module]:

@@ -115,6 +115,8 @@ class LeafAttributes:
         self._state = state
         self._deed = deed
         self._called: dict[nn.Module, dict[Entry, None]] = {}
+        #: What code can see that backward passes will run, by the name of who gave it.
+        self._later: list[tuple[str, Snapshot]] = []
         self._real: dict[tuple[nn.Module, str], Any] = {}
         self._set: set[tuple[nn.Module, str]] = set()
         self._hidden_growth: list[Growth] = []
@@ -163,10 +165,14 @@ class LeafAttributes:
             self._called[leaf] = {}
             state = self._scene.states.get(leaf)
             if state is None or state.differences():
-                self._scene.states[leaf] = Snapshot(leaf.modules(), moved=self._scene.own_tensors)
+                self._scene.states[leaf] = self._scene.seen_by(leaf)
         else:
             self._refuse_difference(leaf)
         self._called[leaf][entry] = None
+
+    def note_function(self, name: str, code: Callable[..., Any]) -> None:
+        """Takes note that code outside of leaves gives a function that a backward pass will run."""
+        self._later.append((name, Snapshot((), [code], moved=self._scene.own_tensors)))
 
     def check(self) -> None:
         """Makes sure that leaves will see what they would have seen when they were called.
@@ -176,6 +182,9 @@ class LeafAttributes:
         """
         for leaf in self._called:
             self._refuse_difference(leaf)
+        for name, state in self._later:
+            if found := state.differences():
+                raise _changed(found[0].holder.path, f"the backward pass of {name}")
         for module, entries in self._entries.items():
             for name, value in entries.items():
                 if vars(module).get(name, _MISSING) is not value and (module, name) not in {
@@ -187,7 +196,7 @@ class LeafAttributes:
     def _refuse_difference(self, leaf: nn.Module) -> None:
         state = self._scene.states[leaf]
         if self.refuse_difference(self._called[leaf], state):
-            self._scene.states[leaf] = Snapshot(leaf.modules(), moved=self._scene.own_tensors)
+            self._scene.states[leaf] = self._scene.seen_by(leaf)
 
     def refuse_difference(
         self, entries: Iterable[Entry], state: Snapshot, apart_from: Collection[int] = ()
@@ -210,11 +219,13 @@ class LeafAttributes:
             return False
         for entry in entries:
             now = before = None
-            # The leaf itself may fail, one way or the other.
+            # The leaf itself may fail, one way or the other. What its backward pass does with
+            # what it sees shows nowhere.
             with contextlib.suppress(Exception):
-                now = self._deed(entry)
-                with as_it_was(found):
-                    before = self._deed(entry)
+                if not entry.runs_backward:
+                    now = self._deed(entry)
+                    with as_it_was(found):
+                        before = self._deed(entry)
             if now is None or before is None or not now.is_like(before):
                 raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
         return True

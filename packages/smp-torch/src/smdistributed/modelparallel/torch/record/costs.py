@@ -15,7 +15,8 @@ from smdistributed.modelparallel.torch.compat.private import (
     TorchDispatchMode,
 )
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
-from smdistributed.modelparallel.torch.record.writes import note_writes
+from smdistributed.modelparallel.torch.record.nested import tensors_in
+from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
 
 #: Activations meet each other in batched products and in attention.
 _OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -117,6 +118,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             note_writes(written)
             self.writes += any(not isinstance(each, FakeTensor) for each in written)
         out = func(*args, **kwargs)
+        if _is_view(func) and not isinstance(args[0], FakeTensor):
+            for each in tensors_in(out):
+                if isinstance(each, FakeTensor):
+                    note_view(each, args[0])
         if func in _WRITING_STATISTICS and args[5]:
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
@@ -138,6 +143,16 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             for each in given if isinstance(given, list | tuple) else (given,):
                 if isinstance(each, torch.Tensor):
                     yield each
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation gives views of its first argument."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    return bool(arguments and returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in (arguments[0], returns[0])
+    )
 
 
 def _may_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -132,6 +132,7 @@ class Node:
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
+        in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
@@ -156,6 +157,7 @@ class Node:
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     stateful: Mapping[nn.Module, set[str]] = field(default_factory=dict)
+    in_turn: str = ""
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False

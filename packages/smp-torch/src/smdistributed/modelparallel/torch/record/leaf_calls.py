@@ -30,9 +30,16 @@ from smdistributed.modelparallel.torch.record.nested import (
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.record.pass_trial import PassTrial
 from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
 from smdistributed.modelparallel.torch.record.taps import call_hooks
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
+from smdistributed.modelparallel.torch.record.turns import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_backward_hooks,
+    keeps_state,
+)
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
 from smdistributed.modelparallel.torch.record.writes import large_arrays_copied
@@ -137,7 +144,7 @@ class LeafCalls:
             values = now.go_live()
             args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
             entry = self._entry(module, args, kwargs)
-            watch = Watch(self._context.meter, module, (args, kwargs))
+            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
             measured = functools.partial(now.call_inside, call, module)
             templates = entry.args, entry.kwargs
             handed = self._handed(entry)
@@ -152,7 +159,7 @@ class LeafCalls:
                 self._complete(entry, run.result, run.changes, handed)
             if alike is not None and alike != run.lines:
                 raise depends_on_others(entry.name, templates)
-            self._scene.settle(entry)
+            self.settle(entry, call)
             now.add(entry)
             self.end(entry)
         return run.result
@@ -210,8 +217,9 @@ class LeafCalls:
             entry = self._entry(module, args, kwargs)
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
-            watch = Watch(self._context.meter, module, (args, kwargs))
+            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
             snapshot = Snapshot(module.modules(), moved=self._scene.own_tensors)
+            possible = len(self._state.possible)
             outer = now.span
             span = Span(module, outer, len(now.new), entry, snapshot, call, before)
             now.span = span
@@ -229,7 +237,7 @@ class LeafCalls:
         with self._state.pausing():
             now.check_known(result, module)
             watch.tell(entry)
-            changes = snapshot.note_changes()
+            changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
             span.outputs = list(tensor_paths(result))
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
             self._complete(entry, result, changes, handed)
@@ -256,27 +264,90 @@ class LeafCalls:
 
     # Aside
 
-    def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
-        """Returns what the call of a leaf does now; None where fakes do not show it."""
+    def settle(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out which state a leaf keeps, and what follows, when it is known to be one."""
+        if entry.asks:
+            self._explore(entry, call)
+        self._scene.settle(entry)
+        self._try_passes(entry, call)
+
+    def _explore(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out what a leaf that decides by an input changes for other numbers."""
+        leaf = entry.target
+        (args, kwargs), _ = self._call_again(call, entry)
+        with self._calls.uncounted(), self._attributes.shown_to(leaf):
+            watch = Watch(self._context.meter, self._state, leaf, ())
+            snapshot = Snapshot(leaf.modules())
+            changes: list[Change] = []
+            # What is not made for random numbers decides by others.
+            with contextlib.suppress(Exception):
+                _, changes = self._calls.on_random_numbers(call, leaf, args, kwargs)
+            entry.changes += [*snapshot.note_changes(), *changes]
+            for growth in snapshot.put_back():
+                growth.remove()
+            watch.tell_state(entry)
+
+    def _try_passes(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out whether the passes of several microbatches may take turns in a leaf."""
+        leaf, now = entry.target, self._now
+        changes = keeps_state(entry.stateful)
+        real = self._scene.real_parameters(leaf)
+        hooks = [
+            (now.fake(parameter), hook) for parameter in real for hook in gradient_hooks(parameter)
+        ]
+        entry.runs_backward |= bool(hooks) or has_backward_hooks(leaf)
+        if any(map(accumulation_hooks, real)):
+            entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
+            return
+        if not (changes or entry.runs_backward):
+            return
+        arguments, again = self._call_again(call, entry)
+        with self._aside(), self._calls.uncounted(), self._attributes.shown_to(leaf):
+            assert now.values is not None
+            watch = Watch(self._context.meter, self._state, leaf, ())
+            trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
+            trial.run(keeps_state=changes)
+            watch.tell_state(entry)
+            entry.in_turn = trial.in_turn
+            if changes and (entry.asks or not self._is_clear()):
+                # The trial shows one of its ways, and of some no backward pass.
+                entry.in_turn = "it keeps state and decides by its input"
+        # What is added to a log stays with the rank.
+        entry.changes = [each for each in trial.changes if each.owner or each.added is None]
+        self._scene.settle(entry)
+
+    def _call_again(
+        self, call: Callable[..., Any], entry: Entry
+    ) -> tuple[tuple[Any, Any], Callable[[], Any]]:
+        """Returns the arguments of a leaf's call, and what makes it again."""
 
         def stand_in(placeholder: Carried | Constant) -> Any:
             if isinstance(placeholder, Constant):
                 return placeholder.tensor
             return placeholder.stand_in()
 
-        leaf, now = entry.target, self._now
         args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), stand_in)
-        again = functools.partial(now.call_inside, call, leaf, *args, **kwargs)
+        again = functools.partial(self._now.call_inside, call, entry.target, *args, **kwargs)
+        return (args, kwargs), again
+
+    def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
+        """Returns what the call of a leaf does now; None where fakes do not show it."""
+        leaf, now = entry.target, self._now
+        _, again = self._call_again(call, entry)
         with self._aside(), self._calls.uncounted(), self._attributes.shown_to(leaf):
             assert now.values is not None
             run = now.leaf_runs.run(now.values, leaf, again)
-            is_clear = not any(each.opaque for each in self._calls.profile.modules.values())
+            is_clear = self._is_clear()
         for growth in run.grown:
             growth.remove()
         if not is_clear:
             return None
         read = [now.constants.given(e) if isinstance(e, Constant) else e for e in run.read]
         return Deed(run.lines, read)
+
+    def _is_clear(self) -> bool:
+        """Whether all modules that were called since it began could run on fakes."""
+        return not any(each.opaque for each in self._calls.profile.modules.values())
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

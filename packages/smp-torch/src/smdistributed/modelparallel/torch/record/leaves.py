@@ -16,6 +16,7 @@ from smdistributed.modelparallel.torch.compat.private import version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.growth import Growth
+from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     fill,
@@ -91,6 +92,21 @@ class LeafRuns:
         """
         self.begin()
         snapshot = Snapshot(module.modules())
+        possible = len(self._state.possible)
+        with self.apart(values) as graph:
+            try:
+                result = call()
+                inner = self.inner_of(module)
+                read = values.read
+            finally:
+                changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
+                grown = snapshot.put_back()
+        lines = [node.line(repr) for node in graph.nodes]
+        return LeafRun(result, inner, changes, self._hooked, grown, lines, read)
+
+    @contextlib.contextmanager
+    def apart(self, values: Values) -> Iterator[Graph]:
+        """Inside, a leaf runs on fakes as if nobody had asked for it; yields what it does."""
         with (
             self._random.kept(),
             python_random_kept(),
@@ -98,15 +114,7 @@ class LeafRuns:
             values.aside() as graph,
             large_arrays_copied(),
         ):
-            try:
-                result = call()
-                inner = self.inner_of(module)
-                read = values.read
-            finally:
-                changes = snapshot.note_changes()
-                grown = snapshot.put_back()
-        lines = [node.line(repr) for node in graph.nodes]
-        return LeafRun(result, inner, changes, self._hooked, grown, lines, read)
+            yield graph
 
     def begin(self) -> None:
         """Starts to collect what inner modules return."""
@@ -187,12 +195,16 @@ class Watch:
 
     Args:
         meter: counts.
+        state: where the run is.
         module: that is called.
         arguments: of the call.
     """
 
-    def __init__(self, meter: Meter, module: nn.Module, arguments: Any) -> None:
+    def __init__(self, meter: Meter, state: RunState, module: nn.Module, arguments: Any) -> None:
         self._meter = meter
+        self._state = state
+        self._noted = state.backward_code, state.gradient_reads
+        self._questions = state.questions
         self._flops = meter.flops, meter.weight_flops
         self._tensors = [(each, writes_of(each)) for each in tensors_in(arguments)]
         self._own = [
@@ -206,6 +218,9 @@ class Watch:
         """Notes it in an entry."""
         entry.flops = self._meter.flops - self._flops[0]
         entry.weight_flops = self._meter.weight_flops - self._flops[1]
+        noted = self._state.backward_code, self._state.gradient_reads
+        entry.runs_backward = noted != self._noted
+        entry.asks = self._state.questions != self._questions
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
         if any(
             each.requires_grad and version_of(each) == version
@@ -216,6 +231,10 @@ class Watch:
                 f"{entry.name} writes to an argument through .data, where autograd does not see "
                 "it: the gradient would depend on the partition. Use an operation on the tensor."
             )
+        self.tell_state(entry)
+
+    def tell_state(self, entry: Entry) -> None:
+        """Notes the parameters and buffers that it writes to in an entry."""
         for inner, name, each, state in self._own:
             if writes_of(each) != state:
                 entry.stateful.setdefault(inner, set()).add(name)

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.record.python_random import python_draws
 from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.undo import Change
 
 #: Stands for the step function itself where the keys of random numbers have a module's name.
 STEP_FUNCTION = "step"
@@ -205,15 +206,24 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         except (UnsupportedError, RuntimeError, NotImplementedError, TypeError) as error:
             # Only fakes fail so; what also fails for real is the user's own error.
-            state.runs_for_real = True
             try:
-                with state.pausing():
-                    result = run_on_random_numbers(call, module, args, kwargs, self._mode)
+                result, changes = self.on_random_numbers(call, module, args, kwargs)
             except UnsupportedError:
                 raise
             except Exception:
                 raise error from None
-            finally:
-                state.runs_for_real = False
+            state.possible += changes
             costs.opaque = f"{type(error).__name__}: {error}"
             return result
+
+    def on_random_numbers(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Change]]:
+        """Calls a module on random numbers; see ``run_on_random_numbers``."""
+        state = self._state
+        state.runs_for_real = True
+        try:
+            with state.pausing():
+                return run_on_random_numbers(call, module, args, kwargs, self._mode)
+        finally:
+            state.runs_for_real = False

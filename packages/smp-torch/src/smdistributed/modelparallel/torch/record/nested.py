@@ -180,7 +180,12 @@ def template(
         return Container(
             skeleton, parts.kind, {key: inner(item) for key, item in parts.items.items()}
         )
-    return obj if isinstance(obj, _CONSTANT_TYPES) else opaque(obj)
+    return obj if isinstance(obj, _CONSTANT_TYPES) or _is_of_module(obj) else opaque(obj)
+
+
+def _is_of_module(obj: Any) -> bool:
+    """Whether an object is a method of a module, which is one wherever it is named."""
+    return isinstance(obj, types.MethodType) and isinstance(obj.__self__, torch.nn.Module)
 
 
 def placeholders(obj: Any, kind: type) -> Iterator[Any]:
@@ -289,6 +294,8 @@ def same(want: Any, got: Any, special: Callable[[Any, Any], bool]) -> bool:
         return bool(want == got)
     if kind is types.FunctionType:
         return _same_function(want, got, special)
+    if kind is types.MethodType and _is_of_module(want):
+        return bool(want == got)
     if kind is functools.partial:
         return same(
             (want.func, want.args, want.keywords), (got.func, got.args, got.keywords), special

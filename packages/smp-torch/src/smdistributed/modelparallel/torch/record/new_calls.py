@@ -181,6 +181,7 @@ class NewCalls:
             answer = now.ask(question)
         else:
             question, answer = given
+        self._state.questions += 1
         entry.kind = EntryKind.QUESTION
         entry.question, entry.answer = question, answer
         result = question.result(answer, self._context.mode, self._context.device)

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.torch.compat.private import (
     version_of,
 )
 from smdistributed.modelparallel.torch.record.nested import map_tensors
-from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.writes import note_writes
 
 
@@ -32,14 +32,17 @@ def run_on_random_numbers(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     mode: FakeTensorMode,
-) -> Any:
-    """Calls a module on random numbers and returns its result as fakes.
+) -> tuple[Any, list[Change]]:
+    """Calls a module on random numbers.
 
     Args:
         call: the real call of a module.
         module: its parameters and buffers are fakes at present.
         args, kwargs: on fakes.
         mode: of the fakes.
+
+    Returns:
+        its result as fakes, and the Python state that it changes for other numbers: put back.
     """
     given: dict[int, torch.Tensor] = {}
 
@@ -68,9 +71,42 @@ def run_on_random_numbers(
         _kept_tensors(module),
         _real_tensors(module),
     ):
-        args, kwargs = map_tensors((args, kwargs), real)
-        result = call(module, *args, **kwargs)
-    return map_tensors(result, fake)
+        on_real = map_tensors((args, kwargs), real)
+        result = call(module, *on_real[0], **on_real[1])
+        changes = [
+            change
+            for other in _OTHERS
+            for change in _changes_for(call, module, map_tensors((args, kwargs), other))
+        ]
+    return map_tensors(result, fake), changes
+
+
+def _changes_for(call: Callable[..., Any], module: nn.Module, arguments: Any) -> list[Change]:
+    snapshot = Snapshot(module.modules())
+    # It may not be made for such numbers; what it has changed until then counts.
+    with contextlib.suppress(Exception):
+        call(module, *arguments[0], **arguments[1])
+    changes = snapshot.note_changes()
+    for growth in snapshot.put_back():
+        growth.remove()
+    return changes
+
+
+def _other(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    def make(fake: torch.Tensor) -> torch.Tensor:
+        tensor = _random_like(fake)
+        return change(tensor) if tensor.is_floating_point() else tensor
+
+    return make
+
+
+#: Numbers for which a module may decide otherwise: large ones of either sign, zeros, none.
+_OTHERS = [
+    _other(lambda tensor: 100 * tensor.abs()),
+    _other(lambda tensor: -100 * tensor.abs()),
+    _other(lambda tensor: 0 * tensor),
+    _other(lambda tensor: tensor * float("nan")),
+]
 
 
 def works_for_real(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -51,6 +51,7 @@ from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.spans import collapsed, leaf_spans
 from smdistributed.modelparallel.torch.record.switches import positions
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Trace, Way
+from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.record.values import Values
 
 #: Questions about a tensor that leave no trace in a computation.
@@ -74,6 +75,12 @@ _UNRECORDED = {
     torch.Tensor.element_size,
     torch.Tensor.__len__,
 }
+
+_HOOKING = {
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+}
+_READING_GRADIENTS = {torch.Tensor.grad.__get__}  # type: ignore[union-attr]
 
 _SWITCHING_GRADIENTS = {
     torch.Tensor.requires_grad_,
@@ -315,9 +322,8 @@ class Recorder(TorchFunctionMode):
         spans = {id(span.entry): span for span in chosen}
         at = opened.at
         everything = [*opened.known, *log]
-        for entry in log:
-            if entry.kind is EntryKind.LEAF:
-                self._scene.settle(entry)
+        for span in done:
+            self._leaves.settle(span.entry, span.call)
         for entry in everything:
             if entry.held and id(entry) in spans:
                 self._leaves.check_held(spans[id(entry)])
@@ -346,6 +352,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._state.paused:
             return func(*args, **kwargs)
+        self._state.backward_code += func in _HOOKING
+        self._state.gradient_reads += func in _READING_GRADIENTS
         if func in _UNRECORDED:
             if args and type(args[0]) is nn.Parameter:
                 args = (self._now.fake(args[0]), *args[1:])
@@ -399,7 +407,12 @@ class Recorder(TorchFunctionMode):
         """Stands in for a call that torch's function modes do not see."""
         if self._state.paused:
             return call(*args, **kwargs)
+        self._state.backward_code += 1
         if not self._state.leaf_depth:
+            function: Any = getattr(call, "__self__", None)
+            if self._state.is_glue and is_code_of_others(function.__module__):
+                given = [each for each in args if not isinstance(each, torch.Tensor)]
+                self._attributes.note_function(name, functools.partial(function.backward, *given))
             entry = self._known.match(EntryKind.CALL, target, args, kwargs)
             if entry is not None:
                 return self._known.answer(entry, lambda: call(*args, **kwargs))

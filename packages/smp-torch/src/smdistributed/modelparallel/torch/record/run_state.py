@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from smdistributed.modelparallel.torch.record.undo import Change
 
 
 @dataclass
@@ -17,6 +19,10 @@ class RunState:
         leaf_depth: how many leaves the run is inside of.
         region: number of the checkpointed call that it is inside of; None outside.
         runs_for_real: a module runs on real tensors at present.
+        possible: what modules that decide by their input change for other numbers.
+        questions: how many about inputs were answered.
+        backward_code: how often code was given that a backward pass will run.
+        gradient_reads: how often a gradient was looked at.
     """
 
     is_open: bool
@@ -25,11 +31,16 @@ class RunState:
     region: int | None = None
     num_regions: int = 0
     runs_for_real: bool = False
+    possible: list[Change] = field(default_factory=list)
+    questions: int = 0
+    backward_code: int = 0
+    gradient_reads: int = 0
 
     def begin(self) -> None:
         """Starts a microbatch."""
         self.paused = self.leaf_depth = self.num_regions = 0
         self.region = None
+        self.possible.clear()
 
     @property
     def is_glue(self) -> bool:

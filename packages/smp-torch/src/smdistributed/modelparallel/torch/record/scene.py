@@ -16,6 +16,7 @@ from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace import Entry, Seen
+from smdistributed.modelparallel.torch.record.turns import gradient_hooks
 from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Place, Snapshot
 
 
@@ -116,6 +117,20 @@ class Scene:
     def inner_of(self, leaf: nn.Module) -> tuple[nn.Module, ...]:
         """Returns a leaf and the modules in it, also one that is not known to be a leaf yet."""
         return self.inner.get(leaf) or tuple(leaf.modules())
+
+    def seen_by(self, leaf: nn.Module) -> Snapshot:
+        """Returns the Python state that a leaf can see, the hooks of its parameters included."""
+        hooks = [hook for each in self.real_parameters(leaf) for hook in gradient_hooks(each)]
+        return Snapshot(leaf.modules(), hooks, moved=self.own_tensors)
+
+    def real_parameters(self, leaf: nn.Module) -> list[torch.Tensor]:
+        """Returns the parameters in a leaf for which fakes stand at present."""
+        return [
+            self.real_of(inner, name)
+            for inner in leaf.modules()
+            for name, fake in inner._parameters.items()
+            if fake is not None
+        ]
 
     def flags_of(self, leaf: nn.Module) -> tuple[bool, ...]:
         """Returns whether each module in a leaf trains."""

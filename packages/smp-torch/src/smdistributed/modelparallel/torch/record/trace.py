@@ -139,6 +139,9 @@ class Entry:
         hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
+        asks: LEAF: it decides by inputs of the step.
+        runs_backward: LEAF: its backward pass runs code of the user's.
+        in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
         refusal: why it can be made only in a module that stays whole; else "".
@@ -171,6 +174,9 @@ class Entry:
     changes: list[Change] = field(default_factory=list)
     hidden: list[tuple[Any, str, torch.Tensor | None]] = field(default_factory=list)
     stateful: dict[nn.Module, set[str]] = field(default_factory=dict)
+    asks: bool = False
+    runs_backward: bool = False
+    in_turn: str = ""
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
     refusal: str = ""

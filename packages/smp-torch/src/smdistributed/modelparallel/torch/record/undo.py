@@ -156,7 +156,9 @@ class Snapshot:
         self._outer = [
             holder
             for holder in self._holders
-            if holder.owner is None or holder.owner.attribute not in _OWN_ATTRIBUTES
+            if holder.owner is None
+            or holder.owner.attribute not in _OWN_ATTRIBUTES
+            or (holder.owner.attribute == "" and holder.owner.module not in self._modules)
         ]
 
     def note_changes(self) -> list[Change]:
@@ -177,6 +179,11 @@ class Snapshot:
     def places(self) -> set[Place]:
         """Returns where all of it is."""
         return {place for holder in self._holders for place in _places(holder)}
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a tensor outside of modules' parameters and buffers was found to have changed."""
+        return any(isinstance(holder.obj, torch.Tensor) for holder, _ in self._changed)
 
     @property
     def changed(self) -> set[int]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from smdistributed.modelparallel.torch.compat.private import (
     FakeTensor,
@@ -28,9 +29,26 @@ SMALL = 1 << 12
 _written: collections.Counter[int] = collections.Counter()
 
 
+#: By memory of a fake that is a view of a real tensor, that of the latter. The reference keeps its
+#: number from being another's.
+_views: dict[int, tuple[StorageWeakRef, int]] = {}
+
+
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Counts a write to each of some tensors."""
-    _written.update(map(_memory_of, tensors))
+    for memory in map(_memory_of, tensors):
+        _written[memory] += 1
+        if memory in _views:
+            _written[_views[memory][1]] += 1
+
+
+def note_view(fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Takes note that a fake, which has memory of its own, is a view of a real tensor."""
+    reference = StorageWeakRef(fake.untyped_storage())  # type: ignore[no-untyped-call]
+    _views[_memory_of(fake)] = reference, _memory_of(real)
+    for memory, (each, _) in list(_views.items()):
+        if each.expired():  # type: ignore[no-untyped-call]
+            del _views[memory]
 
 
 def writes_of(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ other ways on other ranks, which is an error here and not a deadlock later.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
-from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -96,10 +98,21 @@ class CommonOrder:
 
 def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     """Returns the schedule that this rank makes of its plans."""
-    config = runtime.config
-    return common_schedule(
-        plans, runtime.topology.pp_size, config.pipeline, config.active_microbatches
-    )
+    config, num_ranks = runtime.config, runtime.topology.pp_size
+    reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
+    if not reasons:
+        schedule = common_schedule(plans, num_ranks, config.pipeline, config.active_microbatches)
+        reasons = dict.fromkeys(statistics_in_turn(plans, schedule))
+    if reasons:
+        schedule = one_by_one(plans, num_ranks)
+        if runtime.rank == 0:
+            warnings.warn(
+                "the microbatches of a step run one after the other, as in one process, and the "
+                f"partitions wait for each other: {'; '.join(reasons)}. Without such a module "
+                "they overlap.",
+                stacklevel=2,
+            )
+    return schedule
 
 
 def _structure(plans: Plans) -> str:

@@ -13,7 +13,6 @@ from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.plan.segments import Plan
-from smdistributed.modelparallel.torch.plan.statistics import check_statistics
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
 
@@ -60,9 +59,6 @@ class Preparation:
         """Returns what runs a combination of plans. The ranks of a pipeline find the same.
 
         Collective: TP_GROUP; in the first call, on GPUs, WORLD, which makes the communicators.
-
-        Raises:
-            UnsupportedError: a microbatch would change what another one still computes with.
         """
         number, schedule = self._order.of(plans)
         key = plans, number
@@ -83,7 +79,6 @@ class Preparation:
     def _prepare(self, plans: tuple[Plan, ...], schedule: Schedule) -> Prepared:
         runtime = self._runtime
         pp_size = runtime.topology.pp_size
-        check_statistics(plans, schedule)
         itinerary = prepare(plans, schedule, self._pp_rank)
         runtime.links.connect(itinerary.directions | _usual_directions(pp_size))
         executor = Executor(

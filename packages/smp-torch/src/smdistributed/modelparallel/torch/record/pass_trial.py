@@ -1,0 +1,133 @@
+"""Trying out both passes of a leaf on fakes: whether those of several microbatches may take turns.
+
+See ``turns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.record.leaves import LeafRuns
+from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate
+from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
+from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.record.writes import writes_of
+
+
+class PassTrial:
+    """A forward pass, a backward pass, and the next forward pass of a leaf. Leaves no trace.
+
+    Args:
+        state: where the run is.
+        runs: runs leaves.
+        values: what stands for what.
+        leaf: it keeps state, or its backward pass runs code.
+        arguments: of its call.
+        call: makes it.
+        hooks: on the gradients of its parameters, with these.
+
+    Attributes:
+        in_turn: why no other microbatch may run the leaf between its two passes; "" if one may.
+        changes: the Python state that the backward pass changes.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        runs: LeafRuns,
+        values: Values,
+        leaf: nn.Module,
+        arguments: Any,
+        call: Callable[[], Any],
+        hooks: Sequence[tuple[torch.Tensor, Callable[[torch.Tensor], Any]]],
+    ) -> None:
+        self._state = state
+        self._runs = runs
+        self._values = values
+        self._leaf = leaf
+        self._arguments = arguments
+        self._call = call
+        self._hooks = hooks
+        self.in_turn = ""
+        self.changes: list[Change] = []
+
+    def run(self, *, keeps_state: bool) -> None:
+        """Runs the passes.
+
+        Args:
+            keeps_state: the forward pass changes something besides statistics.
+        """
+        before = Snapshot(self._leaf.modules())
+        try:
+            self.in_turn = self._why(before, keeps_state=keeps_state)
+        except Exception as error:
+            # What it does forward has been recorded; a backward pass may not be made for fakes.
+            self.in_turn = f"its passes cannot be tried out ({type(error).__name__}: {error})"
+        finally:
+            before.note_changes()
+            for growth in before.put_back():
+                growth.remove()
+
+    def _why(self, before: Snapshot, *, keeps_state: bool) -> str:
+        state = self._state
+        reads, regions = state.gradient_reads, state.num_regions
+        with self._runs.apart(self._values):
+            result = self._call()
+        computes_again = state.num_regions > regions
+        before.note_changes()
+        writes_forward = before.has_written
+        with state.pausing():
+            kept = KeptTensors(self._arguments, result)
+            between = Snapshot(self._leaf.modules())
+            runs_code, writes_back = self._differentiate(result)
+            self.changes = between.note_changes()
+        if state.gradient_reads > reads:
+            return "its forward pass reads gradients, which the former microbatch has added to"
+        if writes_forward:
+            # Autograd keeps what stands for it on fakes, which nobody writes to.
+            return "its forward pass writes to a tensor that is no parameter and no buffer"
+        if writes_back or between.has_written:
+            return "its backward pass writes to a tensor"
+        if self._reads_what_has_changed(between):
+            return "its backward pass changes what its next forward pass reads"
+        if keeps_state and (runs_code or computes_again):
+            return "its backward pass runs code, which may see what a forward pass has changed"
+        if kept.are_written():
+            return "its next forward pass writes to what its backward pass computes with"
+        return ""
+
+    def _differentiate(self, result: Any) -> tuple[bool, bool]:
+        """Runs the backward pass.
+
+        Returns:
+            whether it runs code that may know of the user's modules, and whether it writes to the
+            leaf's parameters or buffers.
+        """
+        own = [
+            (each, writes_of(each)) for each in (*self._leaf.parameters(), *self._leaf.buffers())
+        ]
+        runs_code = differentiate(self._leaf, self._arguments, result)
+        for parameter, hook in self._hooks:
+            hook(torch.zeros_like(parameter))
+        writes = any(writes_of(each) != number for each, number in own)
+        return runs_code or bool(self._hooks), writes
+
+    def _reads_what_has_changed(self, between: Snapshot) -> bool:
+        """Runs the next forward pass, with what the backward pass has changed and without."""
+        behind = self._runs.run(self._values, self._leaf, self._call)
+        for growth in behind.grown:
+            growth.remove()
+        if not self.changes:
+            return False
+        with self._state.pausing():
+            for growth in between.put_back():
+                growth.remove()
+        ahead = self._runs.run(self._values, self._leaf, self._call)
+        for growth in ahead.grown:
+            growth.remove()
+        return (behind.lines, behind.read) != (ahead.lines, ahead.read)
