@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers``, ``loops`` and ``writes`` generate the scripts. What is refused
-says why; nothing may give other numbers than plain PyTorch. Every run tries a part that goes
-through all of them in strides.
+``population``, ``uses``, ``layers``, ``loops``, ``writes`` and ``order`` generate the scripts. What
+is refused says why; nothing may give other numbers than plain PyTorch. Every run tries a part that
+goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import layers
 import loops
+import order
 import population
 import pytest
 import torch
@@ -27,7 +28,7 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20, "writes": 40}
+STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20, "writes": 40, "order": 60}
 
 
 def start(config: dict[str, object]) -> None:
@@ -61,13 +62,14 @@ POPULATIONS = {
     "layers": list(layers.LAYERS),
     "loops": list(loops.LOOPS),
     "writes": list(writes.WRITES),
+    "order": list(order.ORDER),
 }
 QUICK = {
     *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(STRIDES["uses"])),
     # Halves are in a V too.
-    *(("v", kind, 1) for kind in ("uses", "layers", "loops")),
+    *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
 }
 PARTS = [
     pytest.param(
@@ -105,12 +107,18 @@ def try_writes(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(writes.WRITES[name]) for name in names}
 
 
+def try_order(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers that depend on the order of one process."""
+    return {name: uses.outcome(order.ORDER[name]) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
     "layers": try_layers,
     "loops": try_loops,
     "writes": try_writes,
+    "order": try_order,
 }
 
 
@@ -118,6 +126,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(PROBES) >= 1200
     assert len(layers.LAYERS) >= 240
     assert len(loops.LOOPS) >= 80
+    assert len(order.ORDER) >= 1200
     assert len(POPULATIONS["uses"]) >= 150
 
 
