@@ -383,14 +383,15 @@ def test_what_differs_between_ranks_is_named(difference: str, message: str) -> N
 
 
 class Averaging(nn.Linear):
-    """Changes in place what the call before it multiplied with."""
+    """Changes in place what the call before it multiplied with, and hides it from recordings."""
 
-    average: torch.Tensor | None = None
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.average = nn.Buffer(torch.zeros(sizes[0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.average is None:
-            self.average = torch.zeros_like(x)
-        self.average.mul_(0.9).add_(x.detach(), alpha=0.1)
+        if type(x) is torch.Tensor:
+            self.average.mul_(0.9).add_(x.detach().flatten(0, -2).mean(0), alpha=0.1)
         return super().forward(x) + super().forward(self.average)
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from recorded import Recorded
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from smdistributed.modelparallel.torch.compat.private import past_recording
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
+from smdistributed.modelparallel.torch.record.writes import writes_of
 
 aten = torch.ops.aten
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, WIDTH = 2, 8, 2, 5, 7, 16
@@ -112,3 +115,16 @@ def test_a_step_is_recorded_where_a_formula_refuses() -> None:
         return loss
 
     assert recorded.plan(train, torch.randn(BATCH, QUERIES, WIDTH)).segments
+
+
+def test_fakes_are_written_to_where_real_tensors_would_be() -> None:
+    """The mode of fakes computes with numbers and real tensors for real."""
+    mode, real = FakeTensorMode(allow_non_fake_inputs=True), torch.ones(5000)
+    before = writes_of(real)
+    with mode, Meter(mode):
+        real.mul_(2)
+        torch.add(real, 1, out=real)
+        assert writes_of(real) != before
+        with past_recording():
+            real[:1].add_(1)
+    assert real.sum() == 5001

@@ -47,6 +47,10 @@ def count(module: Any, *args: Any) -> None:
     module.count += 1
 
 
+def keep(module: Any, *args: Any) -> None:
+    module.last = [module.linear.weight.detach() * 2]
+
+
 def write(module: Any, *args: Any) -> None:
     module.scale.data.mul_(2)
 
@@ -70,7 +74,8 @@ CASES = [
     (write_elsewhere, nothing, "its forward pass writes to a tensor that is no parameter"),
     (count, read_count, "its backward pass runs code, which may see what a forward pass"),
     (count, count, "its backward pass runs code, which may see what a forward pass"),
-    (count, nothing, ""),
+    (count, nothing, "its forward pass counts"),
+    (keep, nothing, ""),
     (nothing, count, ""),
     (nothing, write, "its backward pass writes to a tensor"),
     (nothing, write_elsewhere, "its backward pass writes to a tensor"),

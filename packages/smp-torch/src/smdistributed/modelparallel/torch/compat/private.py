@@ -120,6 +120,11 @@ def past_recording() -> Iterator[None]:
         yield
 
 
+def computes_on_fakes() -> bool:
+    """Whether operations go to a mode of fakes at present."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def past_all_modes() -> contextlib.AbstractContextManager[Any]:
     """Does something that no mode of torch sees; costs next to nothing where there is none."""
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
@@ -506,8 +511,10 @@ def _modes() -> None:
     with FakeTensorMode():
         fake = torch.empty(2)
         _expect(isinstance(fake, FakeTensor), "a tensor made in the fake mode is fake")
+        _expect(computes_on_fakes(), "the fake mode is known to be on")
         with past_recording():
             _expect(not isinstance(torch.empty(2), FakeTensor), "a real one can be made inside")
+            _expect(not computes_on_fakes(), "the fake mode is known to be off")
         with past_dispatch_modes():
             _expect(not isinstance(torch.empty(2), FakeTensor), "dispatch modes can be left")
         try:

@@ -12,10 +12,12 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private import (
     FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
+    computes_on_fakes,
 )
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
-from smdistributed.modelparallel.torch.record.nested import tensors_in
+from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
 
 #: Activations meet each other in batched products and in attention.
@@ -91,10 +93,16 @@ class Profile:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what reaches the dispatcher: operations, bytes, draws, changes of real tensors."""
+    """Counts what reaches the dispatcher: operations, bytes, draws, changes of real tensors.
 
-    def __init__(self) -> None:
+    Args:
+        mode: of the fakes; None without any. With it, real tensors are not written to: fakes of
+            them are.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
         self.flops = 0
         #: Those of products of two matrices: of layers that multiply with a weight.
         self.weight_flops = 0
@@ -116,7 +124,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             written = list(_written(func, args, kwargs))
             note_writes(written)
-            self.writes += any(not isinstance(each, FakeTensor) for each in written)
+            if any(not isinstance(each, FakeTensor) for each in written):
+                self.writes += 1
+                # The mode of fakes computes for real with numbers and real tensors.
+                args, kwargs = map_tensors((tuple(args), dict(kwargs)), self._fake)
         out = func(*args, **kwargs)
         if _is_view(func) and not isinstance(args[0], FakeTensor):
             for each in tensors_in(out):
@@ -133,6 +144,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._mode is None or isinstance(tensor, FakeTensor) or not computes_on_fakes():
+            return tensor
+        fake = self._mode.from_tensor(tensor)
+        note_view(fake, tensor)
+        return fake
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -5,12 +5,14 @@ See ``turns``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.record.holders import MISSING
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate
@@ -55,6 +57,8 @@ class PassTrial:
         self._hooks = hooks
         self.in_turn = ""
         self.changes: list[Change] = []
+        #: What the next forward pass changes.
+        self._next: list[Change] = []
 
     def run(self, *, keeps_state: bool) -> None:
         """Runs the passes.
@@ -99,6 +103,8 @@ class PassTrial:
             return "its backward pass runs code, which may see what a forward pass has changed"
         if kept.are_written():
             return "its next forward pass writes to what its backward pass computes with"
+        if any(not _is_of_tensors(each.now) for each in self._next):
+            return "its forward pass counts, or changes other values that it may decide by"
         return ""
 
     def _differentiate(self, result: Any) -> tuple[bool, bool]:
@@ -120,6 +126,7 @@ class PassTrial:
     def _reads_what_has_changed(self, between: Snapshot) -> bool:
         """Runs the next forward pass, with what the backward pass has changed and without."""
         behind = self._runs.run(self._values, self._leaf, self._call)
+        self._next = behind.changes
         for growth in behind.grown:
             growth.remove()
         if not self.changes:
@@ -131,3 +138,13 @@ class PassTrial:
         for growth in ahead.grown:
             growth.remove()
         return (behind.lines, behind.read) != (ahead.lines, ahead.read)
+
+
+def _is_of_tensors(obj: Any, depth: int = 4) -> bool:
+    """Whether there are tensors in an object, and containers of tensors, and no other values."""
+    if obj is None or obj is MISSING or isinstance(obj, torch.Tensor):
+        return True
+    if isinstance(obj, Mapping):
+        obj = tuple(obj.values())
+    is_container = depth > 0 and isinstance(obj, list | tuple | set | collections.deque)
+    return is_container and all(_is_of_tensors(each, depth - 1) for each in obj)

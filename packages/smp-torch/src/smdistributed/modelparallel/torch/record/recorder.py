@@ -108,7 +108,7 @@ class Recorder(TorchFunctionMode):
         number_ways: Callable[[], int],
     ) -> None:
         super().__init__()
-        meter, state = Meter(), RunState(bool(scene.open))
+        meter, state = Meter(mode), RunState(bool(scene.open))
         self._scene = scene
         self._state = state
         self._calls = ModuleCalls(scene, state, mode, meter)
