@@ -57,8 +57,9 @@ def test_what_is_written_where_no_operation_shows_it_is_known_and_put_back() -> 
     before = list(map(writes_of, watched))
     with mode:
         x = torch.ones(2)
-        result = run_on_random_numbers(Counting.forward, module, (x,), {}, mode)
+        result, changes = run_on_random_numbers(Counting.forward, module, (x,), {}, mode)
     assert result is x
+    assert {change.path for change in changes} == {"Counting.kept"}
     changed = [writes_of(each) != state for each, state in zip(watched, before, strict=True)]
     assert changed == [True, False, True]
     assert module.kept.tolist() == [0, 0]

@@ -306,7 +306,7 @@ class LeafCalls:
             assert now.values is not None
             watch = Watch(self._context.meter, self._state, leaf, ())
             trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
-            trial.run(keeps_state=changes)
+            trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
             entry.in_turn = trial.in_turn
             if changes and (entry.asks or not self._is_clear()):

@@ -14,7 +14,6 @@ from smdistributed.modelparallel.torch.compat.private import (
     FakeTensor,
     inside_transform,
     past_recording,
-    version_of,
 )
 from smdistributed.modelparallel.torch.record.microbatch import (
     Context,
@@ -84,6 +83,9 @@ class NewCalls:
                 "seeded, for a tensor that is not computed yet. Draw a new tensor "
                 "(torch.rand(shape)), or inside a module that stays whole."
             )
+        if not tensors_in((args, kwargs)) and "device" not in kwargs:
+            # A default device is a mode too, and not asked below.
+            kwargs = {**kwargs, **_default_device()}
         with past_recording():
             return func(*args, **kwargs)
 
@@ -91,7 +93,7 @@ class NewCalls:
         self, name: str, call: Callable[[], Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
         """Makes a call on tensors that no step computes: it is Python, like a number's."""
-        versions = [version_of(tensor) for tensor in tensors]
+        states = [writes_of(tensor) for tensor in tensors]
         span = self._now.span
         with past_recording():
             before = [tensor.clone() for tensor in tensors] if span is not None else []
@@ -99,7 +101,7 @@ class NewCalls:
             if torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(result)):
                 raise UnsupportedError(not_of_the_model(f"{name} in {self._context.calls.where()}"))
         for position, tensor in enumerate(tensors):
-            if version_of(tensor) != versions[position]:
+            if writes_of(tensor) != states[position]:
                 outer = span
                 while outer is not None:
                     outer.written.append((tensor, before[position]))
@@ -196,6 +198,11 @@ class NewCalls:
         entry.outputs = [((), tensor.detach())]
         self._now.add(entry)
         return self._now.number(entry)
+
+
+def _default_device() -> dict[str, torch.device]:
+    device = torch.get_default_device()
+    return {} if device.type == "cpu" else {"device": device}
 
 
 def _holds_arrays(obj: Any) -> bool:

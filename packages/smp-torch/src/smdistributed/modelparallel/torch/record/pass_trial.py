@@ -60,15 +60,16 @@ class PassTrial:
         #: What the next forward pass changes.
         self._next: list[Change] = []
 
-    def run(self, *, keeps_state: bool) -> None:
+    def run(self, *, keeps_state: bool, runs_code: bool) -> None:
         """Runs the passes.
 
         Args:
             keeps_state: the forward pass changes something besides statistics.
+            runs_code: the backward pass runs hooks, or functions that are written in Python.
         """
         before = Snapshot(self._leaf.modules())
         try:
-            self.in_turn = self._why(before, keeps_state=keeps_state)
+            self.in_turn = self._why(before, keeps_state=keeps_state, runs_code=runs_code)
         except Exception as error:
             # What it does forward has been recorded; a backward pass may not be made for fakes.
             self.in_turn = f"its passes cannot be tried out ({type(error).__name__}: {error})"
@@ -77,7 +78,7 @@ class PassTrial:
             for growth in before.put_back():
                 growth.remove()
 
-    def _why(self, before: Snapshot, *, keeps_state: bool) -> str:
+    def _why(self, before: Snapshot, *, keeps_state: bool, runs_code: bool) -> str:
         state = self._state
         reads, regions = state.gradient_reads, state.num_regions
         with self._runs.apart(self._values):
@@ -88,7 +89,7 @@ class PassTrial:
         with state.pausing():
             kept = KeptTensors(self._arguments, result)
             between = Snapshot(self._leaf.modules())
-            runs_code, writes_back = self._differentiate(result)
+            writes_back = self._differentiate(result)
             self.changes = between.note_changes()
         if state.gradient_reads > reads:
             return "its forward pass reads gradients, which the former microbatch has added to"
@@ -107,21 +108,15 @@ class PassTrial:
             return "its forward pass counts, or changes other values that it may decide by"
         return ""
 
-    def _differentiate(self, result: Any) -> tuple[bool, bool]:
-        """Runs the backward pass.
-
-        Returns:
-            whether it runs code that may know of the user's modules, and whether it writes to the
-            leaf's parameters or buffers.
-        """
+    def _differentiate(self, result: Any) -> bool:
+        """Runs the backward pass; returns whether it writes to the leaf's parameters or buffers."""
         own = [
             (each, writes_of(each)) for each in (*self._leaf.parameters(), *self._leaf.buffers())
         ]
-        runs_code = differentiate(self._leaf, self._arguments, result)
+        differentiate(self._leaf, self._arguments, result)
         for parameter, hook in self._hooks:
             hook(torch.zeros_like(parameter))
-        writes = any(writes_of(each) != number for each, number in own)
-        return runs_code or bool(self._hooks), writes
+        return any(writes_of(each) != number for each, number in own)
 
     def _reads_what_has_changed(self, between: Snapshot) -> bool:
         """Runs the next forward pass, with what the backward pass has changed and without."""

@@ -82,7 +82,9 @@ def run_on_random_numbers(
 
 
 def _changes_for(call: Callable[..., Any], module: nn.Module, arguments: Any) -> list[Change]:
-    snapshot = Snapshot(module.modules())
+    # What it writes to parameters and buffers is found in the end.
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    snapshot = Snapshot(module.modules(), moved=own)
     # It may not be made for such numbers; what it has changed until then counts.
     with contextlib.suppress(Exception):
         call(module, *arguments[0], **arguments[1])

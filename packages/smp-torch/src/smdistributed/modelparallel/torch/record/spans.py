@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private import past_recording
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.nested import Path
@@ -64,7 +65,7 @@ class Span:
         """Puts back what the call changed."""
         for growth in self.snapshot.put_back():
             growth.remove()
-        with torch.no_grad():
+        with past_recording(), torch.no_grad():
             for tensor, before in reversed(self.written):
                 tensor.copy_(before)
 

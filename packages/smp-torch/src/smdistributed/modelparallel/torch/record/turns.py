@@ -10,7 +10,6 @@ pass runs code, is tried out on fakes: forward, backward, forward again.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -48,32 +47,15 @@ def is_code_of_others(module: str) -> bool:
     return module.partition(".")[0] not in _PACKAGES
 
 
-def differentiate(module: nn.Module, arguments: Any, result: Any) -> bool:
-    """Runs the backward pass of a call that was made on fakes.
-
-    Returns:
-        whether it ran code that may know of the user's modules.
-    """
+def differentiate(module: nn.Module, arguments: Any, result: Any) -> None:
+    """Runs the backward pass of a call that was made on fakes."""
     outputs = [each for each in tensors_in(result) if each.requires_grad]
     inputs = [each for each in (*tensors_in(arguments), *module.parameters()) if each.requires_grad]
-    seen = False
-
-    def see(frame: types.FrameType, event: str, argument: Any) -> None:
-        nonlocal seen
-        if event == "call" and is_code_of_others(frame.f_globals.get("__name__", "")):
-            seen = True
-
     if outputs and inputs:
         starts = [torch.ones_like(each) for each in outputs]
-        former = sys.getprofile()
         # In this thread, where the modes of fakes and the listener are.
         with torch.autograd.set_multithreading_enabled(False):
-            sys.setprofile(see)
-            try:
-                torch.autograd.grad(outputs, inputs, starts, retain_graph=True, allow_unused=True)
-            finally:
-                sys.setprofile(former)
-    return seen
+            torch.autograd.grad(outputs, inputs, starts, retain_graph=True, allow_unused=True)
 
 
 class KeptTensors:
