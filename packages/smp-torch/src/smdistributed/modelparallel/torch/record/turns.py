@@ -10,13 +10,16 @@ pass runs code, is tried out on fakes: forward, backward, forward again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import hooks_after_accumulation
+from smdistributed.modelparallel.torch.compat.private import (
+    hooks_after_accumulation,
+    past_function_modes,
+)
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.writes import writes_of
 
@@ -108,15 +111,18 @@ def has_backward_hooks(leaf: nn.Module) -> bool:
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Returns the user's hooks on the gradient of a parameter."""
-    hooks = (tensor._backward_hooks or {}).values()
-    return [each for each in hooks if is_code_of_others(_module_of(each))]
+    with past_function_modes():
+        return _of_others((tensor._backward_hooks or {}).values())
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Returns the user's hooks that run when a gradient has been added to a parameter's."""
-    return [
-        each for each in hooks_after_accumulation(tensor) if is_code_of_others(_module_of(each))
-    ]
+    with past_function_modes():
+        return _of_others(hooks_after_accumulation(tensor))
+
+
+def _of_others(hooks: Iterable[Callable[[torch.Tensor], Any]]) -> list[Callable[..., Any]]:
+    return [each for each in hooks if is_code_of_others(_module_of(each))]
 
 
 def _module_of(function: Any) -> str:

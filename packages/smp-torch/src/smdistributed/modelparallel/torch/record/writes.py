@@ -44,6 +44,8 @@ def note_writes(tensors: Iterable[torch.Tensor]) -> None:
 
 def note_view(fake: torch.Tensor, real: torch.Tensor) -> None:
     """Takes note that a fake, which has memory of its own, is a view of a real tensor."""
+    if fake.layout is not torch.strided or real.layout is not torch.strided:
+        return
     reference = StorageWeakRef(fake.untyped_storage())  # type: ignore[no-untyped-call]
     _views[_memory_of(fake)] = reference, _memory_of(real)
     for memory, (each, _) in list(_views.items()):
