@@ -10,6 +10,7 @@ import torch
 from recorded import Recorded
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.nested import same, template
 from smdistributed.modelparallel.torch.record.turns import KeptTensors, keeps_state
 
@@ -170,3 +171,34 @@ def test_methods_of_modules_are_constants() -> None:
     assert same(kept, {"call": module.extra_repr}, lambda one, other: False)
     assert not same(kept, {"call": module.requires_grad_}, lambda one, other: False)
     assert not same(kept, {"call": nn.Linear(2, 2).extra_repr}, lambda one, other: False)
+
+
+class Rewriting(nn.Linear):
+    """Writes to what its former call was given."""
+
+    given: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.given is not None:
+            self.given.data.mul_(2)
+        self.given = x.detach()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_a_layer_called_again_may_not_write_to_activations_unseen(num_calls: int) -> None:
+    layer = Rewriting(WIDTH, WIDTH)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(first, *[layer] * num_calls, last)
+    step = Recorded(module, {"0": 0, "1": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).sum()
+        step.backward(loss)
+        return loss
+
+    if num_calls == 1:
+        assert step.plan(body, torch.ones(2, WIDTH)).in_turn
+    else:
+        with pytest.raises(UnsupportedError, match="earlier call was given"):
+            step.plan(body, torch.ones(2, WIDTH))

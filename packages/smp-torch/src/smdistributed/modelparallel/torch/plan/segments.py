@@ -7,6 +7,7 @@ pass of a segment is one call of autograd.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -183,6 +184,7 @@ def cut(
         ]
     _check_in_place(graph, readers, returned)
     _check_state(graph)
+    _check_rewrites(graph)
     _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
     return Plan(graph, segments, readers, with_gradient, backward)
@@ -318,6 +320,22 @@ def _check_state(graph: Graph) -> None:
                 f"{node.name} is changed by the module that has it, and read by code outside it: "
                 "microbatches that are under way would see each other's. Read it between two "
                 "calls of step functions, or put the modules on one partition."
+            )
+
+
+def _check_rewrites(graph: Graph) -> None:
+    """Refuses writes to an activation, unseen by autograd, by a later call in its microbatch.
+
+    What made the activation may lie on another partition, and computes its gradient with a copy.
+    """
+    calls = collections.Counter(node.target for node in graph.nodes if node.kind is NodeKind.LEAF)
+    for node in graph.nodes:
+        if node.rewrites and calls[node.target] > 1:
+            raise UnsupportedError(
+                f"{node.name} is called more than once in a microbatch, and may write to what an "
+                "earlier call was given, through .data, where autograd does not see it (it does "
+                "so, or it keeps state and decides by its input): the gradient would depend on "
+                "the partition. Keep a copy (x.detach().clone()), or let it keep no state."
             )
 
 

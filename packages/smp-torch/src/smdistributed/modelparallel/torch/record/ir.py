@@ -132,6 +132,7 @@ class Node:
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
+        rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
@@ -158,6 +159,7 @@ class Node:
     flags: tuple[bool, ...] = ()
     stateful: Mapping[nn.Module, set[str]] = field(default_factory=dict)
     in_turn: str = ""
+    rewrites: bool = False
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False

@@ -308,10 +308,11 @@ class LeafCalls:
             trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
             trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
-            entry.in_turn = trial.in_turn
+            entry.in_turn, entry.rewrites = trial.in_turn, trial.rewrites
             if changes and (entry.asks or not self._is_clear()):
                 # The trial shows one of its ways, and of some no backward pass.
                 entry.in_turn = "it keeps state and decides by its input"
+                entry.rewrites = True
         # What is added to a log stays with the rank.
         entry.changes = [each for each in trial.changes if each.owner or each.added is None]
         self._scene.settle(entry)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private import version_of
 from smdistributed.modelparallel.torch.record.holders import MISSING
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
+from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
@@ -36,6 +38,8 @@ class PassTrial:
     Attributes:
         in_turn: why no other microbatch may run the leaf between its two passes; "" if one may.
         changes: the Python state that the backward pass changes.
+        rewrites: the next forward pass writes to what this one was given, where autograd does not
+            see it.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class PassTrial:
         self._hooks = hooks
         self.in_turn = ""
         self.changes: list[Change] = []
+        self.rewrites = False
         #: What the next forward pass changes.
         self._next: list[Change] = []
 
@@ -120,8 +125,12 @@ class PassTrial:
 
     def _reads_what_has_changed(self, between: Snapshot) -> bool:
         """Runs the next forward pass, with what the backward pass has changed and without."""
+        given = [(each, writes_of(each)) for each in tensors_in(self._arguments)]
         behind = self._runs.run(self._values, self._leaf, self._call)
         self._next = behind.changes
+        self.rewrites = any(
+            writes_of(each) != state and version_of(each) == state[0] for each, state in given
+        )
         for growth in behind.grown:
             growth.remove()
         if not self.changes:

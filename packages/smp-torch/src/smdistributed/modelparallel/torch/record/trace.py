@@ -141,6 +141,7 @@ class Entry:
             that it changes.
         asks: LEAF: it decides by inputs of the step.
         runs_backward: LEAF: its backward pass runs code of the user's.
+        rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
@@ -177,6 +178,7 @@ class Entry:
     asks: bool = False
     runs_backward: bool = False
     in_turn: str = ""
+    rewrites: bool = False
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
     refusal: str = ""

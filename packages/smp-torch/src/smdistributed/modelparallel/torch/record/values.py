@@ -118,6 +118,7 @@ class Values:
             weight_flops=entry.weight_flops,
             stateful=entry.stateful,
             in_turn=entry.in_turn,
+            rewrites=entry.rewrites,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=kind is NodeKind.CALL
             and entry.draw is None
