@@ -38,7 +38,6 @@ def environment() -> tuple[str | None, str | None]:
     return os.environ.get("A"), os.environ.get("B")
 
 
-LAUNCHERS = pytest.mark.parametrize("launcher", ["smprun", "mpirun"])
 WITH_COPIES = pytest.mark.parametrize("launcher", ["smprun", "mpirun", "smprun-fork"])
 
 
@@ -65,7 +64,7 @@ def test_the_first_failing_ranks_traceback_is_raised(launcher: Launcher) -> None
     assert raised.value.outcome.exit_code == 1
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", ["smprun", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_no_process_survives_the_time(launcher: Launcher, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="no end within 10 s"):
         run_ranks(2, pid_and_stop, launcher=launcher, timeout=10, args=[str(tmp_path)])

@@ -140,7 +140,8 @@ FAILURES = [
     ("launcher", "body", "args", "words"),
     [
         *(("fork", *each) for each in FAILURES),
-        *(("smprun", *FAILURES[number]) for number in (0, 4, 5, 6)),
+        *(("smprun", *FAILURES[number]) for number in (0, 5)),
+        *(pytest.param("smprun", *FAILURES[number], marks=pytest.mark.slow) for number in (4, 6)),
         # What ends a process ends what stands in for it, and the other way round.
         *(("smprun-fork", *FAILURES[number]) for number in (5, 6)),
     ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +123,7 @@ class Record:
         buffers: at the end, those on this rank.
         num_elements: of the parameters on this rank.
         visits: the rank of each segment of the forward pass; empty with one partition.
+        in_turn: why microbatches run one after the other, as rank 0 is told; "" if they overlap.
         failure: why there is no more.
     """
 
@@ -129,6 +131,7 @@ class Record:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     num_elements: int = 0
     visits: list[int] = field(default_factory=list)
+    in_turn: str = ""
     split: dict[str, Piece] = field(default_factory=dict)
     parts: Parts | None = None
     failure: Failure | None = None
@@ -238,7 +241,10 @@ def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     _seed(1)
     for batch in batches[:-1]:
         optimizer.zero_grad()
-        results = train(model, batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = train(model, batch)
+        record.in_turn = record.in_turn or _reason_of_turns(caught)
         gradients = {
             name: None if parameter.grad is None else parameter.grad.clone()
             for name, parameter in model.local_named_parameters()
@@ -251,6 +257,12 @@ def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     with torch.no_grad():
         record.steps.append(Step(evaluate(model, batches[-1])))
     record.buffers = {name: buffer.clone() for name, buffer in model.local_named_buffers()}
+
+
+def _reason_of_turns(caught: Sequence[warnings.WarningMessage]) -> str:
+    """Returns what the library says of microbatches that do not overlap."""
+    told = [str(each.message) for each in caught]
+    return next((each for each in told if "run one after the other" in each), "")
 
 
 def _check_applicable(variant: Variant, config: Any, batch: Batch) -> None:

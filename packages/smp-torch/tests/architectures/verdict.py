@@ -81,7 +81,7 @@ def judge(reference: Record, ranks: Sequence[Record]) -> Verdict:
     kind = Kind.WRONG if comparison.complaints else Kind.EXACT
     return Verdict(
         kind,
-        "; ".join(comparison.complaints[:1]),
+        "; ".join(comparison.complaints[:1]) or _line(ranks[0].in_turn),
         "\n".join(comparison.complaints),
         visits,
         comparison.largest,

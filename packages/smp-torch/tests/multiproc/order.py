@@ -189,6 +189,18 @@ _CODE = {
         "self.register_full_backward_hook(lambda m, given, made: None if m.later(made[0]) is None else tuple(each if each is None else m.later(each) for each in given))",
         "pass",
     ),
+    "hook of a node": (
+        "pass",
+        "x = x * 1; x.requires_grad and x.grad_fn.register_prehook(lambda g: None if self.later(g[0]) is None else (self.later(g[0]),))",
+    ),
+    "later hook of a node": (
+        "pass",
+        "x = x * 1; x.requires_grad and x.grad_fn.register_hook(lambda made, g: None if self.later(made[0]) is None else (self.later(made[0]), *made[1:]))",
+    ),
+    "hook of what is kept": (
+        "pass",
+        "with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t if self.later(t) is None else self.later(t)): x = x * x",
+    ),
     "checkpoint": (
         "pass",
         "x = checkpoint(lambda x: torch.tanh(x if self.later(x) is None else self.later(x)), x, use_reentrant=False)",

@@ -187,9 +187,8 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
 @pytest.mark.parametrize(
     ("world", "ways"),
     [
-        ("one", ["whole_wrapped", "late_blocks"]),
         ("pp2", list(WAYS)),
-        pytest.param("one", list(WAYS), marks=pytest.mark.slow, id="one-all"),
+        pytest.param("one", list(WAYS), marks=pytest.mark.slow),
     ],
 )
 def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str, ways: list[str]) -> None:

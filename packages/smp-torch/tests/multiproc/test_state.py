@@ -235,8 +235,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def case_optimizers() -> None:
-    for make in OPTIMIZERS.values():
-        for second in (SECOND, ()):  # the second rank has nothing
+    for number, make in enumerate(OPTIMIZERS.values()):
+        for second in (SECOND, ()) if number == 0 else (SECOND,):  # the second rank has nothing
             model = build(second)
             net = copy.deepcopy(model.get_module())
             optimizer = smp.DistributedOptimizer(make(model.parameters()))

@@ -114,6 +114,16 @@ def test_a_change_after_the_context_is_an_error() -> None:
         delayed.fill(layer.weight, CPU)
 
 
+def test_a_default_device_is_of_no_account() -> None:
+    delayed = DelayedParameters()
+    with torch.device(CPU), delayed.delaying():
+        layer = nn.Linear(WIDTH, WIDTH)
+    with torch.device("meta"):
+        delayed.fill(layer.weight, CPU)
+    assert layer.weight.device == CPU
+    assert layer.weight.detach().abs().sum() > 0
+
+
 def test_a_source_that_changed_is_an_error() -> None:
     delayed = DelayedParameters()
     source = torch.ones(WIDTH, WIDTH)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from smdistributed.modelparallel.torch.compat.private import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
 from smdistributed.modelparallel.torch.record.writes import writes_of

@@ -34,18 +34,21 @@ def test_numbers_are_compared_and_what_is_none(
 
 
 class Counting(nn.Module):
-    """Writes to one buffer, and to a tensor that it keeps elsewhere."""
+    """Writes to a buffer and to a tensor kept elsewhere; a parameter gets other memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(2))
         self.register_buffer("other", torch.zeros(2))
         self.kept = torch.zeros(2)
+        self.weight = nn.Parameter(torch.ones(2))
+        self.bias = nn.Parameter(torch.ones(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for tensor in (self.count, self.kept):
             array = tensor.numpy()
             array += 1
+        self.weight.data = self.weight.data * 2
         return x
 
 
@@ -53,7 +56,10 @@ def test_what_is_written_where_no_operation_shows_it_is_known_and_put_back() -> 
     module, mode = Counting(), FakeTensorMode()
     for name, buffer in list(module.named_buffers()):
         setattr(module, name, mode.from_tensor(buffer))
-    watched = module.count, module.other, module.kept
+    for name, parameter in list(module.named_parameters()):
+        module._parameters[name] = mode.from_tensor(parameter)  # type: ignore[assignment]
+    assert isinstance(module.weight, nn.Parameter)
+    watched = module.count, module.other, module.kept, module.weight, module.bias
     before = list(map(writes_of, watched))
     with mode:
         x = torch.ones(2)
@@ -61,5 +67,29 @@ def test_what_is_written_where_no_operation_shows_it_is_known_and_put_back() -> 
     assert result is x
     assert {change.path for change in changes} == {"Counting.kept"}
     changed = [writes_of(each) != state for each, state in zip(watched, before, strict=True)]
-    assert changed == [True, False, True]
+    assert changed == [True, False, True, True, False]
     assert module.kept.tolist() == [0, 0]
+
+
+class Noting(nn.Module):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(float(x.sum()))
+        return x
+
+
+def test_every_rank_tries_the_same_numbers() -> None:
+    module, mode = Noting(), FakeTensorMode()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        with mode:
+            run_on_random_numbers(Noting.forward, module, (torch.ones(3),), {}, mode)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert len(module.seen) == 2
+    assert len(set(module.seen)) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,9 @@ from recorded import Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.nested import same, template
-from smdistributed.modelparallel.torch.record.turns import KeptTensors, keeps_state
+from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate, keeps_state
 
 WIDTH = 4
 
@@ -26,6 +29,7 @@ class Counting(nn.Module):
         self.register_buffer("scale", torch.ones(WIDTH))
         self.plain = torch.ones(WIDTH)
         self.count = 0
+        self.log: list[Any] = []
         self._before = [before]
         self._later = [later]
 
@@ -52,6 +56,10 @@ def keep(module: Any, *args: Any) -> None:
     module.last = [module.linear.weight.detach() * 2]
 
 
+def grow(module: Any, *args: Any) -> None:
+    module.log.append(None)
+
+
 def write(module: Any, *args: Any) -> None:
     module.scale.data.mul_(2)
 
@@ -76,12 +84,18 @@ CASES = [
     (count, read_count, "its backward pass runs code, which may see what a forward pass"),
     (count, count, "its backward pass runs code, which may see what a forward pass"),
     (count, nothing, "its forward pass counts"),
+    (grow, nothing, "its forward pass counts"),
     (keep, nothing, ""),
     (nothing, count, ""),
     (nothing, write, "its backward pass writes to a tensor"),
     (nothing, write_elsewhere, "its backward pass writes to a tensor"),
     (read_gradient, nothing, "its forward pass reads gradients"),
 ]
+
+
+def reason_of(plan: Plan, layer: nn.Module) -> str:
+    (found,) = [each.in_turn for each in plan.graph.nodes if each.target is layer]
+    return found
 
 
 @pytest.mark.parametrize(("before", "later", "reason"), CASES)
@@ -98,15 +112,149 @@ def test_layers_whose_passes_depend_on_their_order_are_found(
         return loss
 
     plan = step.plan(body, torch.ones(2, WIDTH))
-    found = [each.in_turn for each in plan.graph.nodes if each.target is layer]
-    assert len(found) == 1
-    assert found[0].startswith(reason)
-    assert bool(found[0]) is bool(reason)
+    found = reason_of(plan, layer)
+    assert found.startswith(reason)
+    assert bool(found) is bool(reason)
     assert bool(plan.in_turn) is bool(reason)
     # Nothing of the trial is left.
     assert layer.count == 0
     assert layer.plain.tolist() == [1] * WIDTH
     assert layer.scale.tolist() == [1] * WIDTH
+
+
+def hook_of_a_node(x: torch.Tensor, later: Callable[[Any], Any]) -> torch.Tensor:
+    x = x * 1
+    assert x.grad_fn is not None
+    x.grad_fn.register_prehook(lambda given: (later(given[0]),))
+    return x
+
+
+def later_hook_of_a_node(x: torch.Tensor, later: Callable[[Any], Any]) -> torch.Tensor:
+    x = x * 1
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(lambda made, _: (later(made[0]), *made[1:]))
+    return x
+
+
+def hook_of_what_is_kept(x: torch.Tensor, later: Callable[[Any], Any]) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, later):
+        return x * x
+
+
+class Hooked(nn.Linear):
+    """A layer whose backward pass runs code that no hook of a tensor or a module shows."""
+
+    def __init__(self, way: Callable[..., torch.Tensor], forward: bool, later: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.last = [torch.ones(WIDTH)]
+        self.count = 0
+        self._way = [way]
+        self._changes = forward, later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._changes[0]:
+            self.last = [x.detach()]
+        return super().forward(self._way[0](x, self.later)) * (1 + self.count)
+
+    def later(self, given: torch.Tensor) -> torch.Tensor:
+        if self._changes[1]:
+            self.count += 1
+        return given * self.last[0]
+
+
+@pytest.mark.parametrize("way", [hook_of_a_node, later_hook_of_a_node, hook_of_what_is_kept])
+@pytest.mark.parametrize(
+    ("forward", "later", "reason"),
+    [
+        (True, False, "its backward pass runs code, which may see what a forward pass"),
+        (False, True, "its backward pass changes what its next forward pass reads"),
+    ],
+)
+def test_code_is_found_by_whatever_way_it_comes_into_a_backward_pass(
+    way: Any, forward: bool, later: bool, reason: str
+) -> None:
+    layer = Hooked(way, forward, later)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH))
+    step = Recorded(module, {"0": 0, "1": 0, "2": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).sum()
+        step.backward(loss)
+        return loss
+
+    assert reason_of(step.plan(body, torch.ones(2, WIDTH)), layer).startswith(reason)
+    assert layer.count == 0
+
+
+def test_packages_collect_nothing_in_a_trial() -> None:
+    seen: list[nn.Module] = []
+
+    def collect(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        seen.append(module)
+
+    collect.__module__ = pytest.__name__
+    tried, plain = Hooked(hook_of_a_node, True, False), nn.Linear(WIDTH, WIDTH)
+    for each in (tried, plain):
+        each.register_forward_hook(collect)
+    step = Recorded(nn.Sequential(plain, tried, nn.Linear(WIDTH, WIDTH)), {"0": 0, "1": 0, "2": 1})
+    plan = step.plan(lambda x: step.module(x).sum(), torch.ones(2, WIDTH))
+    assert reason_of(plan, tried)
+    assert not reason_of(plan, plain)
+    assert seen.count(tried) == seen.count(plain) > 0
+
+
+class Finder:
+    """What packages put before Python's own finders of modules."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def find_spec(self, name: str, *args: Any) -> None:
+        self.names.append(name)
+
+
+def test_finders_of_imports_are_no_code_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {"__name__": "torch.first_use"}
+    exec("def hook(gradient):\n    import colorsys", namespace)
+    finder = Finder()
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    module, x = nn.Linear(WIDTH, WIDTH), torch.ones(1, WIDTH)
+    result = module(x)
+    result.register_hook(namespace["hook"])
+    assert not differentiate(module, x, result)
+    assert finder.names == ["colorsys"]
+    result.register_hook(lambda gradient: None)
+    assert differentiate(module, x, result)
+
+
+def test_what_is_collected_is_no_code_of_a_backward_pass() -> None:
+    """It would be there on one rank, and not on another."""
+    collections = []
+
+    def collect(*args: Any) -> None:
+        collections.append(args)
+
+    layer = Counting(write, nothing)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH))
+    step = Recorded(module, {"0": 0, "1": 0, "2": 1})
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = module(x).sum()
+        step.backward(loss)
+        return loss
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collect)
+    gc.set_threshold(1)
+    try:
+        plan = step.plan(body, torch.ones(2, WIDTH))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collect)
+    assert collections
+    assert reason_of(plan, layer).startswith("its next forward pass writes")
+    assert gc.isenabled()
 
 
 def test_statistics_alone_are_no_reason() -> None:
@@ -178,9 +326,14 @@ class Rewriting(nn.Linear):
 
     given: torch.Tensor | None = None
 
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.plain = torch.ones(1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.given is not None:
             self.given.data.mul_(2)
+            self.plain.data.mul_(2)
         self.given = x.detach()
         return super().forward(x)
 

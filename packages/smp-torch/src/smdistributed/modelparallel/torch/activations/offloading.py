@@ -35,7 +35,7 @@ from smdistributed.modelparallel.torch.activations.copies import (
 )
 from smdistributed.modelparallel.torch.activations.horizon import Horizon, Pass, Region
 from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
     checkpointing_replaced,

@@ -21,13 +21,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     TorchDispatchMode,
     past_dispatch_modes,
     past_function_modes,
     pytree,
-    storage_of,
 )
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 
 #: Tensors up to this many elements are made at once: constructors read values from small ones.
 _SMALL = 1024
@@ -57,7 +57,9 @@ class _View:
     offset: int
 
     def of(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+        # Where the memory is, whatever the script's default device is.
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.distributed import (
     all_gather_into,
     reduce_scatter_into,
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 
 
 class ShapesOfFakes:

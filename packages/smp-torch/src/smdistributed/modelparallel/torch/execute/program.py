@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.weight_gradients import that_can_wait
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
@@ -148,6 +150,8 @@ class Program:
         drawing: Callable[..., contextlib.AbstractContextManager[None]],
     ) -> None:
         self._device = device
+        leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
+        self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
         self._names: dict[str, Any] = {
             "torch": torch,
             "drawing": drawing,
@@ -259,7 +263,10 @@ class Program:
         arguments += [f"{key}={self._expression(item)}" for key, item in node.kwargs.items()]
         seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
         if node.kind is NodeKind.LEAF:
-            seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r}): "
+            seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r})"
+            if node.decides:
+                seeded += f", {self._constant(self._known_changes(node))}"
+            seeded += ": "
         target, results = self._constant(that_can_wait(node.target)), "result"
         if node.taps:
             target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
@@ -280,6 +287,12 @@ class Program:
             given = "".join(f", v{each.index}" for each in values)
             lines.append(f"checked({node.name!r}, {self._constant(values)}{given})")
         return lines
+
+    def _known_changes(self, node: Node) -> known_changes:
+        is_last = node.target not in self._called_again and not any(
+            value.requires_grad for value in node.outputs
+        )
+        return known_changes(node.name, node.target, node.stateful, is_last=is_last)
 
     def _constant(self, obj: Any) -> str:
         name = self._constants.setdefault(id(obj), f"c{len(self._constants)}")

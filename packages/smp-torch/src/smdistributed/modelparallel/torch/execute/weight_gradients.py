@@ -27,13 +27,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.backward import (
     backward_pass_id,
     hooks_after_accumulation,
     hooks_on_gradient,
-    is_watched,
-    version_of,
 )
+from smdistributed.modelparallel.torch.compat.private.modes import is_watched
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
 _linear = torch.nn.functional.linear
 _addmm = torch.addmm

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import GradBucket, gradient_buckets
+from smdistributed.modelparallel.torch.compat.private.distributed import (
+    GradBucket,
+    gradient_buckets,
+)
 
 
 class Bucket:

@@ -20,7 +20,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.compat.private import work_of
+from smdistributed.modelparallel.torch.compat.private.tensors import work_of
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, held

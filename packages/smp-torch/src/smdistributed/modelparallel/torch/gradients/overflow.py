@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.compat.private import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 Found = dict[torch.device, torch.Tensor]

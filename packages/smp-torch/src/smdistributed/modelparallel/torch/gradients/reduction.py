@@ -32,11 +32,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
-    GradBucket,
-    is_future,
-    when_backward_ends,
-)
+from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
+from smdistributed.modelparallel.torch.compat.private.distributed import GradBucket, is_future
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas

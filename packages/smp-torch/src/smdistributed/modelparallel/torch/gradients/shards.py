@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
-from smdistributed.modelparallel.torch.compat.private import is_in_backward, when_backward_ends
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    is_in_backward,
+    when_backward_ends,
+)
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas, ReplicasOfSlices
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel, ShardingOptions

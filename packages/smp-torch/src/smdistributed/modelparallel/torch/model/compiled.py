@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.compiled import (
     compile_like,
     compiled_call,
     forget_compiled,

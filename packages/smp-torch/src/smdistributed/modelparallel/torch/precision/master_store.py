@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import copy_all
+from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.sharding.parameter import block_of, gradient_here, held
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.compat.private import multiply_all, norms_of_all
+from smdistributed.modelparallel.torch.compat.private.tensors import multiply_all, norms_of_all
 from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks, speaks_for
 from smdistributed.modelparallel.torch.precision import fused_update
 from smdistributed.modelparallel.torch.precision.casting import half_type

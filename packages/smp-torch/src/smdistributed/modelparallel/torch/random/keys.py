@@ -28,13 +28,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
     checkpointing_replaced,
-    past_all_modes,
-    past_transforms,
 )
+from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes, past_transforms
 
 #: Of a draw: the module's name, the number of its call, the number of the draw in that.
 _Key = tuple[str, int, int]

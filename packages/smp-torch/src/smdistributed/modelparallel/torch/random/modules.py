@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.compiled import (
     AroundCompiled,
     is_compiled_in_place,
-    without_function_modes,
 )
+from smdistributed.modelparallel.torch.compat.private.modes import without_function_modes
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, StepRandom
 from smdistributed.modelparallel.torch.record.costs import Draws
 from smdistributed.modelparallel.torch.record.python_random import python_draws

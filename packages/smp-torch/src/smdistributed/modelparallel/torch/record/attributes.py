@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.nested import same
 from smdistributed.modelparallel.torch.record.run_state import RunState

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import past_recording, version_of
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.trace import Constant
 
 #: Up to this many elements a copy costs less than a refusal.

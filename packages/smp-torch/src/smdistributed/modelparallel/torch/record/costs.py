@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,

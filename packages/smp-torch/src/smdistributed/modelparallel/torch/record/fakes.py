@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 
 #: (module, name of a parameter or buffer in it)
 Slot = tuple[nn.Module, str]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smdistributed.modelparallel.torch.compat.private import flop_registry
+from smdistributed.modelparallel.torch.compat.private.modes import flop_registry
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 
 logger = logging.getLogger(__name__)

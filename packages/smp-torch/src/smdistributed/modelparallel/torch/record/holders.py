@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.record.writes import SMALL, writes_of
 
 MISSING = object()

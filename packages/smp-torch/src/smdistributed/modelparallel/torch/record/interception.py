@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
-    checkpointing_replaced,
-    past_recording,
-    run_eagerly,
-)
+from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_replaced
+from smdistributed.modelparallel.torch.compat.private.compiled import run_eagerly
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )
+from smdistributed.modelparallel.torch.record.turns import is_code_of_others, module_of
 
 
 class Listener(Protocol):
@@ -45,6 +45,9 @@ class Listener(Protocol):
 
     def checkpointed(self) -> contextlib.AbstractContextManager[None]:
         """Stands around the call of a function whose activations are not to be kept."""
+
+    def note_backward_code(self) -> None:
+        """Hears of code of the user's that will run in a backward pass."""
 
 
 @contextlib.contextmanager
@@ -94,6 +97,7 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             run_eagerly(list(modules)),
             transformers_as_in_a_real_run(),
             _checkpoints_seen(listener),
+            _saved_tensors_hooks_seen(listener),
             _real_tensors_from_memory(),
         ):
             yield
@@ -122,6 +126,23 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
 
     with checkpointing_replaced(lambda *_: (around, reentrant)):
         yield
+
+
+@contextlib.contextmanager
+def _saved_tensors_hooks_seen(listener: Listener) -> Iterator[None]:
+    """Tells of hooks on what autograd keeps: they run in the backward pass."""
+    enter = saved_tensors_hooks.__enter__
+
+    def tell_and_enter(self: saved_tensors_hooks) -> None:
+        if any(map(is_code_of_others, map(module_of, (self.pack_hook, self.unpack_hook)))):
+            listener.note_backward_code()
+        enter(self)
+
+    saved_tensors_hooks.__enter__ = tell_and_enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -132,6 +132,7 @@ class Node:
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
+        decides: LEAF: it decides by numbers that fakes do not have.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         values: LEAF: by path, the numbers and texts that it returns.
@@ -158,6 +159,7 @@ class Node:
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     stateful: Mapping[nn.Module, set[str]] = field(default_factory=dict)
+    decides: bool = False
     in_turn: str = ""
     rewrites: bool = False
     values: dict[Path, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.carried import (
     Carried,
     Contents,

@@ -32,7 +32,7 @@ from smdistributed.modelparallel.torch.record.nested import (
 )
 from smdistributed.modelparallel.torch.record.pass_trial import PassTrial
 from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
-from smdistributed.modelparallel.torch.record.taps import call_hooks
+from smdistributed.modelparallel.torch.record.taps import call_hooks, hooks_of_packages_removed
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
 from smdistributed.modelparallel.torch.record.turns import (
     accumulation_hooks,
@@ -275,7 +275,7 @@ class LeafCalls:
         """Finds out what a leaf that decides by an input changes for other numbers."""
         leaf = entry.target
         (args, kwargs), _ = self._call_again(call, entry)
-        with self._calls.uncounted(), self._attributes.shown_to(leaf):
+        with self._aside(leaf):
             watch = Watch(self._context.meter, self._state, leaf, ())
             snapshot = Snapshot(leaf.modules())
             changes: list[Change] = []
@@ -302,14 +302,14 @@ class LeafCalls:
         if not (changes or entry.runs_backward):
             return
         arguments, again = self._call_again(call, entry)
-        with self._aside(), self._calls.uncounted(), self._attributes.shown_to(leaf):
+        with self._aside(leaf):
             assert now.values is not None
             watch = Watch(self._context.meter, self._state, leaf, ())
             trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
             trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
             entry.in_turn, entry.rewrites = trial.in_turn, trial.rewrites
-            if changes and (entry.asks or not self._is_clear()):
+            if changes and (entry.decides or not self._is_clear()):
                 # The trial shows one of its ways, and of some no backward pass.
                 entry.in_turn = "it keeps state and decides by its input"
                 entry.rewrites = True
@@ -335,7 +335,7 @@ class LeafCalls:
         """Returns what the call of a leaf does now; None where fakes do not show it."""
         leaf, now = entry.target, self._now
         _, again = self._call_again(call, entry)
-        with self._aside(), self._calls.uncounted(), self._attributes.shown_to(leaf):
+        with self._aside(leaf):
             assert now.values is not None
             run = now.leaf_runs.run(now.values, leaf, again)
             is_clear = self._is_clear()
@@ -351,14 +351,19 @@ class LeafCalls:
         return not any(each.opaque for each in self._calls.profile.modules.values())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Runs something that belongs to no microbatch."""
+    def _aside(self, leaf: nn.Module) -> Iterator[None]:
+        """Runs a leaf for what it shows; such a run belongs to no microbatch."""
         now = self._now
         kept = now.values, now.leaf_runs, self._calls.profile
         now.values = Values(self._scene, self._state, [], self._calls.where)
         now.leaf_runs = LeafRuns(self._scene, self._state, self._calls, self._context.random)
         self._calls.profile = Profile()
         try:
-            yield
+            with (
+                self._calls.uncounted(),
+                self._attributes.shown_to(leaf),
+                hooks_of_packages_removed(leaf),
+            ):
+                yield
         finally:
             now.values, now.leaf_runs, self._calls.profile = kept

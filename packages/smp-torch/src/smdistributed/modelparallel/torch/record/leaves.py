@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.growth import Growth
@@ -205,6 +205,7 @@ class Watch:
         self._state = state
         self._noted = state.backward_code, state.gradient_reads
         self._questions = state.questions
+        self._real_runs = state.real_runs
         self._flops = meter.flops, meter.weight_flops
         self._tensors = [(each, writes_of(each)) for each in tensors_in(arguments)]
         self._own = [
@@ -221,6 +222,7 @@ class Watch:
         noted = self._state.backward_code, self._state.gradient_reads
         entry.runs_backward = noted != self._noted
         entry.asks = self._state.questions != self._questions
+        entry.decides = entry.asks or self._state.real_runs != self._real_runs
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
         if any(
             each.requires_grad and version_of(each) == version

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.record.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.record.constants import Constants
 from smdistributed.modelparallel.torch.record.costs import Meter

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.nested import tensor_paths
 from smdistributed.modelparallel.torch.record.python_random import python_draws
@@ -213,6 +213,7 @@ class ModuleCalls:
             except Exception:
                 raise error from None
             state.possible += changes
+            state.real_runs += 1
             costs.opaque = f"{type(error).__name__}: {error}"
             return result
 

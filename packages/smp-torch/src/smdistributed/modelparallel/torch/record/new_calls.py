@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     FakeTensor,
     inside_transform,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.holders import MISSING
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
 from smdistributed.modelparallel.torch.record.nested import tensors_in
@@ -38,8 +38,8 @@ class PassTrial:
     Attributes:
         in_turn: why no other microbatch may run the leaf between its two passes; "" if one may.
         changes: the Python state that the backward pass changes.
-        rewrites: the next forward pass writes to what this one was given, where autograd does not
-            see it.
+        rewrites: the next forward pass may write to what this one was given, where autograd does
+            not see it.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class PassTrial:
         except Exception as error:
             # What it does forward has been recorded; a backward pass may not be made for fakes.
             self.in_turn = f"its passes cannot be tried out ({type(error).__name__}: {error})"
+            self.rewrites = keeps_state
         finally:
             before.note_changes()
             for growth in before.put_back():
@@ -94,34 +95,41 @@ class PassTrial:
         with state.pausing():
             kept = KeptTensors(self._arguments, result)
             between = Snapshot(self._leaf.modules())
-            writes_back = self._differentiate(result)
+            ran_code, writes_back = self._differentiate(result)
             self.changes = between.note_changes()
+            writes_back |= between.has_written
+        reads_changes = self._reads_what_has_changed(between)
         if state.gradient_reads > reads:
             return "its forward pass reads gradients, which the former microbatch has added to"
         if writes_forward:
             # Autograd keeps what stands for it on fakes, which nobody writes to.
             return "its forward pass writes to a tensor that is no parameter and no buffer"
-        if writes_back or between.has_written:
+        if writes_back:
             return "its backward pass writes to a tensor"
-        if self._reads_what_has_changed(between):
+        if reads_changes:
             return "its backward pass changes what its next forward pass reads"
-        if keeps_state and (runs_code or computes_again):
+        if keeps_state and (runs_code or ran_code or computes_again):
             return "its backward pass runs code, which may see what a forward pass has changed"
         if kept.are_written():
             return "its next forward pass writes to what its backward pass computes with"
-        if any(not _is_of_tensors(each.now) for each in self._next):
+        # How much there is in a container that grows is such a value too.
+        if any(each.added is not None or not _is_of_tensors(each.now) for each in self._next):
             return "its forward pass counts, or changes other values that it may decide by"
         return ""
 
-    def _differentiate(self, result: Any) -> bool:
-        """Runs the backward pass; returns whether it writes to the leaf's parameters or buffers."""
+    def _differentiate(self, result: Any) -> tuple[bool, bool]:
+        """Runs the backward pass.
+
+        Returns:
+            whether it runs code of the user's, and whether it writes to parameters or buffers.
+        """
         own = [
             (each, writes_of(each)) for each in (*self._leaf.parameters(), *self._leaf.buffers())
         ]
-        differentiate(self._leaf, self._arguments, result)
+        ran_code = differentiate(self._leaf, self._arguments, result)
         for parameter, hook in self._hooks:
             hook(torch.zeros_like(parameter))
-        return any(writes_of(each) != number for each, number in own)
+        return ran_code, any(writes_of(each) != number for each, number in own)
 
     def _reads_what_has_changed(self, between: Snapshot) -> bool:
         """Runs the next forward pass, with what the backward pass has changed and without."""

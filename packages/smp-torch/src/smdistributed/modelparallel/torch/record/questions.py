@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import equal, fill, placeholders, template
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources

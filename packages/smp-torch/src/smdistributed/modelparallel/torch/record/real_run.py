@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_dispatch_modes,
     past_recording,
-    storage_of,
-    version_of,
 )
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.writes import note_writes
+
+_SEED = 0
 
 
 def run_on_random_numbers(
@@ -66,7 +67,7 @@ def run_on_random_numbers(
     with (
         past_recording(),
         past_dispatch_modes(),
-        torch.random.fork_rng(devices=devices),
+        _same_numbers_everywhere(devices),
         # First: of a module with real parameters it would put those back too.
         _kept_tensors(module),
         _real_tensors(module),
@@ -79,6 +80,17 @@ def run_on_random_numbers(
             for change in _changes_for(call, module, map_tensors((args, kwargs), other))
         ]
     return map_tensors(result, fake), changes
+
+
+@contextlib.contextmanager
+def _same_numbers_everywhere(devices: list[torch.device]) -> Iterator[None]:
+    """Draws the same on every rank: what a trial shows decides about the order of the step."""
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(_SEED)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(_SEED)
+        yield
 
 
 def _changes_for(call: Callable[..., Any], module: nn.Module, arguments: Any) -> list[Change]:
@@ -143,12 +155,11 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
                     continue
                 if id(fake) not in made:
                     tensor = _random_like(fake)
+                    if isinstance(fake, nn.Parameter):
+                        tensor = nn.Parameter(tensor.detach(), fake.requires_grad)
+                    made[id(fake)] = tensor
+                    # The very one that the module has: it may be given other memory.
                     written.append((fake, tensor, _copy_of(tensor)))
-                    made[id(fake)] = (
-                        nn.Parameter(tensor.detach(), fake.requires_grad)
-                        if isinstance(fake, nn.Parameter)
-                        else tensor
-                    )
                 replaced.append((tensors, name, fake))
                 tensors[name] = made[id(fake)]  # type: ignore[assignment]
     try:

@@ -20,18 +20,23 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     is_of_control_flow,
     quiet_fakes,
-    set_grad_enabled,
 )
 from smdistributed.modelparallel.torch.record import strays
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
+from smdistributed.modelparallel.torch.record.functions import (
+    GIVING_BACKWARD_CODE,
+    READING_GRADIENTS,
+    SWITCHING_GRADIENTS,
+    UNRECORDED,
+)
 from smdistributed.modelparallel.torch.record.interception import intercepted
 from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaf_calls import LeafCalls
@@ -53,39 +58,6 @@ from smdistributed.modelparallel.torch.record.switches import positions
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.record.values import Values
-
-#: Questions about a tensor that leave no trace in a computation.
-_UNRECORDED = {
-    set_grad_enabled,
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.stride,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.element_size,
-    torch.Tensor.__len__,
-}
-
-_HOOKING = {
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-}
-_READING_GRADIENTS = {torch.Tensor.grad.__get__}  # type: ignore[union-attr]
-
-_SWITCHING_GRADIENTS = {
-    torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-}
 
 
 class Recorder(TorchFunctionMode):
@@ -352,9 +324,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._state.paused:
             return func(*args, **kwargs)
-        self._state.backward_code += func in _HOOKING
-        self._state.gradient_reads += func in _READING_GRADIENTS
-        if func in _UNRECORDED:
+        self._state.backward_code += func in GIVING_BACKWARD_CODE
+        self._state.gradient_reads += func in READING_GRADIENTS
+        if func in UNRECORDED:
             if args and type(args[0]) is nn.Parameter:
                 args = (self._now.fake(args[0]), *args[1:])
             return func(*args, **kwargs)
@@ -377,7 +349,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse(self, func: Any, args: Any) -> None:
         if (
-            func in _SWITCHING_GRADIENTS
+            func in SWITCHING_GRADIENTS
             and not self._state.leaf_depth
             and id(self._now.fake(args[0])) in self._scene.slots
         ):
@@ -417,6 +389,10 @@ class Recorder(TorchFunctionMode):
             if entry is not None:
                 return self._known.answer(entry, lambda: call(*args, **kwargs))
         return self._new.make(target, name, call, args, kwargs)
+
+    def note_backward_code(self) -> None:
+        """Notes that code of the user's will run in a backward pass."""
+        self._state.backward_code += 1
 
     def call_module(
         self,

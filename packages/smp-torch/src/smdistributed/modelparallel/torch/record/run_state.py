@@ -21,6 +21,7 @@ class RunState:
         runs_for_real: a module runs on real tensors at present.
         possible: what modules that decide by their input change for other numbers.
         questions: how many about inputs were answered.
+        real_runs: how often a module had to run on real tensors.
         backward_code: how often code was given that a backward pass will run.
         gradient_reads: how often a gradient was looked at.
     """
@@ -33,6 +34,7 @@ class RunState:
     runs_for_real: bool = False
     possible: list[Change] = field(default_factory=list)
     questions: int = 0
+    real_runs: int = 0
     backward_code: int = 0
     gradient_reads: int = 0
 

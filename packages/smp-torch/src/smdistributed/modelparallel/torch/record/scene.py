@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, storage_of
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages

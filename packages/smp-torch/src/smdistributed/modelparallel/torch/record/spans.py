@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.nested import Path

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.holders import Holder
 from smdistributed.modelparallel.torch.record.nested import Container
 from smdistributed.modelparallel.torch.record.scene import Scene

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.backends import cuda, cudnn
 
-from smdistributed.modelparallel.torch.compat.private import (
-    read_backend_switches,
-    saved_tensors_hooks,
-)
+from smdistributed.modelparallel.torch.compat.private.backward import saved_tensors_hooks
+from smdistributed.modelparallel.torch.compat.private.modes import read_backend_switches
 
 _Put = Callable[[bool], Any]
 

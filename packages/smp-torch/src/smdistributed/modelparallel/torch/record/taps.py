@@ -7,13 +7,14 @@ it, the leaf is *tapped*: replays fetch the tensor at the same place.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.nested import Path, follow
 from smdistributed.modelparallel.torch.record.undo import is_users
 
@@ -58,6 +59,27 @@ def has_hooks_of_packages(module: nn.Module) -> bool:
     return any(
         not is_users(getattr(hook, "__module__", "") or "") for _, hook in _hooks_of_others(module)
     )
+
+
+@contextlib.contextmanager
+def hooks_of_packages_removed(leaf: nn.Module) -> Iterator[None]:
+    """Keeps what packages collect from seeing a run that the user's code did not ask for.
+
+    The user's own hooks see it: they may be part of what the leaf does, and what they change is put
+    back.
+    """
+    removed = []
+    for module in leaf.modules():
+        for key, hook in _hooks_of_others(module):
+            name = getattr(hook, "__module__", "") or ""
+            if not (is_users(name) or name.startswith("torch.")):
+                removed.append((module, module._forward_hooks.copy()))
+                del module._forward_hooks[key]
+    try:
+        yield
+    finally:
+        for module, hooks in reversed(removed):
+            module._forward_hooks = hooks
 
 
 def call_hooks(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:

@@ -140,6 +140,7 @@ class Entry:
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
         asks: LEAF: it decides by inputs of the step.
+        decides: LEAF: it decides by numbers that fakes do not have.
         runs_backward: LEAF: its backward pass runs code of the user's.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
@@ -176,6 +177,7 @@ class Entry:
     hidden: list[tuple[Any, str, torch.Tensor | None]] = field(default_factory=list)
     stateful: dict[nn.Module, set[str]] = field(default_factory=dict)
     asks: bool = False
+    decides: bool = False
     runs_backward: bool = False
     in_turn: str = ""
     rewrites: bool = False

@@ -9,17 +9,18 @@ pass runs code, is tried out on fakes: forward, backward, forward again.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import (
-    hooks_after_accumulation,
-    past_function_modes,
-)
+from smdistributed.modelparallel.torch.compat.private.backward import hooks_after_accumulation
+from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.writes import writes_of
 
@@ -29,8 +30,12 @@ _STATISTICS = (nn.modules.batchnorm._NormBase,)
 #: Nodes of autograd that keep those, and the names by which they do.
 _KEEPING_STATISTICS = "BatchNorm"
 _NAMES_OF_STATISTICS = ("_saved_running_mean", "_saved_running_var")
-#: Packages whose code knows nothing of the user's modules.
-_PACKAGES = {"torch", "numpy", "smdistributed", *sys.stdlib_module_names} - {"__main__"}
+#: Packages whose code knows nothing of the user's modules: ours, torch's and what it is built on.
+_PACKAGES = {"torch", "numpy", "sympy", "mpmath", "smdistributed", *sys.stdlib_module_names} - {
+    "__main__"
+}
+#: Where an import begins.
+_IMPORTS = "importlib._bootstrap"
 
 
 def keeps_state(stateful: Mapping[nn.Module, set[str]]) -> bool:
@@ -50,15 +55,59 @@ def is_code_of_others(module: str) -> bool:
     return module.partition(".")[0] not in _PACKAGES
 
 
-def differentiate(module: nn.Module, arguments: Any, result: Any) -> None:
-    """Runs the backward pass of a call that was made on fakes."""
+def differentiate(module: nn.Module, arguments: Any, result: Any) -> bool:
+    """Runs the backward pass of a call that was made on fakes.
+
+    Returns:
+        whether it ran code that may know of the user's modules: by whatever way it got there.
+    """
     outputs = [each for each in tensors_in(result) if each.requires_grad]
     inputs = [each for each in (*tensors_in(arguments), *module.parameters()) if each.requires_grad]
-    if outputs and inputs:
-        starts = [torch.ones_like(each) for each in outputs]
-        # In this thread, where the modes of fakes and the listener are.
-        with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(outputs, inputs, starts, retain_graph=True, allow_unused=True)
+    if not (outputs and inputs):
+        return False
+    starts = [torch.ones_like(each) for each in outputs]
+    # In this thread, where the modes of fakes, the listener and the profiler are.
+    with torch.autograd.set_multithreading_enabled(False), _code_of_others_seen() as seen:
+        torch.autograd.grad(outputs, inputs, starts, retain_graph=True, allow_unused=True)
+    return bool(seen)
+
+
+@contextlib.contextmanager
+def _code_of_others_seen() -> Iterator[set[str]]:
+    """Yields the Python modules, if they may know of the user's, whose code runs meanwhile.
+
+    What runs at a moment of Python's own choosing is none of them, for it would be seen on one
+    rank and not on another: nothing is collected meanwhile, and finders of imports do not count.
+    """
+    seen: set[str] = set()
+    before, collects = sys.getprofile(), gc.isenabled()
+
+    def look(frame: types.FrameType, event: str, argument: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        # Torch makes named tuples, whose constructors are in modules of no package.
+        is_tuple = module.startswith("namedtuple_")
+        if event != "call" or is_tuple or not is_code_of_others(module):
+            return
+        if not _is_imported(frame):
+            seen.add(module)
+
+    gc.disable()
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+
+
+def _is_imported(frame: types.FrameType | None) -> bool:
+    """Whether a frame runs because something is imported, by torch for the first time say."""
+    while frame is not None and frame.f_globals.get("__name__") != __name__:
+        if frame.f_globals.get("__name__") == _IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class KeptTensors:
@@ -122,9 +171,10 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], An
 
 
 def _of_others(hooks: Iterable[Callable[[torch.Tensor], Any]]) -> list[Callable[..., Any]]:
-    return [each for each in hooks if is_code_of_others(_module_of(each))]
+    return [each for each in hooks if is_code_of_others(module_of(each))]
 
 
-def _module_of(function: Any) -> str:
+def module_of(function: Any) -> str:
+    """Returns the name of the Python module that a function is from."""
     function = getattr(function, "func", function)
     return getattr(function, "__module__", None) or type(function).__module__

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record import holders
 from smdistributed.modelparallel.torch.record.growth import Growth, added_to, is_growth
 from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner

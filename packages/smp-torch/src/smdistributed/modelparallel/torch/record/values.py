@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensor, past_recording, storage_of
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import (
@@ -117,6 +118,7 @@ class Values:
             flops=entry.flops,
             weight_flops=entry.weight_flops,
             stateful=entry.stateful,
+            decides=entry.decides,
             in_turn=entry.in_turn,
             rewrites=entry.rewrites,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},

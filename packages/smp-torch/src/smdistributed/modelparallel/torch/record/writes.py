@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smdistributed.modelparallel.torch.compat.private import (
-    FakeTensor,
-    past_recording,
-    storage_of,
-    version_of,
-)
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 
 #: Elements of a tensor whose content is compared; of larger ones it would take too long.
 SMALL = 1 << 12

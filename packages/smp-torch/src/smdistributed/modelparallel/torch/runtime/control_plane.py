@@ -21,7 +21,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     PeersMissingError,
     Transport,
 )
-from smdistributed.modelparallel.torch.compat.private import (
+from smdistributed.modelparallel.torch.compat.private.modes import (
     past_dispatch_modes,
     past_function_modes,
 )

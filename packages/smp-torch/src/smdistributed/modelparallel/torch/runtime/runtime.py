@@ -46,7 +46,7 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom

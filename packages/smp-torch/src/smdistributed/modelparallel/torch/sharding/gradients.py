@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import past_subclass_functions
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, scatter_sum
 from smdistributed.modelparallel.torch.sharding.unit import Unit

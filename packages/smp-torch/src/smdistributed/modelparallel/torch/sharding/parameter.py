@@ -18,7 +18,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.pieces import Rectangle
-from smdistributed.modelparallel.torch.compat.private import ABOUT_TENSORS, past_subclass_functions
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
+from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS
 
 
 class Home(Protocol):

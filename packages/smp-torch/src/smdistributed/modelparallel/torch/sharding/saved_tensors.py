@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
-from smdistributed.modelparallel.torch.compat.private import storage_of
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 

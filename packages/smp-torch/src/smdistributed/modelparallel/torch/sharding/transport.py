@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
-from smdistributed.modelparallel.torch.compat.private import all_gather_into, start_all_gather_into
+from smdistributed.modelparallel.torch.compat.private.distributed import (
+    all_gather_into,
+    start_all_gather_into,
+)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private import (
-    copy_all,
-    past_subclass_functions,
-    storage_of,
-)
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
+from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, storage_of
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
 from smdistributed.modelparallel.torch.sharding.parameter import Home, Shard, ShardedParameter
 

@@ -10,7 +10,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
-from smdistributed.modelparallel.torch.compat.private import is_of_control_flow
+from smdistributed.modelparallel.torch.compat.private.modes import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of

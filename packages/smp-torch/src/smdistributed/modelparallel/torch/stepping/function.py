@@ -21,7 +21,7 @@ from smdistributed.modelparallel.common.microbatch import (
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
-from smdistributed.modelparallel.torch.compat.private import as_written
+from smdistributed.modelparallel.torch.compat.private.compiled import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep

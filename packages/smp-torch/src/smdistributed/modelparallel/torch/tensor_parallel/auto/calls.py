@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import pytree
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
 
 _CONTAINERS = (tuple, list, dict)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))

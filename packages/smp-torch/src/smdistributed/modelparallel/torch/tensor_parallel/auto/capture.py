@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private import FakeTensorMode, pytree, quiet_fakes
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensorMode,
+    pytree,
+    quiet_fakes,
+)
 from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.compat.private import version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,

@@ -1,0 +1,39 @@
+"""Backward passes and the hooks in them, beyond PyTorch's public API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import _C
+
+
+def saved_tensors_hooks() -> Any:
+    """Returns the innermost hooks of saved tensors that code is inside of; None outside of any."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_in_backward() -> bool:
+    """Tells whether a backward pass is running in this thread."""
+    return backward_pass_id() != -1
+
+
+def backward_pass_id() -> int:
+    """Returns a number of the backward pass that runs in this thread; -1 if none does."""
+    return _C._current_graph_task_id()
+
+
+def hooks_on_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has hooks that get its gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
+    """Returns the hooks that a leaf calls when its gradient has been added up."""
+    return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward pass in progress."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,48 @@
+"""PyTorch's activation checkpointing, beyond its public API."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils import checkpoint as native_checkpoint
+
+#: (function, ...) -> what runs before its call, then after it
+Around = Callable[..., Iterator[None]]
+
+#: (function, preserve_rng_state, *args) -> result
+Reentrant = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def checkpointing_replaced(
+    replace: Callable[[Around, Reentrant], tuple[Around, Reentrant]],
+) -> Iterator[None]:
+    """Replaces the two kinds of torch's activation checkpointing inside the context.
+
+    Libraries keep references to ``torch.utils.checkpoint.checkpoint`` itself (in partial functions,
+    by ``from`` imports), so the two things that it looks up when it is called are replaced instead:
+    the generator around a call with ``use_reentrant=False``, and the autograd function of the
+    other kind.
+
+    Args:
+        replace: makes the replacements, given what they replace.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(native_checkpoint, f"{name}_impl"):  # what torch calls from 2.14 on
+        name = f"{name}_impl"
+    around = getattr(native_checkpoint, name)
+    function: Any = native_checkpoint.CheckpointFunction
+    own = function.__dict__.get("apply")
+    new_around, new_reentrant = replace(around, function.apply)
+    setattr(native_checkpoint, name, new_around)
+    function.apply = staticmethod(new_reentrant)
+    try:
+        yield
+    finally:
+        setattr(native_checkpoint, name, around)
+        if own is None:
+            del function.apply
+        else:
+            function.apply = own

@@ -1,0 +1,124 @@
+"""Modules that PyTorch has compiled, beyond its public API."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _wrapper_class() -> Any:
+    """Returns the class of what ``torch.compile(module)`` gives, if anything has been compiled."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # seconds to import
+    return () if compiler is None else compiler.OptimizedModule
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Returns what tells how a module was compiled; None if it was not."""
+    if isinstance(module, _wrapper_class()):
+        return module.dynamo_ctx
+    call = vars(module).get("_compiled_call_impl")
+    call = call.call if isinstance(call, AroundCompiled) else call
+    # With ``disable=True`` it is the module's own.
+    return call if isinstance(call, FunctionType) else None
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that a compiled one was made of; any other as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def compile_like(call: Any, module: nn.Module) -> Callable[..., Any]:
+    """Compiles the calls of a module as another one was compiled; returns the new call.
+
+    Args:
+        call: of the other one, by ``compiled_call``.
+        module: to compile.
+    """
+    context = call
+    if isinstance(call, FunctionType):
+        cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+        context = cells["self"].cell_contents
+
+    # Of a module of torch's own, the compiler takes only what another function calls.
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call_module.__code__ = _code_for(id(type(module)), call_module.__code__)
+    compiled: Callable[..., Any] = context(call_module)
+    module._compiled_call_impl = compiled
+    return compiled
+
+
+@functools.cache
+def _code_for(kind: int, code: CodeType) -> CodeType:
+    """Returns a copy for each class of modules: how often one code is compiled is limited."""
+    return code.replace()
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Runs a module as it is written again."""
+    vars(module).pop("_compiled_call_impl", None)
+
+
+class AroundCompiled:
+    """Does something before and after the compiled calls of a module, outside the compiled code.
+
+    Args:
+        module: compiled in place.
+        enter: called before, with the module and its positional arguments.
+        leave: called after, also when the call raises; with the result as well.
+    """
+
+    def __init__(
+        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+    ) -> None:
+        self._module = module
+        self._enter = enter
+        self._leave = leave
+        self.call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the compiled call."""
+        result = None
+        self._enter(self._module, args)
+        try:
+            result = self.call(*args, **kwargs)
+            return result
+        finally:
+            self._leave(self._module, args, result)
+
+    def remove(self) -> None:
+        """Leaves the compiled call alone again."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self.call
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether a module was compiled by its own ``compile``; its hooks are compiled with it."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
+@contextlib.contextmanager
+def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Runs as it is written what is compiled; modules in a wrapper are called as modules."""
+    wrappers: list[Any] = [each for each in modules if isinstance(each, _wrapper_class())]
+    former = [vars(each)["forward"] for each in wrappers]
+    for each in wrappers:
+        vars(each)["forward"] = each._orig_mod
+    try:
+        if "torch._dynamo" in sys.modules:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        else:
+            yield
+    finally:
+        for each, forward in zip(wrappers, former, strict=True):
+            vars(each)["forward"] = forward

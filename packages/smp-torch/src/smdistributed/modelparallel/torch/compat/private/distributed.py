@@ -1,0 +1,60 @@
+"""Collectives and buckets of gradients, beyond PyTorch's public API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    ProcessGroup,
+    Reducer,
+    _compute_bucket_assignment_by_size,
+)
+from torch._C._distributed_c10d import GradBucket as GradBucket
+
+
+def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
+    """Gathers equal tensors, one after the other along dim 0; by the name it has in this torch."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, given, group=group)
+
+
+def start_all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> Any:
+    """Starts the same; returns what can be waited for."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, given, group=group, async_op=True)
+
+
+def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
+    """Sums tensors and scatters the sum; by the name it has in this torch."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, given, group=group)
+
+
+def is_future(obj: object) -> bool:
+    """Tells whether an object is a future, as communication hooks return them."""
+    return isinstance(obj, torch._C.Future)
+
+
+def gradient_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[GradBucket]:
+    """Distributes parameters over buckets, the last parameters first.
+
+    Args:
+        parameters: those to reduce; at least one.
+        cap_bytes: size of a bucket; the first is smaller, so that communication begins early.
+    """
+    dense = [False] * len(parameters)
+    first_bytes = min(_DEFAULT_FIRST_BUCKET_BYTES, cap_bytes)
+    indices, limits = _compute_bucket_assignment_by_size(
+        list(parameters), [first_bytes, cap_bytes], dense
+    )
+    # Only torch's reducer can make a GradBucket. It serves for that alone, so it needs no peers;
+    # when a gradient is final is for the caller to know, who differentiates in several passes.
+    no_peers = ProcessGroup(0, 1)  # type: ignore[call-arg]
+    reducer = Reducer(list(parameters), indices[::-1], limits[::-1], no_peers, dense, cap_bytes)
+    reducer._remove_autograd_hooks()
+    return list(reducer._get_zeros_like_grad_buckets())

@@ -1,0 +1,155 @@
+"""Modes and transforms of PyTorch, and fakes, beyond its public API."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import _C
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import (
+    TorchFunctionMode,
+    _pop_mode_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+)
+from torch.utils.flop_counter import flop_registry as flop_registry
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "flop_registry",
+    "pytree",
+]
+
+#: What fakes raise where a result depends on data.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+_innermost_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
+
+#: What ``torch.no_grad`` and the like call.
+set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging the failures of operations on fakes, which it raises as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
+
+
+@contextlib.contextmanager
+def past_recording() -> Iterator[None]:
+    """Computes for real in the middle of a run on fakes, and records nothing."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        yield
+
+
+def computes_on_fakes() -> bool:
+    """Whether operations go to a mode of fakes at present."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def past_all_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no mode of torch sees; costs next to nothing where there is none."""
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def past_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no transform of torch.func sees."""
+    context: contextlib.AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+    return context
+
+
+def inside_transform() -> bool:
+    """Whether code runs inside a transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def past_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no function mode of torch sees."""
+    context: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def without_function_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Leaves the innermost function modes that are of a kind."""
+    with contextlib.ExitStack() as stack:
+        while torch._C._len_torch_function_stack() and isinstance(_innermost_mode(), kind):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def past_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Does something that no dispatch mode of torch sees."""
+    return _disable_current_modes()
+
+
+def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
+    """Inside, functions of torch take subclasses of tensors as they are."""
+    return _C.DisableTorchFunctionSubclass()
+
+
+def is_watched() -> bool:
+    """Whether operations go to somebody else before they go to autograd: modes, transforms."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or inside_transform()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_of_control_flow(error: BaseException) -> bool:
+    """Tells whether torch's own control flow (``torch.cond`` and the like) could not run here."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError" or (
+        "HigherOrderOperator" in str(error)
+    )
+
+
+def read_backend_switches() -> tuple[bool, ...]:
+    """Returns which kinds of attention may be used, cuDNN's flags, and where TF32 may be used.
+
+    ``torch.backends`` reads them by properties and modules that cost microseconds; this runs at
+    every call of a recorded step.
+    """
+    return (
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(),
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+        _C._get_cudnn_allow_tf32(),
+        _C._get_cublas_allow_tf32(),
+    )

@@ -1,0 +1,247 @@
+"""Whether the installed PyTorch does what is used of it beyond its public API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as native_checkpoint
+
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    is_in_backward,
+    when_backward_ends,
+)
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+)
+from smdistributed.modelparallel.torch.compat.private.compiled import (
+    AroundCompiled,
+    as_written,
+    compile_like,
+    compiled_call,
+    forget_compiled,
+    run_eagerly,
+)
+from smdistributed.modelparallel.torch.compat.private.distributed import gradient_buckets, is_future
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    DATA_DEPENDENT,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    _innermost_mode,
+    computes_on_fakes,
+    flop_registry,
+    past_all_modes,
+    past_dispatch_modes,
+    past_recording,
+    past_subclass_functions,
+    pytree,
+    set_grad_enabled,
+    without_function_modes,
+)
+from smdistributed.modelparallel.torch.compat.private.tensors import (
+    ABOUT_TENSORS,
+    copy_all,
+    multiply_all,
+    norms_of_all,
+    storage_of,
+    version_of,
+    work_of,
+)
+
+
+def self_test() -> list[str]:
+    """Uses everything above once.
+
+    Returns:
+        what the installed torch does otherwise than this package relies on, in words; empty if it
+        has everything. (What is missing altogether fails when this module is imported.)
+    """
+    return [
+        f"{check.__name__.lstrip('_').replace('_', ' ')}: {type(error).__name__}: {error}"
+        for check in (
+            _storages_and_versions,
+            _modes,
+            _compiled_modules,
+            _checkpointing,
+            _norms,
+            _many_tensors,
+            _buckets,
+            _ends_of_backward_passes,
+            _subclasses,
+        )
+        if (error := _failure(check)) is not None
+    ]
+
+
+def _failure(check: Callable[[], None]) -> Exception | None:
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(f"{what} does not hold in torch {torch.__version__}")
+
+
+def _storages_and_versions() -> None:
+    tensor = torch.zeros(4)
+    _expect(storage_of(tensor) == storage_of(tensor[1:]), "a view shares the storage")
+    before = version_of(tensor)
+    tensor[1:].add_(1)
+    _expect(version_of(tensor) > before, "a change through a view raises the version")
+
+
+def _modes() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(2)
+        _expect(isinstance(fake, FakeTensor), "a tensor made in the fake mode is fake")
+        _expect(computes_on_fakes(), "the fake mode is known to be on")
+        with past_recording():
+            _expect(not isinstance(torch.empty(2), FakeTensor), "a real one can be made inside")
+            _expect(not computes_on_fakes(), "the fake mode is known to be off")
+        with past_dispatch_modes():
+            _expect(not isinstance(torch.empty(2), FakeTensor), "dispatch modes can be left")
+        try:
+            fake.nonzero()
+        except DATA_DEPENDENT:
+            pass
+        else:
+            _expect(False, "a shape that depends on data is refused on fakes")
+    with past_all_modes():
+        set_grad_enabled(torch.is_grad_enabled())
+    with TorchFunctionMode() as mode, without_function_modes(TorchFunctionMode):
+        _expect(_innermost_mode() is None, "function modes can be left")
+    _expect(mode is not None, "and are there again")
+    _expect(callable(next(iter(flop_registry.values()))), "FLOPs are counted by formulas")
+    _expect(pytree.tree_leaves({"a": [1]}) == [1], "nested structures are flattened")
+    _expect(isinstance(torch.ops.aten.add.Tensor, OpOverload), "operations have overloads")
+
+
+def _compiled_modules() -> None:
+    ran = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        ran.append("compiled")
+        return graph.forward
+
+    class Module(nn.Module):  # one of torch's own alone is not worth compiling
+        def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 2
+
+    module, other = Module(), Module()
+    module.compile(backend=backend)
+    wrapped: Any = torch.compile(Module(), backend=backend)
+    around = AroundCompiled(module, lambda *_: ran.append("before"), lambda *_: ran.append("after"))
+    with run_eagerly([module, wrapped]):
+        module(torch.zeros(1)), wrapped(torch.zeros(1))
+    _expect(ran == ["before", "after"], "compiled code can run as it is written")
+    module(torch.zeros(1))
+    _expect(ran[2:] == ["before", "compiled", "after"], "and compiled, with something around it")
+    around.remove()
+    compiled = torch.compile(_failure, backend=backend)
+    _expect(as_written(compiled) is _failure, "a compiled function tells what it was made of")
+    for each in (module, wrapped):
+        ran.clear()
+        torch.compiler.reset()
+        compile_like(compiled_call(each), other)
+        other(torch.zeros(1))
+        _expect(ran == ["compiled"], "a module is compiled as another one was")
+        forget_compiled(other)
+    torch.compiler.reset()
+
+
+def _checkpointing() -> None:
+    seen = []
+
+    def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+        def note_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+            seen.append("generator")
+            yield from around(*args, **kwargs)
+
+        def note_reentrant(*args: Any) -> Any:
+            seen.append("function")
+            return reentrant(*args)
+
+        return note_around, note_reentrant
+
+    tensor = torch.ones(1, requires_grad=True)
+    with checkpointing_replaced(replace):
+        for use_reentrant in (False, True):
+            native_checkpoint.checkpoint(torch.sin, tensor, use_reentrant=use_reentrant)
+    _expect(seen == ["generator", "function"], "checkpointing goes through what is replaced")
+
+
+def _norms() -> None:
+    for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+        _expect(callable(work_of(function).cell_contents), f"{function.__name__} is wrapped")
+
+
+def _many_tensors() -> None:
+    halves = [torch.ones(2, dtype=torch.float16), torch.ones(3, dtype=torch.float16)]
+    copy_all(halves, [torch.tensor([6.0, 8.0]), torch.full((3,), 4.0)])
+    multiply_all(halves, torch.tensor(0.5))
+    _expect(norms_of_all([halves[0].float()]).tolist() == [5.0], "functions of many tensors")
+    _expect(halves[1].tolist() == [2.0] * 3, "functions of many tensors")
+
+
+def _buckets() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    found = [
+        each for bucket in gradient_buckets(parameters, 1 << 20) for each in bucket.gradients()
+    ]
+    _expect(sum(each.numel() for each in found) == 6, "gradients have places in buckets")
+    _expect(is_future(torch.futures.Future()), "futures are known")
+
+
+def _ends_of_backward_passes() -> None:
+    called = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(  # type: ignore[no-untyped-call]
+        lambda gradient: when_backward_ends(lambda: called.append(True))
+    )
+    torch.autograd.backward(tensor.sum())
+    _expect(called == [True], "the end of a backward pass can be waited for")
+
+
+def _subclasses() -> None:
+    called: list[Any] = []
+
+    class Noting(nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func)
+            with past_subclass_functions():
+                return func(*args, **(kwargs or {}))
+
+    parameter: Any = nn.Parameter(torch.ones(2))
+    parameter.__class__ = Noting
+    version = parameter._version
+    _expect(called == [ABOUT_TENSORS[1]], "attributes of a subclass go through its function")
+    packed: list[Any] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        packed.append(tensor)
+        return 3
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: torch.full((2,), 3.0)):
+        product = parameter * torch.ones(2, requires_grad=True) * parameter
+    _expect(any(each is parameter for each in packed), "a parameter is saved as it is")
+    with past_subclass_functions():
+        parameter.data = torch.full((1,), float("nan")).expand(2)
+        _expect(parameter._version == version, "other memory is no change")
+    seen: list[bool] = []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(is_in_backward()))
+    product.sum().backward()
+    _expect(seen == [True] and not is_in_backward(), "backward passes are known")
+    _expect(bool(parameter.grad.isfinite().all()), "what was packed is unpacked")

@@ -1,0 +1,67 @@
+"""Memory and versions of tensors, functions of many at once, beyond PyTorch's public API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns a number for the memory of a tensor; tensors that share it have the same."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_TENSOR: Any = torch.Tensor
+
+#: What asks for no values of a tensor, besides the public functions.
+ABOUT_TENSORS = (
+    torch._has_compatible_shallow_copy_type,
+    _TENSOR._version.__get__,
+    _TENSOR._is_view,
+    _TENSOR._backward_hooks.__get__,
+    _TENSOR._backward_hooks.__set__,
+)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each tensor to another one, which may have another type; a few kernels for all."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors in place by a number that is on the device. Shape: scalar."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm of each tensor. Shape: (tensors,)."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def work_of(function: Callable[..., Any]) -> CellType:
+    """Returns where a function of ``torch.nn.utils`` keeps the function that does its work.
+
+    Each is a wrapper that switches gradients off; what it wraps is in its closure. Replaced there,
+    it is replaced under every name that a script has given the function.
+
+    Raises:
+        UnsupportedError: this version of torch wraps it differently.
+    """
+    if isinstance(function, FunctionType) and function.__code__.co_freevars == ("func",):
+        assert function.__closure__ is not None
+        return function.__closure__[0]
+    raise UnsupportedError(
+        f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
+        "does not know, so it cannot take norms over partitions: use a torch that it was made for."
+    )
