@@ -25,11 +25,15 @@ WORLDS = {
     name: World(
         ranks,
         start,
-        ({"pipeline_parallel_degree": ranks, "microbatches": 2},),
+        ({"pipeline_parallel_degree": ranks, "microbatches": 2, "pipeline": pipeline},),
         "fork",
         preload=("torch", "torch._dynamo"),
     )
-    for name, ranks in (("one", 1), ("pp2", 2))
+    for name, ranks, pipeline in (
+        ("one", 1, "interleaved"),
+        ("pp2", 2, "interleaved"),
+        ("halves", 2, "zero_bubble"),
+    )
 }
 
 
@@ -188,6 +192,7 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
     ("world", "ways"),
     [
         ("pp2", list(WAYS)),
+        ("halves", list(WAYS)),
         pytest.param("one", list(WAYS), marks=pytest.mark.slow),
     ],
 )
@@ -211,6 +216,16 @@ def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds)
                 assert rank[way][0] == pytest.approx(one[way][0], rel=1e-6), way
 
 
+def test_code_is_compiled_in_pieces_where_gradients_wait(worlds: Worlds) -> None:
+    whole = worlds.run(WORLDS["pp2"], train_all, ["each_block"], 0.0)
+    pieces = worlds.run(WORLDS["halves"], train_all, ["each_block"], 0.0)
+    for one, other in zip(whole, pieces, strict=True):
+        (losses, num_whole), (same_losses, num_pieces) = one["each_block"], other["each_block"]
+        assert losses == same_losses
+        # What is before a block's linear layer, and what is after it.
+        assert num_pieces[0] == 2 * num_whole[0]
+
+
 def compile_step_functions() -> None:
     model = smp.DistributedModel(Net(0.0))
 
@@ -227,7 +242,7 @@ def compile_step_functions() -> None:
     assert losses[0].reduce_sum() == losses[1].reduce_sum() == losses[2].reduce_sum()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["one", "pp2"])
 def test_step_functions_are_not_compiled_themselves(worlds: Worlds, world: str) -> None:
     worlds.run(WORLDS[world], compile_step_functions)
 
@@ -245,6 +260,6 @@ def switch_the_compiler_off() -> None:
     step(torch.ones(4, WIDTH))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["one", "pp2"])
 def test_a_compiler_that_is_switched_off_stays_off(worlds: Worlds, world: str) -> None:
     worlds.run(WORLDS[world], switch_the_compiler_off)

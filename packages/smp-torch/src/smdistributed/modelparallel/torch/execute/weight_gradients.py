@@ -265,6 +265,11 @@ def putting_off() -> Iterator[None]:
             kind.forward = forward
 
 
+def is_putting_off() -> bool:
+    """Whether layers compute so now."""
+    return _is_putting_off
+
+
 def _classes() -> list[Any]:
     """Returns the layers that multiply with a weight, their own or that of Transformers."""
     module = sys.modules.get("transformers.pytorch_utils")
@@ -274,7 +279,7 @@ def _classes() -> list[Any]:
 def _waiting_forward(forward: Callable[..., Any], *, is_linear: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code has a backward pass of its own, in one piece.
+        # Compiled code is cut where its graph has products (compiled_pieces).
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
             return forward(self, *args, **kwargs)
         (rows,) = args

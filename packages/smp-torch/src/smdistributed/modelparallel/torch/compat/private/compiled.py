@@ -10,7 +10,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
 
 
 def _wrapper_class() -> Any:
@@ -41,10 +42,7 @@ def compile_like(call: Any, module: nn.Module) -> Callable[..., Any]:
         call: of the other one, by ``compiled_call``.
         module: to compile.
     """
-    context = call
-    if isinstance(call, FunctionType):
-        cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
-        context = cells["self"].cell_contents
+    context = _context_of(call)
 
     # Of a module of torch's own, the compiler takes only what another function calls.
     def call_module(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +52,14 @@ def compile_like(call: Any, module: nn.Module) -> Callable[..., Any]:
     compiled: Callable[..., Any] = context(call_module)
     module._compiled_call_impl = compiled
     return compiled
+
+
+def _context_of(call: Any) -> Any:
+    """Returns the object of the compiler that a call of ``compiled_call`` was made by."""
+    if not isinstance(call, FunctionType):
+        return call
+    cells = dict(zip(call.__code__.co_freevars, call.__closure__ or (), strict=True))
+    return cells["self"].cell_contents
 
 
 @functools.cache
@@ -122,3 +128,98 @@ def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for each, forward in zip(wrappers, former, strict=True):
             vars(each)["forward"] = forward
+
+
+# Compiling in pieces
+
+
+def backend_of(call: Any) -> Callable[..., Any]:
+    """Returns what compiles the graphs of a module.
+
+    Args:
+        call: of the module, by ``compiled_call``.
+    """
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend: Callable[..., Any] = innermost_backend(_context_of(call).callback)
+    return backend
+
+
+@contextlib.contextmanager
+def backend_replaced(backend: Callable[..., Any]) -> Iterator[None]:
+    """Has all graphs compiled by another backend, unless the user has chosen a stance."""
+    from torch._dynamo import eval_frame
+
+    if eval_frame._stance == type(eval_frame._stance)():
+        with torch.compiler.set_stance("default", force_backend=backend):
+            yield
+    else:
+        yield
+
+
+def uses_cuda_graphs(backend: Any) -> bool:
+    """Whether a backend records what it compiles as CUDA graphs."""
+    key = "triton.cudagraphs"
+    config = getattr(backend, "config", None)
+    if isinstance(config, dict) and key in config:
+        return bool(config[key])
+    inductor = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
+
+
+def compile_pieces(
+    graph: fx.GraphModule,
+    backend: Callable[..., Any],
+    inputs: Sequence[Any],
+    piece_of: dict[fx.Node, int],
+    replaced: dict[fx.Node, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compiles a graph that Dynamo has captured in pieces, as it does for DistributedDataParallel.
+
+    Args:
+        graph: the graph; what it computes is not changed.
+        backend: compiles each piece.
+        inputs: stand-ins for those of the graph.
+        piece_of: the piece of each node that computes.
+        replaced: nodes that are in no piece, and run as they are: by what is called instead.
+
+    Returns:
+        what runs it.
+    """
+    from torch._dynamo.backends import distributed
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch._guards import detect_fake_mode
+
+    numbers: dict[Any, int] = {}
+
+    def number(node: fx.Node) -> int:
+        return numbers.setdefault(node if node in replaced else piece_of[node], len(numbers))
+
+    whole = split_module(graph, graph, number)
+    distributed.propagate_dynamo_source(graph, whole)
+    distributed.propagate_metadata(graph, whole)
+    functions = {f"submod_{number(node)}": function for node, function in replaced.items()}
+    for call in list(whole.graph.nodes):
+        if call.op == "call_module" and call.target in functions:
+            _call_directly(whole, call, functions[call.target])
+    mode = detect_fake_mode(inputs)
+    assert mode is not None, "Dynamo gives stand-ins"
+    compiler = distributed.SubmodCompiler(whole, backend, mode)
+    with _disable_saved_tensors_hooks_during_tracing():
+        compiler.run(*inputs)
+    whole.recompile()
+    return whole
+
+
+def _call_directly(whole: fx.GraphModule, call: fx.Node, function: Callable[..., Any]) -> None:
+    """Replaces the call of a module of one node by that of a function."""
+    *given, node, _ = whole.get_submodule(str(call.target)).graph.nodes  # type: ignore[misc,union-attr]
+    outside = dict(zip(given, call.args, strict=True))
+    with whole.graph.inserting_before(call):
+        direct = whole.graph.call_function(
+            function, fx.map_arg(node.args, lambda each: outside[each])
+        )
+    direct.meta = node.meta
+    call.replace_all_uses_with(direct)
+    whole.graph.erase_node(call)
+    whole.delete_submodule(str(call.target))

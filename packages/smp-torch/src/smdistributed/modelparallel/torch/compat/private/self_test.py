@@ -22,7 +22,10 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
 from smdistributed.modelparallel.torch.compat.private.compiled import (
     AroundCompiled,
     as_written,
+    backend_of,
+    backend_replaced,
     compile_like,
+    compile_pieces,
     compiled_call,
     forget_compiled,
     run_eagerly,
@@ -135,7 +138,7 @@ def _compiled_modules() -> None:
 
     class Module(nn.Module):  # one of torch's own alone is not worth compiling
         def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor * 2
+            return tensor.abs() * 2
 
     module, other = Module(), Module()
     module.compile(backend=backend)
@@ -156,6 +159,17 @@ def _compiled_modules() -> None:
         other(torch.zeros(1))
         _expect(ran == ["compiled"], "a module is compiled as another one was")
         forget_compiled(other)
+
+    def cut(graph: Any, inputs: Any) -> Any:
+        absolute, double = (node for node in graph.graph.nodes if node.op.startswith("call"))
+        own = backend_of(compiled_call(module))
+        return compile_pieces(graph, own, inputs, {absolute: 0, double: 0}, {double: torch.add})
+
+    torch.compiler.reset()
+    with backend_replaced(cut):
+        ran.clear()
+        _expect(module(-torch.ones(1)).item() == 3, "its graphs can be cut, and parts replaced")
+        _expect(ran == ["compiled"], "and the others are compiled as the module was")
     torch.compiler.reset()
 
 
