@@ -308,6 +308,30 @@ def case_batch_norm() -> None:
     assert all(int(count) == 2 * MICROBATCHES for count in tracked)
 
 
+class Convolving(nn.Module):
+    """Images, by layers and by a function between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=groups), nn.GroupNorm(2, 4))
+            for groups in (1, 2, 1, 4)
+        )
+        self.first = nn.Conv2d(1, 4, 3, stride=2)
+        self.kernel = nn.Parameter(torch.rand(4, 4, 1, 1))
+        self.head = nn.Linear(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.view(-1, 1, 4, WIDTH // 4))
+        for layer in self.layers:
+            x = nn.functional.conv2d(torch.relu(layer(x)), self.kernel, stride=1)
+        return self.head(x.mean((2, 3)))
+
+
+def case_convolutions() -> None:
+    compare(Convolving, regress, [batch(), batch()])
+
+
 def case_dropout() -> dict[str, Any]:
     """Returns losses and gradients; they must be the same for every number of partitions."""
 

@@ -48,7 +48,7 @@ _LARGE = {
     "pp2-halves": (),
     # What a V runs has halves too.
     "pp4-halves": (),
-    "pp2-v": ("skip_connections_and_reuse",),
+    "pp2-v": ("skip_connections_and_reuse", "convolutions"),
     "pp4-v": (
         *("mlp", "tied_embedding_and_container_tensors", "dropout"),
         *("state_after_three_steps", "gradients_add_up_without_zero_grad"),

@@ -19,11 +19,8 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
 )
 from smdistributed.modelparallel.torch.execute import compiled_pieces
 from smdistributed.modelparallel.torch.execute.compiled_pieces import InPieces, in_pieces
-from smdistributed.modelparallel.torch.execute.weight_gradients import (
-    WaitingGradients,
-    put_off_in,
-    putting_off,
-)
+from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
+from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
 WIDTH = 8
 

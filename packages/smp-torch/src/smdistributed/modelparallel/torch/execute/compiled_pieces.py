@@ -30,17 +30,17 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     uses_cuda_graphs,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
-from smdistributed.modelparallel.torch.execute.weight_gradients import (
-    is_putting_off,
-    that_can_wait,
-)
+from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
+from smdistributed.modelparallel.torch.execute.waiting_products import plain_addmm, plain_linear
+from smdistributed.modelparallel.torch.execute.weight_gradients import is_putting_off
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 
-#: Where the weight is among the arguments of a product.
-_POSITION_OF_WEIGHT: dict[Any, int] = {torch.nn.functional.linear: 1, torch.addmm: 2}
+#: Where the weight is among the arguments of a product. Convolutions stay where they are: compilers
+#: choose the layout of all that lies around them.
+_POSITION_OF_WEIGHT: dict[Any, int] = {plain_linear: 1, plain_addmm: 2}
 
 
 def in_pieces(module: Any) -> contextlib.AbstractContextManager[None] | None:

@@ -21,10 +21,10 @@ from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Messa
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
+from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     WaitingGradients,
     put_off_in,
-    putting_off,
 )
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects

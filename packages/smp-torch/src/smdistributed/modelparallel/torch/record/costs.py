@@ -21,7 +21,7 @@ from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors
 from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
 
 #: Activations meet each other in batched products and in attention.
-_OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
 #: No schema says that they write: (input, weight, bias, running_mean, running_var, training, ...)
 _WRITING_STATISTICS = (
     torch.ops.aten.native_batch_norm.default,
@@ -104,7 +104,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self.flops = 0
-        #: Those of products of two matrices: of layers that multiply with a weight.
+        #: Those of products of two matrices and of convolutions: of layers with a weight.
         self.weight_flops = 0
         self.bytes = 0
         self.random_draws = 0
