@@ -669,6 +669,50 @@ USES = {
     "NumPy generator in a leaf": Use(
         top="GENERATOR = numpy.random.default_rng(3)", leaf="x = x * float(GENERATOR.random())"
     ),
+    "cumulative statistics in a block": Use(
+        top="""
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+                self.norm = nn.BatchNorm1d(4, momentum=None)  # divides by float(a counter)
+
+            def forward(self, x):
+                return self.norm(self.linear(x))
+        """,
+        init="self.first = Block()",
+    ),
+    "counter that a block divides by": Use(
+        top="""
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+                self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+            def forward(self, x):
+                self.calls.add_(1)
+                return self.linear(x) / float(self.calls)
+        """,
+        init="self.first = Block()",
+    ),
+    "cached function in leaves": Use(
+        top="""
+        @functools.lru_cache
+        def ramp(rows):
+            return torch.linspace(0, 1, rows)[:, None]
+        """,
+        leaf="x = x + ramp(x.shape[0])",
+    ),
+    "cached function in glue": Use(
+        top="""
+        @functools.cache
+        def ramp(rows):
+            return [torch.linspace(0, 1, rows)[:, None]]
+        """,
+        glue="x = x + ramp(x.shape[0])[0]",
+        late="x = x * ramp(x.shape[0])[0]",
+    ),
     "layer dropped by a counter": Use(
         top="COUNT = [0]",
         glue="COUNT[0] += 1; x = self.third(x) if COUNT[0] % 2 else x",

@@ -150,6 +150,7 @@ class Recorder(TorchFunctionMode):
                 raise
             finally:
                 self._attributes.hide_growth(self._now.grown)
+                self._forget_cached()
                 self._now.let_go()
             with self._state.pausing():
                 self._settle(passed)
@@ -173,6 +174,12 @@ class Recorder(TorchFunctionMode):
         result = function(*args, **kwargs)
         with self._state.pausing():
             return self._finish(result)
+
+    def _forget_cached(self) -> None:
+        """Takes the fakes of a microbatch out of caches of functions."""
+        if self._now.values is not None:
+            self._scene.caches.look_for_new()
+        self._scene.caches.clear()
 
     def _settle(self, passed: Passed) -> None:
         """Sees to it that no fake outlives the microbatch."""
@@ -269,6 +276,7 @@ class Recorder(TorchFunctionMode):
         self._now.constants = passed.constants
         with self._active(), self._state.pausing():
             passed.way = self._close(passed, opened)
+            self._forget_cached()
             passed.leave_fakes()
             passed.opened = None
             self._now.let_go()

@@ -57,7 +57,9 @@ def evaluate_replicated(
             known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
         elif node.kind is NodeKind.ATTRIBUTE:
             module, name = node.target
-            known[node.outputs[0]] = attribute(module, name)
+            given = attribute(module, name)
+            # The step itself changes it, later.
+            known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
         else:
             arguments = fill(node.args, Value, evaluate)
             named = fill(node.kwargs, Value, evaluate)

@@ -13,6 +13,7 @@ from torch.nn.modules import module as module_hooks
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
@@ -42,6 +43,7 @@ class Scene:
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
         states: leaf -> the Python state that it can see, as it was when it was called.
+        caches: of functions, which may keep fakes.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Scene:
         self.open = {module for model in unplaced for module in model.names}
         self.hidden: set[tuple[nn.Module, str]] = set()
         self.states: dict[nn.Module, Snapshot] = {}
+        self.caches = FunctionCaches()
         self.names = {module: name for model in models for module, name in model.names.items()}
         self.draw_names = {
             module: model.draw_name(module) for model in models for module in model.names
