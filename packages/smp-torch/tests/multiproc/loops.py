@@ -616,9 +616,8 @@ def _distributed(loop: Loop) -> Run:
     return _trained(loop, Run(net, model, optimizer), step)
 
 
-def outcome(name: str) -> str:
+def outcome(loop: Loop) -> str:
     """Runs a loop in this job; returns what became of it; see ``outcome_of``."""
-    loop = LOOPS[name]
     wanted = _alone(loop)
     state = wanted.model.state_dict()
     try:

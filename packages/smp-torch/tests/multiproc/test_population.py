@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers``, ``loops``, ``writes`` and ``order`` generate the scripts. What
-is refused says why; nothing may give other numbers than plain PyTorch. Every run tries a part that
-goes through all of them in strides.
+``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes`` and ``order`` generate the
+scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
+tries a part that goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import between
 import layers
 import loops
 import order
@@ -28,7 +29,15 @@ from smdistributed.modelparallel.common.testing import World, Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
-STRIDES = {"state": 96, "uses": 10, "layers": 20, "loops": 20, "writes": 40, "order": 60}
+STRIDES = {
+    "state": 96,
+    "uses": 10,
+    "layers": 20,
+    "loops": 20,
+    "parameters": 3,
+    "writes": 40,
+    "order": 60,
+}
 
 
 def start(config: dict[str, object]) -> None:
@@ -61,6 +70,7 @@ POPULATIONS = {
     "uses": [name for name in uses.USES if name not in KEYED],
     "layers": list(layers.LAYERS),
     "loops": list(loops.LOOPS),
+    "parameters": list(between.PARAMETERS),
     "writes": list(writes.WRITES),
     "order": list(order.ORDER),
 }
@@ -99,7 +109,12 @@ def try_layers(names: Sequence[str]) -> dict[str, Any]:
 
 def try_loops(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some training loops on this rank."""
-    return {name: loops.outcome(name) for name in names}
+    return {name: loops.outcome(loops.LOOPS[name]) for name in names}
+
+
+def try_parameters(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some loops that compute with parameters between two steps."""
+    return {name: loops.outcome(between.PARAMETERS[name]) for name in names}
 
 
 def try_writes(names: Sequence[str]) -> dict[str, Any]:
@@ -117,6 +132,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "uses": try_uses,
     "layers": try_layers,
     "loops": try_loops,
+    "parameters": try_parameters,
     "writes": try_writes,
     "order": try_order,
 }

@@ -110,10 +110,15 @@ class Communicator:
         others = [rank for rank in self._members(group) if rank != self._transport.rank]
         self._send(call, self._encode(call, obj), others, _P2P_CHANNEL)
 
-    def allgather(self, obj: object, group: CommGroup) -> list[Any]:
+    def allgather(self, obj: object, group: CommGroup, purpose: str = "") -> list[Any]:
         """Gives every member the objects of all members.
 
         Collective: every rank of ``group``.
+
+        Args:
+            obj: any picklable object.
+            group: whose members take part.
+            purpose: what for: calls for different purposes do not meet.
 
         Returns:
             A list; item i is the object of the group's rank i.
@@ -122,7 +127,7 @@ class Communicator:
             CommError: ``obj`` cannot be pickled (nothing was sent), a member died or did not come
                 in time, or a member makes another call on this group.
         """
-        call = f"allgather(..., {_name(group, CommGroup)})"
+        call = f"allgather(..., {_name(group, CommGroup)}{purpose and f', for {purpose}'})"
         payload = self._encode(call, obj)
         return [self._codec.loads(item) for item in self._exchange(call, payload, group)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from smdistributed.modelparallel.torch.absence.optimizers import gradients_hidden_from_optimizers
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.original_forward import original_forward
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
@@ -35,6 +36,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
     if is_first:
         runtime = slot.get()
         runtime.replacements.enter_context(norms_of_whole_models(runtime))
+        runtime.replacements.enter_context(gradients_hidden_from_optimizers())
         runtime.replacements.enter_context(shared_overflows(runtime))
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         runtime.replacements.enter_context(additions_adopted(runtime))

@@ -20,6 +20,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import work_of
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -120,7 +121,11 @@ class _WholeModelFunctions:
         parameter_of = self._parameters_of_gradients()
         pairs = [(parameter_of.get(id(each)), each) for each in given]
         return self._norm_over_partitions(
-            [(each, _plain(each, gradient)) for each, gradient in pairs],
+            [
+                (each, _plain(each, gradient))
+                for each, gradient in pairs
+                if not isinstance(gradient, AbsentTensor)
+            ],
             norm_type,
             error_if_nonfinite,
             foreach,

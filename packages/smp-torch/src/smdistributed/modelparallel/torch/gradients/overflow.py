@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -37,7 +38,8 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
         own = [each for each in runtime.live_optimizers() if optimizer in (each, each.optimizer)]
         for each in own:
             each.take_gradients()  # where there are masters, theirs are what is updated
-        found: Found = unscale(self, optimizer, *args)
+        with gradients_hidden():
+            found: Found = unscale(self, optimizer, *args)
         return _shared(runtime, found) if own else found
 
     def lazy_init(self: torch.amp.GradScaler, dev: torch.device) -> None:

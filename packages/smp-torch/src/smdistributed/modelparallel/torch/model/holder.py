@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import NotPartitionedError, SMPError
+from smdistributed.modelparallel.common.errors import (
+    NotPartitionedError,
+    PartitionError,
+    SMPError,
+)
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.pieces import Piece, Rectangle
+from smdistributed.modelparallel.torch.absence.notes import REMEDY
+from smdistributed.modelparallel.torch.absence.tensors import (
+    AbsentTensor,
+    is_model_type,
+    is_vacant,
+    make_absent,
+    make_present,
+    note_gradient,
+)
 from smdistributed.modelparallel.torch.model.absence import Absence
+from smdistributed.modelparallel.torch.model.keeper import ModelsKeeper
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -53,6 +67,7 @@ class Holder:
         self._is_gathered = False
         self._sharded: frozenset[Slot] = frozenset()
         self.absence = Absence(runtime)
+        self._keeper = ModelsKeeper(runtime)
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
         self.version = 0
 
@@ -164,10 +179,13 @@ class Holder:
             whether there were any.
 
         Raises:
-            PartitionError: a parameter is now shared between partitions.
+            PartitionError: a parameter is now shared between partitions, or was given what another
+                partition has.
         """
         if self._is_gathered:
             self._settle()  # what was gathered for use outside of steps goes again
+        if self._placement is not None:
+            self._check_values()
         if self.fakes.is_current:
             return False
         runtime, former = self._runtime, self.fakes
@@ -177,7 +195,7 @@ class Holder:
         )
         self.version += 1
         if self._placement is not None:
-            self._placement = Placement(self.fakes, self._placement.assignment)
+            self._placement = self._placement.after_changes(self.fakes)
             self._placement.check_ties()
             self._settle()
         return True
@@ -193,11 +211,16 @@ class Holder:
             tensor = _tensor(slot)
             if isinstance(tensor, ShardedParameter):
                 continue
-            if self.holds(slot):
-                tensor.data = tensor.data.to(device)
+            if not self.holds(slot):
+                self._let_go(slot, tensor)
+            elif isinstance(tensor, AbsentTensor):
+                raise PartitionError(
+                    f"{self.fakes.slot_name(slot)} belongs on partition {self._own}, and was made "
+                    f"between two steps from what another partition has: {tensor!r}. Make it from "
+                    "numbers that every rank has, or before the first call of a step function."
+                )
             else:
-                # Meta data cannot be assigned to a parameter that lives on a device.
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+                tensor.data = tensor.data.to(device)
         self._is_gathered = False
         lacking = {
             module: name
@@ -205,6 +228,30 @@ class Holder:
             if any(not self.holds(slot) for slot in self._slots_in(module))
         }
         self.absence.begin(self.fakes.model, lacking)
+
+    def _check_values(self) -> None:
+        for name, tensor in self.named_parameters():
+            if is_vacant(tensor):
+                raise PartitionError(
+                    f"{name} was given the data of what another partition has, or of what was "
+                    f"computed from it: copy_() says so where it happens. {REMEDY}"
+                )
+
+    def _let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Frees a tensor of another rank."""
+        device, shape = self._runtime.device, self.fakes.slots[slot].shape
+        if is_model_type(tensor):
+            make_absent(tensor, self._keeper, self.fakes.slot_name(slot), shape, device)
+        else:
+            # Meta data cannot be assigned to a parameter that lives on a device.
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+
+    def note_gradients(self, names: Collection[str]) -> None:
+        """Lets parameters of other ranks have the gradients that they have there."""
+        for slot in self.fakes.slots:
+            tensor = _tensor(slot)
+            if isinstance(tensor, AbsentTensor) and self.fakes.slot_name(slot) in names:
+                note_gradient(tensor)
 
     # ------------------------------------------------------------------ shards
 
@@ -221,7 +268,7 @@ class Holder:
             slot
             for slot, fake in self.fakes.slots.items()
             if slot[1] in slot[0]._parameters
-            and type(_tensor(slot)) is nn.Parameter
+            and is_model_type(_tensor(slot))
             and is_cut(tuple(fake.shape), fake.dtype, config.sdp_param_persistence_threshold)
             and not (self._placement is not None and self._placement.is_everywhere(slot))
             and not loads_by_itself(slot[0])
@@ -265,7 +312,7 @@ class Holder:
         for slot in self.fakes.slots:
             name = self.fakes.slot_name(slot)
             if not self.holds(slot):
-                _tensor(slot).data = tensors[name]
+                make_present(_tensor(slot), tensors[name])
         self._is_gathered = True
         self.absence.end()
 

@@ -8,6 +8,7 @@ Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,24 @@ class Placement:
                 name = name.rpartition(".")[0]
             found[module] = known[name]
         return found
+
+    def after_changes(self, fakes: FakeModel) -> Placement:
+        """Returns where everything is after the user has changed the model.
+
+        A module stays where it is under whatever name; a new one takes the place of the one whose
+        name it has.
+        """
+        placed = {unit.name: unit for unit in self.assignment.placed}
+        former = self.fakes.names
+        units = [
+            dataclasses.replace(placed[former.get(module, name)], name=name)
+            for module, name in fakes.names.items()
+            if former.get(module, name) in placed
+        ]
+        names = {unit.name for unit in units}
+        gone = [unit for name, unit in placed.items() if name not in names]
+        assignment = dataclasses.replace(self.assignment, placed=(*units, *gone))
+        return Placement(fakes, assignment)
 
     def check_ties(self) -> None:
         """Makes sure that no parameter is shared by modules of several partitions.

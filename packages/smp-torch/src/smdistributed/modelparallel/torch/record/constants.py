@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.notes import REMEDY
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.trace import Constant
@@ -53,6 +55,11 @@ class Constants:
         return constant
 
     def _take(self, constant: Constant, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, AbsentTensor):
+            raise UnsupportedError(
+                f"a step reads {tensor!r}, whose values are not here. Make it a parameter or a "
+                f"buffer of the model. {REMEDY}"
+            )
         self._given[constant] = tensor
         with past_recording():
             # What shares memory with another library is changed without a trace.

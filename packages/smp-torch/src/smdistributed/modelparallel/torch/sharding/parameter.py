@@ -18,6 +18,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS
 
@@ -257,7 +258,8 @@ def gradient_here(tensor: Any) -> torch.Tensor | None:
     """Returns what is here of a parameter's gradient: the block, or all of it."""
     if isinstance(tensor, ShardedParameter):
         return tensor.shard.gradient
-    gradient: torch.Tensor | None = tensor.grad
+    with gradients_hidden():
+        gradient: torch.Tensor | None = tensor.grad
     return gradient
 
 

@@ -39,6 +39,7 @@ from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.switches import without_autocast
 from smdistributed.modelparallel.torch.record.trace import EntryKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.absent_gradients import AbsentGradients
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
@@ -82,6 +83,7 @@ class PipelinedStep:
         name = getattr(function, "__name__", str(function))
         self._passes = StaticPasses(lockstep, name) if static else lockstep
         self._preparation = Preparation(runtime)
+        self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)
         self._ran: tuple[Executor, list[Any]] | None = None
         self._recorder: Recorder | None = None
@@ -111,13 +113,17 @@ class PipelinedStep:
             )
         ]
         scales = _scales(passed, batch.weights)
+        trained = self._models_of(prepared.differentiated)
+        self._absent_gradients.begin(prepared, trained)
         made = self._execute(prepared, batch, tensors, scales)
         runtime = self.runtime
         results = share_results(
             runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
         )
-        for model in self._models_of(prepared.differentiated):
+        for model in trained:
             model.data_parallel.end_step()
+        self._absent_gradients.end(prepared, trained)
+        for model in trained:
             model.run_post_step_hooks()
         return combine(results, batch.weights, detach=True)
 

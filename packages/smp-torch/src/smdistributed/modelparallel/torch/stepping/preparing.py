@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder,
 _MOST_PREPARED = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A mini-batch whose microbatches go certain ways, ready to run.
 

@@ -22,6 +22,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def users_of_memory(tensor: torch.Tensor) -> int:
+    """Returns how many tensors see the memory of one, itself counted."""
+    storage = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users - 1  # the object in this variable
+
+
 _TENSOR: Any = torch.Tensor
 
 #: What asks for no values of a tensor, besides the public functions.

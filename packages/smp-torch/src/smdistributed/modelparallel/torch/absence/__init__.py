@@ -1,0 +1,1 @@
+"""Tensors of other partitions, as a script sees them between two steps."""

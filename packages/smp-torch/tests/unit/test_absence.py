@@ -1,0 +1,202 @@
+"""Absent tensors: what is computed with them, and what two ranks find out together."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
+from smdistributed.modelparallel.torch.absence.tensors import (
+    AbsentTensor,
+    gradients_hidden,
+    is_vacant,
+    make_absent,
+    make_present,
+    note_gradient,
+)
+from smdistributed.modelparallel.torch.absence.values import Question, answer
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+
+CPU = torch.device("cpu")
+
+
+class Pipeline:
+    """Two ranks, as threads of this process."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=5)
+        self._told: list[Any] = [None, None]
+
+    def exchange(self, own: int, mine: Any) -> list[Any]:
+        self._told[own] = mine
+        try:
+            self._barrier.wait()
+            told = list(self._told)
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise CommError("nobody came", rank=own) from error
+        return told
+
+
+class Rank:
+    """A rank that has one of two parameters; a keeper."""
+
+    def __init__(self, own: int, pipeline: Pipeline | None = None) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._own, self._pipeline = own, pipeline or Pipeline()
+        numbers = torch.Generator().manual_seed(5)
+        values = [torch.randn(3, 4, generator=numbers) for _ in range(2)]
+        self.parameters = [nn.Parameter(each) for each in values]
+        self.sharing_memory = MemorySharers().of
+        absent = self.parameters[1 - own]
+        make_absent(absent, self, f"parameter {1 - own}", absent.shape, CPU)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor is self.parameters[self._own]
+
+    def check_use(self, names: str, what: str) -> None:
+        pass
+
+    def answer(self, question: Question) -> torch.Tensor:
+        return answer(
+            question, lambda mine: self._pipeline.exchange(self._own, mine), self._own, CPU
+        )
+
+
+def on_both(body: Callable[[Rank], Any]) -> list[Any]:
+    """Runs a body on two ranks at once."""
+    pipeline = Pipeline()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda own: body(Rank(own, pipeline)), range(2)))
+
+
+def whole() -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(5)
+    return [torch.randn(3, 4, generator=numbers) for _ in range(2)]
+
+
+def norm_by_items(rank: Rank) -> float:
+    total = 0.0
+    for each in rank.parameters:
+        total += each.detach().norm().item() ** 2
+    return float(total**0.5)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda rank: float(torch.stack([each.norm() for each in rank.parameters]).norm()),
+        norm_by_items,
+    ],
+)
+def test_what_all_ranks_have_a_part_of_is_computed_together(compute: Any) -> None:
+    wanted = torch.cat(whole()).norm().item()
+    assert on_both(compute) == pytest.approx([wanted, wanted])
+
+
+def test_what_was_computed_once_is_known() -> None:
+    def compute(rank: Rank) -> torch.Tensor:
+        scale = 1 / torch.stack([each.detach().norm() for each in rank.parameters]).norm()
+        assert scale < 1
+        own = rank.parameters[rank._own].detach()
+        return own.mul(1.0).mul_(scale) if isinstance(own, AbsentTensor) else own * scale
+
+    found = on_both(compute)
+    assert all(isinstance(each, AbsentTensor) for each in found)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_one_rank_alone_asks_for_is_refused(number: int) -> None:
+    rank = Rank(1 - number)
+    with pytest.raises(UnsupportedError, match=f"parameter {number}.*state_dict"):
+        bool(rank.parameters[number].norm() > 1)
+
+
+def test_what_has_changed_since_is_refused() -> None:
+    def compute(rank: Rank) -> float:
+        own = torch.ones(3, 4)
+        total = sum(each.norm() for each in (*rank.parameters, own))
+        rank.parameters[1 - rank._own].data.mul_(2)
+        summand = own.mul(1)
+        late = total + summand.sum()
+        summand.add_(1)
+        return float(late)
+
+    wanted = sum(each.norm() for each in whole()).item() + 12**0.5 + 12
+    assert on_both(compute) == pytest.approx([wanted, wanted])
+
+    def too_late(rank: Rank) -> float:
+        offset = torch.ones(())
+        total = sum(each.norm() for each in rank.parameters) + offset
+        offset.add_(1)
+        return float(total)
+
+    with pytest.raises(UnsupportedError, match="parameter"):
+        on_both(too_late)
+
+
+def test_generators_stand_as_where_the_values_are() -> None:
+    rank = Rank(0)
+    torch.manual_seed(1)
+    nn.init.kaiming_uniform_(rank.parameters[1])
+    found = torch.rand(3)
+    torch.manual_seed(1)
+    nn.init.kaiming_uniform_(whole()[1])
+    assert torch.equal(found, torch.rand(3))
+
+
+def test_shapes_and_errors_are_those_of_the_values() -> None:
+    absent = Rank(0).parameters[1]
+    assert isinstance(absent, nn.Parameter)
+    assert (absent.shape, absent.numel(), absent.dtype) == ((3, 4), 12, torch.float32)
+    assert (absent @ torch.ones(4, 2)).shape == (3, 2)
+    assert absent.data[0].add_(1).shape == (4,)
+    assert copy.deepcopy(absent).requires_grad
+    with pytest.raises(RuntimeError, match="dim"):
+        absent @ torch.ones(3, 2)
+    with pytest.raises(UnsupportedError, match=r"memory of parameter 1.*state_dict"):
+        absent.untyped_storage()
+    with pytest.raises(UnsupportedError, match="backward"):
+        absent.square().sum().backward()
+
+
+def test_what_is_written_to_a_tensor_of_the_script() -> None:
+    rank = Rank(0)
+    mean = torch.zeros(3, 4)
+    mean.data.lerp_(rank.parameters[1].data, 0.1)
+    assert isinstance(mean, AbsentTensor)
+    rank.parameters[1].data.copy_(mean)
+    with pytest.raises(UnsupportedError, match="a part of a tensor"):
+        torch.zeros(6, 4)[:3].copy_(rank.parameters[1].data)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="parameter 1"):
+        rank.parameters[0].copy_(rank.parameters[1])
+
+
+def test_gradients_show_but_to_optimizers() -> None:
+    absent = Rank(0).parameters[1]
+    assert absent.grad is None
+    note_gradient(absent)
+    assert isinstance(absent.grad, AbsentTensor)
+    with gradients_hidden():
+        assert absent.grad is None
+    absent.grad.mul_(2)
+    absent.grad = None
+    assert absent.grad is None
+
+
+def test_values_come_back() -> None:
+    rank = Rank(0)
+    (_, values), absent = whole(), rank.parameters[1]
+    rank.parameters[0].data = absent.data  # nothing sees this
+    assert is_vacant(rank.parameters[0])
+    make_present(absent, values)
+    assert type(absent) is nn.Parameter
+    assert torch.equal(absent, values)
