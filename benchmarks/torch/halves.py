@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from gpt_step import GPT, SIZES
 
-from smdistributed.modelparallel.torch.execute.compiled_pieces import in_pieces
+from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
@@ -97,7 +97,7 @@ def main() -> None:
         x = given.clone().requires_grad_()
         around: Callable[[], Any] = putting_off if kind == "halves" else contextlib.nullcontext
         points = [clock.now()]
-        with around(), in_pieces(model.blocks[0]) or contextlib.nullcontext():
+        with around(), whose_gradients_wait(model.blocks[0]) or contextlib.nullcontext():
             out = model(x)
             points += whole(out) if kind == "whole" else halves(out, before)
         del out, x

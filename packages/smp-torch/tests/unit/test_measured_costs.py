@@ -49,7 +49,7 @@ def test_equal_calls_are_one_operation_and_views_are_none() -> None:
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which a call takes a second, and a backward pass ten."""
 
-    def seconds(function: Callable[[], Any]) -> float:
+    def seconds(function: Callable[[], Any], device: torch.device) -> float:
         function()
         return 10.0 if function.__name__ == "differentiate" else 1.0
 

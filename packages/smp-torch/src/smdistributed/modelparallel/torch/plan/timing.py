@@ -8,7 +8,10 @@ Source: smd_model_parallel_pytorch.rst, DistributedModel (trace_execution_times)
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,13 +20,15 @@ from torch.utils.benchmark import Timer
 
 from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 from smdistributed.modelparallel.torch.record.costs import OF_WEIGHTS
-from smdistributed.modelparallel.torch.record.nested import fill, tensors_in
+from smdistributed.modelparallel.torch.record.nested import fill, placeholders, tensors_in
 from smdistributed.modelparallel.torch.record.work import Layout, Operation
 
 logger = logging.getLogger(__name__)
 
-#: How long an operation is repeated at least.
+#: How long an operation is repeated at least, on a host.
 _LEAST_SECONDS = 2e-3
+#: On a GPU: calls in a graph, and how often that is replayed.
+_CALLS, _REPLAYS = 8, 5
 
 
 def measure(operations: Mapping[str, Operation], device: torch.device) -> dict[str, PassCosts]:
@@ -36,7 +41,8 @@ def measure(operations: Mapping[str, Operation], device: torch.device) -> dict[s
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for name, operation in operations.items():
             try:
-                found[name] = _passes(operation, device)
+                with _beside(device):
+                    found[name] = _passes(operation, device)
             except Exception as error:
                 failed[name] = operation
                 logger.debug("%s is not timed: %r", name, error)
@@ -52,25 +58,35 @@ def _passes(operation: Operation, device: torch.device) -> PassCosts:
     def call() -> Any:
         return operation.function(*args, **kwargs)
 
-    args, kwargs = fill(
-        (operation.args, operation.kwargs), Layout, lambda layout: _tensor(layout, device)
-    )
+    given = operation.args, operation.kwargs
+    layouts = list(placeholders(given, Layout))
+    args, kwargs = fill(given, Layout, lambda layout: _tensor(layout, device))
     needed = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+    sums = [
+        torch.zeros_like(each) if layout.is_of_parameter else None
+        for layout, each in zip(layouts, tensors_in((args, kwargs)), strict=True)
+        if each.requires_grad
+    ]
     if operation.function._schema.is_mutable:
         for each in needed:  # a leaf that needs a gradient may not be changed
             each.requires_grad_(False)
-        forward = _seconds(call)
+        forward = _seconds(call, device)
         return PassCosts(forward, forward if needed else 0.0)
-    forward = _seconds(call)
+    forward = _seconds(call, device)
     results = [each for each in tensors_in(call()) if each.requires_grad]
     if not results:
         return PassCosts(forward)
     starts = [torch.ones_like(each) for each in results]
 
-    def differentiate() -> Any:
-        return torch.autograd.grad(results, needed, starts, retain_graph=True, allow_unused=True)
+    def differentiate() -> None:
+        gradients = torch.autograd.grad(
+            results, needed, starts, retain_graph=True, allow_unused=True
+        )
+        for total, gradient in zip(sums, gradients, strict=True):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
 
-    backward = _seconds(differentiate)
+    backward = _seconds(differentiate, device)
     weights = backward / 2 if operation.function._overloadpacket in OF_WEIGHTS else 0.0
     return PassCosts(forward, backward, weights)
 
@@ -86,6 +102,37 @@ def _tensor(layout: Layout, device: torch.device) -> torch.Tensor:
     return tensor.requires_grad_(layout.requires_grad)
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _beside(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns a stream of its own, as graphs need one for both passes."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Returns how long a call takes; on a GPU, where the host submits ahead, how long there."""
+    if device.type == "cuda":
+        try:
+            return _seconds_in_a_graph(function)
+        except RuntimeError as error:
+            logger.debug("a call is timed with its host: %r", error)
+            torch.cuda.synchronize()
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
+
+
+def _seconds_in_a_graph(function: Callable[[], Any]) -> float:
+    for _ in range(2):  # what is chosen or made in a first call
+        function()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(_CALLS):
+            function()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    graph.replay()
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    stream.synchronize()
+    times: list[float] = [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
+    return statistics.median(times) / 1e3 / _CALLS

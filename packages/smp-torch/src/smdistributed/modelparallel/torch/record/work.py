@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.private.tensors import is_of_leaf
 from smdistributed.modelparallel.torch.record.nested import template, tensors_in, text
 
 
@@ -36,24 +37,33 @@ class Work:
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor without its numbers: what the time of an operation on it depends on."""
+    """A tensor without its numbers: what the time of an operation on it depends on.
+
+    Attributes:
+        shape, stride, dtype, device_type: its own.
+        requires_grad: a backward pass computes its gradient.
+        is_of_parameter: and adds it to that of a leaf.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
     requires_grad: bool
+    is_of_parameter: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         """Returns that of a tensor."""
         needed = tensor.requires_grad and torch.is_grad_enabled()
         stride = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, needed)
+        own = needed and is_of_leaf(tensor)
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, needed, own)
 
     def __str__(self) -> str:
         gradient = " with gradient" if self.requires_grad else ""
-        return f"{self.dtype}{self.shape}{self.stride} {self.device_type}{gradient}"
+        leaf = " of a leaf" if self.is_of_parameter else ""
+        return f"{self.dtype}{self.shape}{self.stride} {self.device_type}{gradient}{leaf}"
 
 
 @dataclass(frozen=True)
