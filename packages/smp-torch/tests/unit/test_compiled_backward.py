@@ -25,6 +25,9 @@ from smdistributed.modelparallel.torch.execute.compiled_backward import (
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
+#: Of what inductor imports.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 WIDTH = 8
 
 
@@ -315,7 +318,6 @@ def test_blocks_share_what_was_compiled_for_one() -> None:
     assert len(graphs.sizes) == num_graphs
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 @pytest.mark.parametrize(("mode", "records"), [("reduce-overhead", True), ("default", False)])
 def test_cuda_graphs_are_told_by_the_mode(mode: str, records: bool) -> None:
     call = compiled_call(made(gelu, mode=mode))
@@ -326,7 +328,6 @@ def test_what_was_not_compiled_has_no_compiler() -> None:
     assert whose_gradients_wait(made(gelu)) is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 def test_buffers_that_a_compiler_uses_again_do_not_reach_waiting_gradients() -> None:
     """By the compiler of most users, which frees and takes memory as it sees fit."""
     expected, _ = run(made(gelu), waits=False, compiled=False, num=3)
