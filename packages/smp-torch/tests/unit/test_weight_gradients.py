@@ -256,6 +256,11 @@ USES: dict[str, Callable[[Layer, torch.Tensor], torch.Tensor]] = {
     )
 }
 
+#: What a compiler that differentiates does not take: gradients of gradients.
+NOT_COMPILED = {
+    *("with_a_penalty_on_the_gradient", "penalised_under_autocast", "differentiated_in_backward"),
+}
+
 # What else is known of the weight
 
 
@@ -423,6 +428,7 @@ def test_compiled_halves_give_the_gradients_of_the_compiled_whole(use: str) -> N
 
 def compare(use: str, layer: Callable[[bool], Any], cases: Any, *, compiled: bool = False) -> None:
     exact = 0
+    refused = compiled and use in NOT_COMPILED
     for state, shape, bias in cases:
         given = USES[use], STATES[state], layer, shape, bias
         want, got = outcome(*given, False, compiled), outcome(*given, True, compiled)
@@ -439,7 +445,7 @@ def compare(use: str, layer: Callable[[bool], Any], cases: Any, *, compiled: boo
             else:
                 assert other == value, (state, shape, bias, name)
         exact += "error" not in want
-    assert exact >= len(STATES)
+    assert exact >= len(STATES) or refused
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -248,12 +248,12 @@ def _run(
     leaves = leaves_of_this_pass()
     for each in products:
         one, other = next(factors), next(factors)
-        if each.is_transposed:
-            one, other = other.t(), one.t()
         leaf = leaves[each.position] if len(leaves) == num_results else None
         here = waiting_for(leaf) if leaf is not None else None
         if here is not None:
-            here.put_off(_WaitingProduct(leaf, None, one, other))
+            both = (other.t(), one.t()) if each.is_transposed else (one, other)
+            here.put_off(_WaitingProduct(leaf, None, *both))
         else:
-            gradients[each.position] = one.mm(other).to(each.dtype)
+            product = one.mm(other).to(each.dtype)
+            gradients[each.position] = product.t() if each.is_transposed else product
     return gradients
