@@ -215,6 +215,18 @@ def test_gradients_that_wait_are_those_that_do_not(between: Any) -> None:
     assert num_waiting == BETWEEN[between]
 
 
+def test_a_gradient_may_be_the_transpose_of_a_product() -> None:
+    found = []
+    for waits in (False, True):
+        torch.compiler.reset()
+        block = made(gelu, backend="aot_eager")
+        # Of a weight that lies across, autograd computes the gradient the other way round.
+        block.first.weight.data = block.first.weight.data.t().contiguous().t()
+        found.append(run(block, waits=waits, compiled=waits)[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_gradients_that_are_looked_at_come_at_once() -> None:
     """Of the compiled pass as of any other: only what nobody looks at may wait."""
     block = made(gelu, backend="aot_eager")
