@@ -110,14 +110,21 @@ def _test_resources() -> None:
         assert resources.writes(writing, handle)
         assert resources.origin(graph, handle) is variable.handle
         assert id(handle) in resources.written([writing])
-        with tf.control_dependencies(resources.before([handle])):
+        early, five = variable.read_value(), tf.constant(5.0)
+        with tf.control_dependencies(resources.before([], [handle])):
             # As a pass does it: nothing orders it but what it is told to wait for.
-            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=5.0)
+            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=five)
         graphs.keep(graph, [own])
+        (wait,) = own.control_inputs
         resources.after(own, [], [handle])
-        return variable.read_value()
+        waiting.append((wait.name, early.op.inputs[0].op.name))
+        return early, variable.read_value()
 
-    assert float(run()) == 8.0
+    waiting: list[tuple[str, str]] = []
+    assert [float(each) for each in run()] == [3.0, 8.0]
+    (names,) = waiting
+    before, early = map(run.get_concrete_function().graph.get_operation_by_name, names)
+    assert early in before.control_inputs, "a pass may change what is still to be read"
 
 
 def _test_initial_values() -> None:
