@@ -88,8 +88,9 @@ class Body:
             for variable in call.local.plan.trace.variables
         }
         for result in tf.nest.flatten(results):
-            # What was made eagerly, outside, comes from nothing here.
-            if not hasattr(result, "op") or not result.dtype.is_floating:
+            # What was made eagerly, outside, comes from nothing here; slices are of gradients.
+            is_made_here = isinstance(result, tf.Tensor) and hasattr(result, "op")
+            if not is_made_here or not result.dtype.is_floating:
                 continue
             read, is_of_results, is_of_gradients = self._origins(result, spread)
             if read and not is_of_gradients and (is_of_results or result.shape.rank == 0):
@@ -114,23 +115,26 @@ class Body:
         returned = {op for call in self._calls for op in call.returned}
         read: list[Any] = []
         seen: set[Any] = set()
-        stack = [result.op]
+        stack = [result]
         while stack:
-            op = stack.pop()
-            if op in seen:
+            tensor = stack.pop()
+            op = tensor.op
+            inputs = list(op.inputs)
+            if op.type == "IdentityN" and op not in ends:
+                # What a custom gradient is of goes through one, with the variables that it reads.
+                inputs = [op.inputs[tensor.value_index]]
+            elif op in seen:
                 continue
             seen.add(op)
             if op in ends or op in returned:
                 continue
             around = has_nested and bool(functions.called(op.node_def))
-            for tensor in op.inputs:
-                if tensor.dtype == tf.resource:
-                    if around:
-                        continue
-                    outside = id(resources.origin(self._graph, tensor))
+            for each in inputs:
+                if each.dtype != tf.resource:
+                    stack.append(each)
+                elif not around:
+                    outside = id(resources.origin(self._graph, each))
                     read += [spread[outside]] if outside in spread else []
-                else:
-                    stack.append(tensor.op)
         return read, bool(seen & ends), bool(seen & returned)
 
     def _uses(self, found: dict[int, Any], handles: set[int]) -> bool:
