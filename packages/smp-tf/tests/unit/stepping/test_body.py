@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.stepping.body import Body
 
 
-def _check(result_of: Callable[[Any, Any, Any], Any]) -> None:
+def _reason(result_of: Callable[[Any, Any, Any], Any]) -> str | None:
     """Looks at a body's result, made of a model's output, its gradient and one of its weights."""
+    found: list[str | None] = []
     weight = tf.Variable([1.0, 2.0], name="weight")
 
     def body(x: Any) -> None:
@@ -26,9 +26,12 @@ def _check(result_of: Callable[[Any, Any, Any], Any]) -> None:
             results=output.op,
             returned={gradient.op},
         )
-        Body("train", [[call]], 0).refuse_partial([result_of(output, gradient, weight)])
+        made = Body("train", [[call]], 0)
+        found.append(made.partial_result([result_of(output, gradient, weight)]))
 
     tf.function(body, autograph=False).get_concrete_function(tf.TensorSpec([2]))
+    (reason,) = found
+    return reason
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -47,8 +50,7 @@ def _scaled(x: Any, weight: Any) -> Any:
     ids=["sum", "examples", "alone", "function"],
 )
 def test_losses_of_own_weights_are_refused(result_of: Any) -> None:
-    with pytest.raises(UnsupportedError, match="a result of train is computed from variable weigh"):
-        _check(result_of)
+    assert "a result of train is computed from variable weight" in str(_reason(result_of))
 
 
 @pytest.mark.parametrize(
@@ -65,4 +67,4 @@ def test_losses_of_own_weights_are_refused(result_of: Any) -> None:
     ids=["output", "decay", "of a number", "own", "custom gradient", "slices", "nothing"],
 )
 def test_what_is_of_own_weights_by_nature_is_not(result_of: Any) -> None:
-    _check(result_of)
+    assert _reason(result_of) is None

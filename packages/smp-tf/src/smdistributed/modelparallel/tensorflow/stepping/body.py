@@ -70,17 +70,15 @@ class Body:
                     "attribute: return it as well, or give a loss to add_loss."
                 )
 
-    def refuse_partial(self, results: Any) -> None:
-        """Raises if a loss is computed from variables that this process has of a model.
+    def partial_result(self, results: Any) -> str | None:
+        """Returns why a result, computed from variables that this process has, cannot be returned.
 
         Others have other ones, and would return another loss. What is computed from gradients is
-        not looked at: gradients are of own variables, whatever the body does with them.
+        not looked at: gradients are of own variables, whatever the body does with them. A process
+        without variables finds nothing, so that the answers of all count.
 
         Args:
             results: of the body.
-
-        Raises:
-            UnsupportedError: one is.
         """
         spread = {
             id(variable.handle): variable
@@ -94,13 +92,14 @@ class Body:
                 continue
             read, is_of_results, is_of_gradients = self._origins(result, spread)
             if read and not is_of_gradients and (is_of_results or result.shape.rank == 0):
-                raise UnsupportedError(
+                return (
                     "what a step function returns must be the same on all processes of a "
                     f"pipeline; a result of {self._name} is computed from variable "
                     f"{path_of(read[0])}, and others that this process holds, each process from "
                     "its own: let the model's call add such a loss (kernel_regularizer, add_loss), "
                     "whose sum is that of model.losses."
                 )
+        return None
 
     def _origins(self, result: Any, spread: dict[int, Any]) -> tuple[list[Any], bool, bool]:
         """Returns what a result comes from.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
@@ -230,9 +230,11 @@ class StepFunction:
         body.refuse_kept()
         if runtime.topology.pp_size > 1:
             give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
-            body.refuse_partial(results)
-            # A process that holds none of these variables must take the same order.
-            answers = runtime.communicator.allgather(body.meets_models(), CommGroup.PP_GROUP)
+            # A process that holds none of these variables must take the same order, or fail, too.
+            found = body.meets_models(), body.partial_result(results)
+            answers = runtime.communicator.allgather(found, CommGroup.PP_GROUP)
+            if refused := [reason for _, reason in answers if reason]:
+                raise UnsupportedError(refused[0])
             self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
@@ -240,7 +242,7 @@ class StepFunction:
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
                 runtime.links,
-                is_serial=any(answers),
+                is_serial=any(meets for meets, _ in answers),
             )
 
 
