@@ -131,12 +131,12 @@ def _reason_to_compute_at_once(graph: fx.GraphModule, inputs: Sequence[Any]) -> 
 
 @dataclass(frozen=True)
 class _Product:
-    """A result of a backward pass that is the product of two matrices.
+    """A result of a backward pass that is the product of two matrices, or the sum of several.
 
     Attributes:
         position: among the results.
         node: the product.
-        is_transposed: whether the result is its transpose.
+        is_transposed: whether its transpose is in the result.
         dtype: of the result.
     """
 
@@ -159,13 +159,11 @@ def _compile_backward(
     """
     end = next(node for node in graph.graph.nodes if node.op == "output")
     (results,) = end.args
-    products = [
-        found
-        for position, node in enumerate(results)
-        if isinstance(node, fx.Node)
-        and (found := _product_behind(position, node)) is not None
-        and not any(_is_only_read(factor, results) for factor in found.node.args)
-    ]
+    products: list[_Product] = []
+    for position, node in enumerate(results):
+        found = _products_behind(node) if isinstance(node, fx.Node) else []
+        if not any(_is_only_read(factor, results) for each, _ in found for factor in each.args):
+            products += [_Product(position, *each, node.meta["val"].dtype) for each in found]
     known = list(results)
     for each in products:
         known[each.position] = None
@@ -177,21 +175,27 @@ def _compile_backward(
     return boxed(functools.partial(_run, compiled, len(known), products))
 
 
-def _product_behind(position: int, node: fx.Node) -> _Product | None:
-    """Returns the product that a result is, if nothing else becomes of it."""
-    dtype, is_transposed = node.meta["val"].dtype, False
+def _products_behind(node: fx.Node, *, is_transposed: bool = False) -> list[tuple[fx.Node, bool]]:
+    """Returns the products whose sum a node is, if nothing else becomes of them; else none.
+
+    Returns:
+        each with whether it is its transpose that counts.
+    """
     while len(node.users) == 1 and node.op == "call_function":
         if node.target is aten.mm.default:
-            return _Product(position, node, is_transposed, dtype)
-        before = node.args[0] if node.args else None
-        if not isinstance(before, fx.Node):
-            return None
+            return [(node, is_transposed)]
+        before = node.all_input_nodes
+        if node.target is aten.add.Tensor and len(before) == 2 and not node.kwargs:
+            parts = [_products_behind(each, is_transposed=is_transposed) for each in before]
+            return [*parts[0], *parts[1]] if all(parts) else []
+        if len(before) != 1:
+            return []
         if _transposes(node):
             is_transposed = not is_transposed
-        elif not _keeps(node, before):
-            return None
-        node = before
-    return None
+        elif not _keeps(node, before[0]):
+            return []
+        (node,) = before
+    return []
 
 
 def _is_only_read(factor: Any, results: Sequence[Any]) -> bool:
@@ -248,12 +252,14 @@ def _run(
     leaves = leaves_of_this_pass()
     for each in products:
         one, other = next(factors), next(factors)
-        if each.is_transposed:
-            one, other = other.t(), one.t()
         leaf = leaves[each.position] if len(leaves) == num_results else None
         here = waiting_for(leaf) if leaf is not None else None
         if here is not None:
-            here.put_off(_WaitingProduct(leaf, None, one, other))
+            both = (other.t(), one.t()) if each.is_transposed else (one, other)
+            here.put_off(_WaitingProduct(leaf, None, *both))
         else:
-            gradients[each.position] = one.mm(other).to(each.dtype)
+            product = one.mm(other).to(each.dtype)
+            product = product.t() if each.is_transposed else product
+            known = gradients[each.position]
+            gradients[each.position] = product if known is None else known + product
     return gradients
