@@ -3,6 +3,7 @@
 One process, one device: ``python benchmarks/torch/halves.py --size 1.3b --layers 12``. The passes
 of a stage of blocks are run in turns, so that their ratio means something. Times are medians, in
 milliseconds; ``held_gib`` is what the second half waits for, more than before the forward pass.
+With ``--compile`` each block is compiled, and in pieces where its backward pass is two halves.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from typing import Any
 import torch
 from gpt_step import GPT, SIZES
 
-from smdistributed.modelparallel.torch.execute.weight_gradients import (
-    WaitingGradients,
-    put_off_in,
-    putting_off,
-)
+from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
+from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
+from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
 
 class Clock:
@@ -56,6 +55,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZES[options.size]
@@ -63,6 +63,9 @@ def main() -> None:
         model = GPT(size, options.layers, first=False, last=False)
     if device.type == "cuda":
         model = model.to(torch.bfloat16)
+    if options.compile:
+        for block in model.blocks:
+            block.compile()
     shape = (options.microbatch_size, size.length, size.hidden)
     given = torch.randn(shape, device=device, dtype=next(model.parameters()).dtype)
     start = torch.randn_like(given)
@@ -94,7 +97,7 @@ def main() -> None:
         x = given.clone().requires_grad_()
         around: Callable[[], Any] = putting_off if kind == "halves" else contextlib.nullcontext
         points = [clock.now()]
-        with around():
+        with around(), whose_gradients_wait(model.blocks[0]) or contextlib.nullcontext():
             out = model(x)
             points += whole(out) if kind == "whole" else halves(out, before)
         del out, x

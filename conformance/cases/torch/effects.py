@@ -277,7 +277,7 @@ def masks_are_computed_again_if_they_are_preserved(adapter: Any) -> None:
     "smp.DistributedModel(trace_device)",
     worlds=("pipeline",),
 )
-def options_of_the_trace_change_nothing(adapter: Any) -> None:
+def options_of_the_trace_change_no_number(adapter: Any) -> None:
     import torch
 
     wanted, _ = wanted_gradients(adapter)
@@ -286,6 +286,51 @@ def options_of_the_trace_change_nothing(adapter: Any) -> None:
         model, _ = trained(adapter, adapter.smp.DistributedModel(adapter.net(), **options))
         for name, parameter in model.local_named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name])
+
+
+@torch_case("smp.DistributedModel(trace_memory_usage)", worlds=("pipeline",))
+def memory_is_what_a_backward_pass_needs(adapter: Any) -> None:
+    import torch
+    from torch import nn
+
+    class Passing(nn.Linear):
+        """Makes much and keeps little."""
+
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                for _ in range(64):
+                    x.repeat(64, 1).sum()
+            return super().forward(x)
+
+    def memory(**options: bool) -> float:
+        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], Passing(WIDTH, WIDTH))
+        model, _ = trained(adapter, adapter.smp.DistributedModel(net, **options))
+        placed = {each.name: each.memory for each in model.placement.assignment.placed}
+        return placed["3"] / placed["2"]
+
+    assert memory() > 10
+    assert memory(trace_memory_usage=True) == 1
+
+
+@torch_case("smp.DistributedModel(trace_execution_times)", worlds=("pipeline",))
+def partitions_go_by_the_time_that_modules_take(adapter: Any) -> None:
+    from torch import nn
+
+    class Slow(nn.Linear):
+        """Takes long, by operations that are not counted."""
+
+        def forward(self, x: Any) -> Any:
+            long = x.repeat(1000, 10).cumsum(0)
+            return super().forward(x) + 0 * long.sin().exp().sum()
+
+    def computes(**options: bool) -> float:
+        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], Slow(WIDTH, WIDTH))
+        model, _ = trained(adapter, adapter.smp.DistributedModel(net, **options))
+        placed = {each.name: each.compute for each in model.placement.assignment.placed}
+        return placed["3"] / placed["2"]
+
+    assert computes() == 1
+    assert computes(trace_execution_times=True) > 2
 
 
 # Replicas

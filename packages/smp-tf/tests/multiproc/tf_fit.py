@@ -49,9 +49,9 @@ def _on_a_base(side: Side) -> Any:
     return OnBase()
 
 
-def _compile(model: Any, **options: Any) -> None:
+def _compile(model: Any, optimizer: Any = None, **options: Any) -> None:
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(tf.keras.optimizers.Adam(0.05), loss, **options)
+    model.compile(optimizer or tf.keras.optimizers.Adam(0.05), loss, **options)
 
 
 def transfer(side: Side) -> Found:
@@ -70,10 +70,11 @@ def transfer(side: Side) -> Found:
 
 
 def options(side: Side) -> Found:
-    """Class weights, validation, callbacks, and a dataset with weights of examples."""
+    """Class weights, validation, callbacks, averages, and a dataset with weights of examples."""
     model = _on_a_base(side)
     model.base.trainable = True
-    _compile(model, weighted_metrics=["accuracy"])
+    averaging = tf.keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)
+    _compile(model, averaging, weighted_metrics=["accuracy"])
     x, y = _data()
     seen: list[float] = []
     callbacks = [

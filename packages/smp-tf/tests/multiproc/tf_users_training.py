@@ -261,6 +261,77 @@ def weights_by_hand(side: Side) -> Found:
     return Found([*first.same, *second.same], second.own)
 
 
+def _penalized(side: Side, is_told: bool) -> Found:
+    """Decay of weights in the loss, also of a number; the loss that is told may be without it."""
+
+    class Scaled(tf.keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            return x * self.scale
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.scaled(model.first(x))
+        with side.part(1):
+            return model.second(x)
+
+    model = model_of(
+        side,
+        call,
+        first=dense("first"),
+        second=dense("second"),
+        scaled=lambda: Scaled(name="scaled"),
+    )
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+            squares = [tf.reduce_sum(tf.square(each)) for each in model.trainable_variables]
+            whole = loss + 0.1 * tf.add_n(squares)
+        return tape.gradient(whole, model.trainable_variables), whole if is_told else loss
+
+    losses = []
+    for _ in range(2):
+        gradients, loss = compute(rows())
+        for each, variable in zip(gradients, model.trainable_variables, strict=True):
+            variable.assign_sub(0.1 * each.accumulate())
+        losses.append(loss.reduce_mean())
+    return Found(losses, by_name(model.trainable_variables, model.trainable_variables))
+
+
+def penalty_in_gradients(side: Side) -> Found:
+    """Each process decays its own weights, and all tell the loss of the model."""
+    return _penalized(side, is_told=False)
+
+
+def penalty_in_the_loss(side: Side) -> Found:
+    """Each process would tell a loss of its own."""
+    return _penalized(side, is_told=True)
+
+
+def kept_by_the_call(side: Side) -> Found:
+    """A penalty on what the call left in an attribute."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.first(x)
+            object.__setattr__(model, "kept", x)
+        with side.part(1):
+            return model.second(x)
+
+    model = model_of(side, call, first=dense("first"), second=dense("second"))
+    return train(
+        side,
+        model,
+        rows(),
+        loss_of=lambda y: tf.reduce_mean(tf.square(y)) + tf.reduce_mean(tf.abs(model.kept)),
+    )
+
+
 #: What gives the numbers of TensorFlow.
 NAMES = (
     "schedules",
@@ -274,4 +345,5 @@ NAMES = (
     "several_losses",
     "frozen_in_the_middle",
     "weights_by_hand",
+    "penalty_in_gradients",
 )

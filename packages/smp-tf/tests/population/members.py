@@ -14,6 +14,7 @@ import tf_calls
 import tf_effects
 import tf_fit
 import tf_gradients
+import tf_meetings
 import tf_replicas
 import tf_state
 import tf_users_fit
@@ -155,6 +156,10 @@ def _transformer() -> Any:
     return tf.keras.Model(inputs, [L.Dense(3)(x), L.GlobalAveragePooling1D()(x)])
 
 
+def _meeting(way: tuple[Any, ...]) -> Callable[[Side], Found]:
+    return lambda side: tf_meetings.meeting(side, *way)
+
+
 _MODULES = (
     *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit),
     *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit),
@@ -209,8 +214,11 @@ MEMBERS: dict[str, Callable[..., Found]] = {
         for module in _MODULES
         for name in module.NAMES
     },
+    **{f"state: {' '.join(map(str, way))}": _meeting(way) for way in tf_meetings.WAYS},
     "gradients of features": tf_users_training.gradients_of_features,
     "called in a function": tf_users_python.called_in_a_function,
+    "penalty in the loss": tf_users_training.penalty_in_the_loss,
+    "kept by the call": tf_users_training.kept_by_the_call,
     "vectorized": tf_users_python.vectorized,
     "a train_step of one's own": tf_users_fit.own_train_step,
 }

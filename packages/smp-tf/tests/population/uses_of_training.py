@@ -26,6 +26,26 @@ def optimizers_of_all_kinds(side: Side) -> Found:
     return Found(same, found.own)
 
 
+def slices_clipped(side: Side) -> Found:
+    """Embeddings, of which a batch has rows twice, with each way to clip and some optimizers."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.table(x)
+        with side.part(1):
+            return model.head(x + model.other(tf.argmax(x, -1)))
+
+    same: list[Any] = []
+    tables = {name: lambda n=name: L.Embedding(WIDTH, WIDTH, name=n) for name in ("table", "other")}
+    model = model_of(side, call, head=dense("head"), **tables)
+    for clip in ({}, {"clipnorm": 0.01}, {"clipvalue": 0.01}, {"global_clipnorm": 0.01}):
+        for name in ("Adam", "SGD", "Adagrad"):
+            optimizer = getattr(tf.keras.optimizers, name)(0.1, **clip)
+            found = train(side, model, tokens(WIDTH, 3), optimizer, steps=2)
+            same += found.same
+    return Found(same, found.own)
+
+
 def rate_of_ones_own(side: Side) -> Found:
     """A class of schedules, with a warm-up, and the norm of all gradients clipped."""
 
@@ -234,6 +254,7 @@ def evaluated_between(side: Side) -> Found:
 #: What gives the numbers of TensorFlow.
 NAMES = (
     "optimizers_of_all_kinds",
+    "slices_clipped",
     "rate_of_ones_own",
     "accumulated_by_hand",
     "averaged_weights",

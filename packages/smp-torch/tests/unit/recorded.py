@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.nested import tensors_in
@@ -20,6 +22,7 @@ from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
+from smdistributed.modelparallel.torch.record.work import Operations
 
 CPU = torch.device("cpu")
 
@@ -40,6 +43,13 @@ class Recorded:
         self.traces: dict[Any, Trace] = {}
         self.placement: Placement | None = None
         self.scene = Scene([self.fakes], {}, [self.fakes])
+        self.costs = ComputeCosts()
+        self.memory_weight = 0.8
+        self.operations: Operations | None = None
+
+    def _recorder(self) -> Recorder:
+        meter = Meter(self.mode, self.operations)
+        return Recorder(self.scene, self.mode, CPU, self.random, meter, self.numbers.__next__)
 
     def trace(self, args: Any) -> Trace:
         """Returns the trace of microbatches with such arguments."""
@@ -52,13 +62,15 @@ class Recorded:
 
     def passes(self, function: Callable[..., Any], *args: Any) -> Passed:
         """Runs the Python of one microbatch; decides the partition when it is the first."""
-        self.recorder = Recorder(self.scene, self.mode, CPU, self.random, self.numbers.__next__)
+        self.recorder = self._recorder()
         with self.recorder.on_fakes():
             passed = self.recorder.run(self.trace(args), function, (args, {}), OwnDecisions())
         if self.placement is None:
-            self.placement = decide(self.fakes, passed.profile, self.pinned, self.num, 0.8)
+            self.placement = decide(
+                self.fakes, passed.profile, self.pinned, self.num, self.memory_weight, self.costs
+            )
             self.scene = Scene([self.fakes], self.placement.leaves)
-            self.recorder = Recorder(self.scene, self.mode, CPU, self.random, self.numbers.__next__)
+            self.recorder = self._recorder()
             with self.recorder.on_fakes():
                 passed.way = self.recorder.close(passed)
         self.recorder = None
@@ -81,7 +93,7 @@ class Recorded:
         self.passes(function, *args)
         way = self.way(function, *args)
         assert self.placement is not None
-        return cut(way.graph, self.placement.partition_of, self.placement.owner_of)
+        return cut(way.graph, self.placement.partition_of, self.placement.owner_of, self.costs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Stands for ``model.backward`` in a body."""

@@ -24,11 +24,14 @@ class Event:
     """Stands for an event of a device that comes to it a second after the one before."""
 
     count = 0
+    made = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
+        Event.made += 1
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "the current one"
         Event.count += 1
         self.at = Event.count
 
@@ -42,9 +45,14 @@ class Event:
 
 def test_a_device_is_waited_for_when_times_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current one")
     clock = clock_of(torch.device("cuda", 0))
     assert isinstance(clock, DeviceClock)
-    marks = [clock.mark() for _ in range(3)]
-    times = clock.seconds(marks)
-    assert [each - times[0] for each in times] == pytest.approx([0, 1, 2])
-    assert times[2] + 1 <= time.time()
+    for num in (3, 2, 4):
+        clock.begin()
+        marks = [clock.mark() for _ in range(num)]
+        for _ in range(2):
+            times = clock.seconds(marks)
+            assert [each - times[0] for each in times] == pytest.approx(list(range(num)))
+            assert times[-1] + 1 <= time.time()
+    assert Event.made == 4 + 6  # four of marks, one each time that times are asked for

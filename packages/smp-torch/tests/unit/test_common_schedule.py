@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from smdistributed.modelparallel.torch.plan.common_schedule import (
     fastest,
     one_by_one,
 )
+from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn
@@ -66,7 +68,7 @@ def plans(*dropped: set[int]) -> list[Plan]:
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble", "zero_bubble_v"])
 def test_each_microbatch_does_what_its_plan_has_in_order(pipeline: Any) -> None:
     mixed = plans(set(), {1}, {0, 3}, {1, 2})
-    schedule = common_schedule(mixed, 2, pipeline, 4)
+    schedule = common_schedule(mixed, 2, pipeline, 4).schedule
     for microbatch, plan in enumerate(mixed):
         own = [
             [action for action in actions if action.microbatch == microbatch]
@@ -87,12 +89,12 @@ def test_halves_are_chosen_where_they_are_faster() -> None:
     (plan,) = plans(set())
 
     def kinds(num_microbatches: int) -> set[Kind]:
-        schedule = common_schedule([plan] * num_microbatches, 2, "auto", 4)
+        schedule = common_schedule([plan] * num_microbatches, 2, "auto", 4).schedule
         return {each.kind for actions in schedule.ranks for each in actions}
 
     assert kinds(4) == {Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS}
     for segment in plan.segments:
-        segment.weight_flops = 0
+        segment.costs = replace(segment.costs, weights=0.0)
     assert kinds(4) == {Kind.FORWARD, Kind.BACKWARD}
 
 
@@ -132,7 +134,8 @@ def test_a_v_is_taken_where_it_is_faster(
     root = Unit("", 0, 0, 0, children=units)
     shapes = [partition(root, num_partitions, 0.5, v_shaped=v_shaped) for v_shaped in (False, True)]
     bounds = num_microbatches, num_partitions + 2
-    assert v_gains(shapes[0], shapes[1], *bounds, weight_share=0.9) == gains
+    whole = PassCosts(forward=sum(weights), backward=2 * sum(weights), weights=0.9 * sum(weights))
+    assert v_gains(shapes[0], shapes[1], *bounds, whole) == gains
 
 
 class Normed(nn.Module):

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off, that_can_wait
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
@@ -255,6 +256,11 @@ USES: dict[str, Callable[[Layer, torch.Tensor], torch.Tensor]] = {
     )
 }
 
+#: What a compiler that differentiates does not take: gradients of gradients.
+NOT_COMPILED = {
+    *("with_a_penalty_on_the_gradient", "penalised_under_autocast", "differentiated_in_backward"),
+}
+
 # What else is known of the weight
 
 
@@ -355,6 +361,7 @@ def outcome(
     shape: tuple[int, ...],
     bias: bool,
     halves: bool,
+    compiled: bool = False,
 ) -> dict[str, torch.Tensor | str | None]:
     """Returns the result and all gradients of two backward passes; or what was raised."""
     torch.manual_seed(0)
@@ -364,6 +371,8 @@ def outcome(
     try:
         with context, warnings.catch_warnings():
             state(layer)
+            if compiled:
+                use = compiled_use(use, layer, halves)
             for number in range(2):
                 x = torch.randn(shape, requires_grad=True)
                 out = use(layer, x)
@@ -375,14 +384,54 @@ def outcome(
     return found | {f"seen {place}": each for place, each in enumerate(layer.seen)}
 
 
+class Used(nn.Module):
+    """A module that uses a layer."""
+
+    def __init__(self, use: Callable[[Layer, torch.Tensor], torch.Tensor], layer: Any) -> None:
+        super().__init__()
+        self.layer, self.use = layer, use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self.layer, x)
+
+
+def compiled_use(
+    use: Callable[[Layer, torch.Tensor], torch.Tensor], layer: Layer, halves: bool
+) -> Callable[[Layer, torch.Tensor], torch.Tensor]:
+    """Returns a use that is compiled, as the program of a segment calls it."""
+    torch.compiler.reset()
+    module = Used(use, layer)
+    module.compile(backend="aot_eager")
+    around = whose_gradients_wait(module)
+    assert around is not None
+
+    def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        with around if halves else contextlib.nullcontext():
+            return module(x)  # type: ignore[no-any-return]
+
+    return run
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("use", USES)
 def test_halves_give_the_gradients_of_the_whole(use: str, kind: str) -> None:
-    exact = 0
     layer, shapes = LAYERS[kind]
-    for state, shape, bias in itertools.product(STATES, shapes, (True, False)):
+    compare(use, layer, itertools.product(STATES, shapes, (True, False)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", [use for use in USES if use != "as_the_program_does"])
+def test_compiled_halves_give_the_gradients_of_the_compiled_whole(use: str) -> None:
+    layer, shapes = LAYERS["linear"]
+    compare(use, layer, itertools.product(STATES, shapes, (True, False)), compiled=True)
+
+
+def compare(use: str, layer: Callable[[bool], Any], cases: Any, *, compiled: bool = False) -> None:
+    exact = 0
+    refused = compiled and use in NOT_COMPILED
+    for state, shape, bias in cases:
         given = USES[use], STATES[state], layer, shape, bias
-        want, got = outcome(*given, False), outcome(*given, True)
+        want, got = outcome(*given, False, compiled), outcome(*given, True, compiled)
         assert got.keys() == want.keys(), (state, shape, bias, want, got)
         for name, value in want.items():
             other = got[name]
@@ -396,7 +445,7 @@ def test_halves_give_the_gradients_of_the_whole(use: str, kind: str) -> None:
             else:
                 assert other == value, (state, shape, bias, name)
         exact += "error" not in want
-    assert exact >= len(STATES)
+    assert exact >= len(STATES) or refused
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -1,9 +1,11 @@
-"""Optimizers that get no gradients in a process, where others may have some."""
+"""What optimizers decide by the gradients of a whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -11,15 +13,36 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
 
-pytestmark = pytest.mark.skipif(not keras.IS_KERAS_3, reason="Keras 2 has neither")
+_KERAS_3 = pytest.mark.skipif(not keras.IS_KERAS_3, reason="Keras 2 has none")
 
 
-@pytest.fixture(autouse=True)
-def _with_others() -> Iterator[None]:
-    with whole_model(lambda given, norm, variables: given, lambda own: own, lambda variables: True):
+@pytest.fixture
+def with_others() -> Iterator[None]:
+    with whole_model(lambda own, variables: own, lambda own: own, lambda variables: True):
         yield
 
 
+def _after_slices(kind: Any) -> Any:
+    """Returns a table after updates by slices, of which two are of one row."""
+    table = (tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable)(np.ones((3, 2), "float32"))
+    optimizer = kind(0.1, global_clipnorm=0.5)
+    for values in ([[1.0, 2.0], [3.0, -1.0]], [[0.5, 0.1], [0.2, 0.3]]):
+        slices = tf.IndexedSlices(tf.constant(values), tf.constant([1, 1]), tf.constant([3, 2]))
+        optimizer.apply_gradients([(slices, table)])
+    return np.array(tf.convert_to_tensor(table))
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_slices_are_clipped_as_keras_does_it(name: str, request: pytest.FixtureRequest) -> None:
+    kinds = keras.optimizer_kinds(name)
+    expected = [_after_slices(kind) for kind in kinds]
+    request.getfixturevalue("with_others")
+    for kind, table in zip(kinds, expected, strict=True):
+        np.testing.assert_allclose(_after_slices(kind), table, 1e-6)
+
+
+@_KERAS_3
+@pytest.mark.usefixtures("with_others")
 def test_a_scale_of_losses_that_was_not_made_is_not_lost() -> None:
     scaling = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(0.1))
     with pytest.raises(UnsupportedError, match=r"call optimizer\.build"):
@@ -28,6 +51,8 @@ def test_a_scale_of_losses_that_was_not_made_is_not_lost() -> None:
     assert int(tf.convert_to_tensor(scaling.iterations)) == 1
 
 
+@_KERAS_3
+@pytest.mark.usefixtures("with_others")
 def test_a_norm_of_all_is_not_asked_for_at_other_times() -> None:
     optimizer = tf.keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
     with pytest.raises(UnsupportedError, match="leave one of the two out"):

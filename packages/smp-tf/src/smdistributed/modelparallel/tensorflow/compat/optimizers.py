@@ -25,8 +25,8 @@ from smdistributed.modelparallel.tensorflow.compat.keras import (
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 Gradients = Sequence[Any]
-#: Takes gradients, a norm and the variables; returns the gradients.
-Clip = Callable[[Gradients, Any, Sequence[Any]], Gradients]
+#: Takes the norm of this process's gradients, and the variables; returns that of all gradients.
+Norm = Callable[[Any, Sequence[Any]], Any]
 #: Takes whether the gradients of this process are finite, a tensor; returns whether those of all.
 IsFinite = Callable[[Any], Any]
 #: Takes variables of which none has a gradient in this process; tells whether others may have some.
@@ -34,23 +34,23 @@ HasOthers = Callable[[Sequence[Any]], bool]
 
 
 def whole_model(
-    clip: Clip, is_finite: IsFinite, has_others: HasOthers
+    norm: Norm, is_finite: IsFinite, has_others: HasOthers
 ) -> AbstractContextManager[None]:
     """Within, optimizers decide by the gradients of all processes.
 
     One that gets no gradient in this process counts the update, where Keras raises.
 
     Args:
-        clip: scales gradients so that they have at most a norm together with those of the other
-            processes; or returns them as they are.
+        norm: returns the norm that gradients have together with those of the other processes.
         is_finite: tells whether all processes have finite gradients.
         has_others: tells whether other processes may have gradients where this one has none.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
-    return replaced([*kind(clip, is_finite), *_skipping(clip, has_others)])
+    deciding = [*kind(norm, is_finite), *_skipping(norm, has_others)]
+    return replaced([*deciding, *_finalizing(has_others)])
 
 
-def _skipping(clip: Clip, has_others: HasOthers) -> Iterator[Replacement]:
+def _skipping(norm: Norm, has_others: HasOthers) -> Iterator[Replacement]:
     """Yields what makes optimizers take no gradients as an update of other processes alone."""
 
     def make(original: Any) -> Any:
@@ -62,7 +62,7 @@ def _skipping(clip: Clip, has_others: HasOthers) -> Iterator[Replacement]:
                 return original(self, pairs, *args, **kwargs)
             if scales(self):
                 return _count_scaled(self, variables)
-            return _count(self, variables, clip)
+            return _count(self, variables, norm)
 
         return apply_gradients
 
@@ -70,7 +70,24 @@ def _skipping(clip: Clip, has_others: HasOthers) -> Iterator[Replacement]:
         yield Replacement(kind, "apply_gradients", make)
 
 
-def _count(optimizer: Any, variables: Sequence[Any], clip: Clip) -> Any:
+def _finalizing(has_others: HasOthers) -> Iterator[Replacement]:
+    """Yields what makes an optimizer give averages to the variables that it trains itself.
+
+    The training loop of Keras 3 asks for those of the whole model, Keras 2 for those of a process.
+    """
+
+    def make(original: Any) -> Any:
+        def finalize_variable_values(self: Any, var_list: Any) -> None:
+            original(self, self._trainable_variables if has_others(var_list) else var_list)
+
+        return finalize_variable_values
+
+    if IS_KERAS_3:
+        base = private("optimizers.base_optimizer").BaseOptimizer
+        yield Replacement(base, "finalize_variable_values", make)
+
+
+def _count(optimizer: Any, variables: Sequence[Any], norm: Norm) -> Any:
     """Counts an update in which other processes alone have gradients."""
     if optimizer.global_clipnorm and not optimizer.clipnorm:
         if getattr(optimizer, "gradient_accumulation_steps", None):
@@ -79,7 +96,7 @@ def _count(optimizer: Any, variables: Sequence[Any], clip: Clip) -> Any:
                 "gradient in every process; this one got none: leave one of the two out, or give "
                 "the loss a part that depends on every partition."
             )
-        clip([], optimizer.global_clipnorm, variables)  # which the others do, too
+        norm(tf.zeros([]), variables)  # which the others ask for, too
     with tf.init_scope():
         _ = optimizer.iterations  # a legacy optimizer makes the counter when it is asked for
     optimizer._iterations.assign_add(1)
@@ -118,10 +135,10 @@ def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
     return inner.iterations
 
 
-def _keras_3(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
+def _keras_3(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     base = private("optimizers.base_optimizer").BaseOptimizer
     scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
-    yield Replacement(base, "_clip_gradients", _clipping(clip, "_trainable_variables"))
+    yield Replacement(base, "_clip_gradients", _clipping(norm, "_trainable_variables"))
     yield Replacement(base, "add_variable_from_reference", _noting_slots)
     yield Replacement(
         scaling,
@@ -130,14 +147,14 @@ def _keras_3(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
     )
 
 
-def _keras_2(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
+def _keras_2(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     base = private("optimizers.optimizer").Optimizer
-    yield Replacement(base, "_clip_gradients", _clipping(clip, "_smp_trained"))
+    yield Replacement(base, "_clip_gradients", _clipping(norm, "_smp_trained"))
     yield Replacement(base, "apply_gradients", _noting_trained)
     yield Replacement(base, "add_variable_from_reference", _noting_slots)
     # What legacy optimizers clip with is made when they are.
     yield Replacement(
-        private("optimizers.utils"), "make_global_gradient_clipnorm_fn", lambda _: _legacy(clip)
+        private("optimizers.utils"), "make_global_gradient_clipnorm_fn", lambda _: _legacy(norm)
     )
     yield Replacement(
         private("mixed_precision.loss_scale_optimizer"),
@@ -146,24 +163,38 @@ def _keras_2(clip: Clip, is_finite: IsFinite) -> Iterator[Replacement]:
     )
 
 
-def _clipping(clip: Clip, trained: str) -> Callable[[Any], Any]:
+def _clipping(norm: Norm, trained: str) -> Callable[[Any], Any]:
     """Returns what makes optimizers clip by the norm of the whole model.
 
     Args:
-        clip: see ``whole_model``.
+        norm: see ``whole_model``.
         trained: the attribute in which optimizers have the variables of the gradients.
     """
 
     def make(original: Any) -> Any:
         def clip_gradients(self: Any, gradients: Gradients) -> Gradients:
             if self.global_clipnorm and not self.clipnorm:
-                return clip(gradients, self.global_clipnorm, getattr(self, trained))
+                return _clipped(gradients, self.global_clipnorm, getattr(self, trained), norm)
             result: Gradients = original(self, gradients)
             return result
 
         return clip_gradients
 
     return make
+
+
+def _clipped(gradients: Gradients, most: Any, variables: Sequence[Any], norm: Norm) -> Gradients:
+    """Returns gradients, scaled as Keras does it, such that all together have at most a norm."""
+    present = [each for each in gradients if each is not None]
+    if not IS_KERAS_3:
+        whole = norm(tf.linalg.global_norm(present) if present else tf.zeros([]), variables)
+        return list(tf.clip_by_global_norm(list(gradients), most, use_norm=whole)[0])
+    own = private("optimizers.base_optimizer").global_norm(present) if present else tf.zeros([])
+    whole = norm(own, variables)
+    # No finite norm makes no finite gradient. The product of slices is dense, as it is in Keras,
+    # whose optimizers update by slices in another way.
+    scale = most * tf.minimum(1.0 / whole, 1.0 / most) + (whole - whole)
+    return [each if each is None else each * scale for each in gradients]
 
 
 def _noting_trained(original: Any) -> Any:
@@ -190,14 +221,14 @@ def _noting_slots(original: Any) -> Any:
     return add_variable_from_reference
 
 
-def _legacy(clip: Clip) -> Callable[[Any], Any]:
+def _legacy(norm: Norm) -> Callable[[Any], Any]:
     """Returns what Keras's legacy optimizers make their clipping function with."""
 
-    def make(norm: Any) -> Any:
+    def make(most: Any) -> Any:
         def clip_pairs(pairs: Sequence[tuple[Any, Any]]) -> Sequence[tuple[Any, Any]]:
             gradients, variables = zip(*pairs, strict=True)
-            return list(zip(clip(gradients, norm, variables), variables, strict=True))
+            return list(zip(_clipped(gradients, most, variables, norm), variables, strict=True))
 
-        return (lambda pairs: pairs) if norm is None else clip_pairs
+        return (lambda pairs: pairs) if most is None else clip_pairs
 
     return make

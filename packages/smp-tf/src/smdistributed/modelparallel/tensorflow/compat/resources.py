@@ -65,14 +65,30 @@ def _in_order(nodes: Iterable[Any]) -> list[Any]:
 
 def written(operations: Iterable[Operation]) -> dict[int, Any]:
     """Returns the resource tensors, by ``id``, that TensorFlow takes some operation to write."""
+    return _used(operations, auto_control_deps.ResourceType.READ_WRITE)
+
+
+def read(operations: Iterable[Operation]) -> dict[int, Any]:
+    """Returns the resource tensors, by ``id``, that TensorFlow takes some operation to read."""
+    return _used(operations, auto_control_deps.ResourceType.READ_ONLY)
+
+
+def _used(operations: Iterable[Operation], how: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for operation in operations:
         if operation.type in _PASSES_ON:
             continue
         for tensor, kind in auto_control_deps._get_resource_inputs(operation):
-            if kind is auto_control_deps.ResourceType.READ_WRITE:
+            if kind is how:
                 found[id(tensor)] = tensor
     return found
+
+
+def waits_for_more(operation: Operation) -> bool:
+    """Tells whether an operation needs more than the resources that it uses."""
+    return bool(operation.control_inputs) or any(
+        tensor.dtype != tf.resource for tensor in operation.inputs
+    )
 
 
 def origin(graph: Any, tensor: Any) -> Any:
@@ -85,13 +101,18 @@ def origin(graph: Any, tensor: Any) -> Any:
     return tensor
 
 
-def before(handles: Sequence[Any]) -> list[Operation]:
-    """Returns what to wait for before resources are used: it comes after all writes so far."""
-    if not handles:
-        return []
-    operation = tf.identity_n(list(handles))[0].op
-    _mark_as_reading(operation, len(handles))
-    return [operation]
+def before(read: Sequence[Any], changed: Sequence[Any]) -> list[Operation]:
+    """Returns what to wait for before resources are used: all writes so far.
+
+    Where they are changed, all reads so far, too.
+    """
+    found = []
+    if read:
+        found.append(tf.identity_n(list(read))[0].op)
+        _mark_as_reading(found[-1], len(read))
+    if changed:
+        found.append(tf.identity_n(list(changed))[0].op)
+    return found
 
 
 def after(operation: Operation, read: Sequence[Any], changed: Sequence[Any]) -> None:

@@ -110,14 +110,21 @@ def _test_resources() -> None:
         assert resources.writes(writing, handle)
         assert resources.origin(graph, handle) is variable.handle
         assert id(handle) in resources.written([writing])
-        with tf.control_dependencies(resources.before([handle])):
+        early, five = variable.read_value(), tf.constant(5.0)
+        with tf.control_dependencies(resources.before([], [handle])):
             # As a pass does it: nothing orders it but what it is told to wait for.
-            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=5.0)
+            own = tf.raw_ops.AssignAddVariableOp(resource=handle, value=five)
         graphs.keep(graph, [own])
+        (wait,) = own.control_inputs
         resources.after(own, [], [handle])
-        return variable.read_value()
+        waiting.append((wait.name, early.op.inputs[0].op.name))
+        return early, variable.read_value()
 
-    assert float(run()) == 8.0
+    waiting: list[tuple[str, str]] = []
+    assert [float(each) for each in run()] == [3.0, 8.0]
+    (names,) = waiting
+    before, early = map(run.get_concrete_function().graph.get_operation_by_name, names)
+    assert early in before.control_inputs, "a pass may change what is still to be read"
 
 
 def _test_initial_values() -> None:
@@ -260,10 +267,10 @@ def _test_optimizers() -> None:
     asked: list[str] = []
     trained = (tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable)([1.0])
 
-    def clip(gradients: Any, norm: Any, variables: Any) -> Any:
+    def norm(own: Any, variables: Any) -> Any:
         assert [keras.variable_of(each) for each in variables] == [keras.variable_of(trained)]
-        asked.append(f"norm {float(norm)}")
-        return [0.25 * each for each in gradients]
+        asked.append(f"norm {float(own)}")
+        return 8.0 * own
 
     def is_finite(own: Any) -> Any:
         asked.append(f"finite {bool(own)}")
@@ -277,7 +284,7 @@ def _test_optimizers() -> None:
     def has_others(variables: Any) -> bool:
         return not variables
 
-    with whole_model(clip, is_finite, has_others):
+    with whole_model(norm, is_finite, has_others):
         unused = tf.keras.optimizers.SGD(1.0)
         unused.apply_gradients([])
         assert int(tf.convert_to_tensor(unused.iterations)) == 1
@@ -290,7 +297,12 @@ def _test_optimizers() -> None:
         for slots in keras.optimizer_slots(adam).values():
             (slot,) = slots.values()
             assert keras.variable_of(slot)._smp_slot_of is keras.variable_of(trained)
-    norms = ["norm 4.0"] * len(keras.optimizer_kinds("SGD"))
+        averaging = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+        assert after(averaging) == -1.0
+        averaging.apply_gradients([(tf.constant([2.0]), trained)])
+        averaging.finalize_variable_values([] if keras.IS_KERAS_3 else [trained])
+        assert float(keras.variable_of(trained)[0]) > -3.0
+    norms = ["norm 2.0"] * len(keras.optimizer_kinds("SGD"))
     assert asked == [*norms, "finite True"], asked
     assert after(tf.keras.optimizers.SGD(1.0, global_clipnorm=1.0)) == 0.0
     assert asked == [*norms, "finite True"], asked

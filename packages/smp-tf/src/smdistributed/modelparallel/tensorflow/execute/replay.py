@@ -143,7 +143,7 @@ class Replay:
             # but not for each other in the order in which they are made here.
             read = [values[name] for name in program.read]
             changed = [values[name] for name in program.changed]
-            with tf.control_dependencies(resources.before([*read, *changed])):
+            with tf.control_dependencies(resources.before(read, changed)):
                 operation = graphs.call(program.function, [key, *operands])
             resources.after(operation, read, changed)
             kept.append(operation)

@@ -29,8 +29,7 @@ def clip_by_global_norm(
         clip_norm: greatest norm of the gradients of all partitions together.
     """
     present = [each for each in gradients if each is not None]
-    own = tf.cast(tf.linalg.global_norm(present), tf.float32) if present else tf.zeros([])
-    norm = tf.sqrt(_over_partitions(runtime, tf.square(own)))
+    norm = _whole_norm(runtime, tf.linalg.global_norm(present) if present else tf.zeros([]))
     clipped, _ = tf.clip_by_global_norm(list(gradients), clip_norm, use_norm=norm)
     return clipped, norm
 
@@ -38,10 +37,10 @@ def clip_by_global_norm(
 def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
     """Within, Keras's optimizers clip and check the gradients of a whole model."""
 
-    def clip(gradients: Sequence[Any], clip_norm: Any, variables: Sequence[Any]) -> Sequence[Any]:
-        if not gradients or any(home_of(variable) is not None for variable in variables):
-            return clip_by_global_norm(runtime, gradients, clip_norm)[0]
-        return list(tf.clip_by_global_norm(list(gradients), clip_norm)[0])
+    def norm(own: Any, variables: Sequence[Any]) -> Any:
+        if not variables or any(home_of(variable) is not None for variable in variables):
+            return _whole_norm(runtime, own)
+        return own
 
     def is_finite(own: Any) -> Any:
         return _over_partitions(runtime, 1.0 - tf.cast(own, tf.float32)) == 0.0
@@ -51,7 +50,16 @@ def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
             return False
         return not variables or any(home_of(variable) is not None for variable in variables)
 
-    return optimizers.whole_model(clip, is_finite, has_others)
+    return optimizers.whole_model(norm, is_finite, has_others)
+
+
+def _whole_norm(runtime: TFRuntime, own: Any) -> Any:
+    """Returns the norm of the gradients of all partitions, given that of this process's.
+
+    Squares go in double precision: a process without gradients does not know what others have.
+    """
+    square = _over_partitions(runtime, tf.square(tf.cast(own, tf.float64)))
+    return tf.cast(tf.sqrt(square), own.dtype)
 
 
 def _over_partitions(runtime: TFRuntime, value: Any) -> Any:

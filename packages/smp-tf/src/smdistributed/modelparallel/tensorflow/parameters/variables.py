@@ -40,15 +40,15 @@ def home_of(variable: Any) -> Home | None:
     return getattr(keras.variable_of(variable), "_smp_home", None)
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
     """Returns the name of a variable with its layers, where the library knows it."""
     return str(getattr(variable, "_smp_path", variable.name))
 
 
 def _too_early(variable: Any) -> NotPartitionedError:
     return NotPartitionedError(
-        f"variable {_path(variable)} has no value before the model is partitioned, which the first "
-        "call of a step function does: use it after that, or in a function registered with "
+        f"variable {path_of(variable)} has no value before the model is partitioned, which the "
+        "first call of a step function does: use it after that, or in a function registered with "
         "smp.register_post_partition_hook."
     )
 
@@ -86,7 +86,7 @@ class AccessGuard:
         if home.partition is None:
             raise _too_early(variable)
         raise PartitionError(
-            f"variable {_path(variable)} lives on rank {home.rank} (partition {home.partition}), "
+            f"variable {path_of(variable)} lives on rank {home.rank} (partition {home.partition}), "
             "not in this process: use it there, or let smp.CheckpointManager or save_model collect "
             "it, where tf.train.Checkpoint would write a part. model.trainable_variables and "
             "model.variables hold those of this process."

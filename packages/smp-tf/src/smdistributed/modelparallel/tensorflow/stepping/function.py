@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     check_function,
@@ -23,7 +24,7 @@ from smdistributed.modelparallel.common.microbatch import (
 )
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.compat import autograph, resources
+from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
@@ -34,6 +35,7 @@ from smdistributed.modelparallel.tensorflow.record.structure import (
     leaves_of,
 )
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.stepping.body import Body
 from smdistributed.modelparallel.tensorflow.stepping.inputs import split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
 from smdistributed.modelparallel.tensorflow.stepping.results import (
@@ -212,22 +214,27 @@ class StepFunction:
                     with tf.name_scope(f"microbatch_{microbatch}"):
                         results.append(self._body(*some, **named))
                 progress.stage = "the order of its passes"
-                self._finish(runtime, step)
+                self._finish(runtime, step, results)
             finally:
                 runtime.current_step = None
         return joined(results, weights)
 
-    def _finish(self, runtime: TFRuntime, step: StepInProgress) -> None:
+    def _finish(self, runtime: TFRuntime, step: StepInProgress, results: Any) -> None:
         """Puts the passes of all microbatches in order."""
         if not any(step.calls):
             raise SMPError(
                 f"step function {self._name} did not call a DistributedModel; its results must "
                 "depend on the model: call the model in it, or remove the decorator."
             )
+        body = Body(self._name, step.calls, step.begin)
+        body.refuse_kept()
         if runtime.topology.pp_size > 1:
-            give_seeds(
-                _outside_of_calls(step), runtime.unseeded + runtime.coordinates.dp_rank, self._name
-            )
+            give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
+            # A process that holds none of these variables must take the same order, or fail, too.
+            found = body.meets_models(), body.partial_result(results)
+            answers = runtime.communicator.allgather(found, CommGroup.PP_GROUP)
+            if refused := [reason for _, reason in answers if reason]:
+                raise UnsupportedError(refused[0])
             self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
@@ -235,7 +242,7 @@ class StepFunction:
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
                 runtime.links,
-                is_serial=_writes_to_models(step),
+                is_serial=any(meets for meets, _ in answers),
             )
 
 
@@ -253,34 +260,6 @@ def step(
         return StepFunction(slot, function, non_split_inputs, input_split_axes, options)
 
     return decorate if function is None else decorate(function)
-
-
-def _writes_to_models(step: StepInProgress) -> bool:
-    """Tells whether the body, outside calls of models, writes variables that these calls use."""
-    graph = tf.compat.v1.get_default_graph()
-    calls = [call for calls in step.calls for call in calls]
-    written = resources.written(_outside_of_calls(step))
-    if not written:
-        return False
-    used = {
-        id(outside)
-        for call in calls
-        for outside in call.local.plan.trace.captured.values()
-        if outside.dtype == tf.resource
-    }
-    return any(id(resources.origin(graph, each)) in used for each in written.values())
-
-
-def _outside_of_calls(step: StepInProgress) -> list[Any]:
-    """Returns the operations that the body made itself."""
-    graph = tf.compat.v1.get_default_graph()
-    passes = {
-        operation
-        for calls in step.calls
-        for call in calls
-        for operation in call.operations.values()
-    }
-    return [op for op in graph.get_operations()[step.begin :] if op not in passes]
 
 
 def _as_tensor(array: Any) -> Any:

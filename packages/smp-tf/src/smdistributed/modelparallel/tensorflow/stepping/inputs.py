@@ -64,7 +64,10 @@ class _UnknownBatch(_Tensors):
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
         size = _length(value, axis)
         if self.size is None:
-            message = f"a batch must have at least {self._microbatches} examples, one a microbatch"
+            message = (
+                f"a batch must have at least {self._microbatches} examples, one a microbatch: "
+                "leave smaller ones out, as drop_remainder=True of a dataset's batch() does"
+            )
             with tf.control_dependencies(
                 [tf.debugging.assert_greater_equal(size, self._microbatches, message)]
             ):

@@ -11,6 +11,7 @@ from torch import nn
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.gradients.data_parallel import DataParallelOptions
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
+from smdistributed.modelparallel.torch.model.tracing import TracingOptions
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer as BaseOptimizer,
 )
@@ -91,14 +92,18 @@ class DistributedModel(BaseModel):
     Args:
         module: the model to distribute.
         trace_device: accepted; models are traced without memory, on no device.
-        trace_execution_times: accepted: costs are counted, not measured, on any device.
+        trace_execution_times: with several partitions, partition and schedule by the seconds that
+            the operations of the model take, forward and backward, in place of their number. Rank
+            0 times each different operation by itself, on the device that it trains on, when it
+            is first met; that takes seconds, and the partition may differ from run to run.
         overlapping_allreduce: with ddp, reduce each bucket of gradients over the data-parallel
             ranks as soon as it is complete; False: all at the end of the step.
         backward_passes_per_step: step calls whose gradients are summed before they are reduced.
         average_grads_across_microbatches: divide summed gradients by the number of microbatches
             (the loss is a mean over the batch); False only sums.
         bucket_cap_mb: size of a bucket of gradients, in MiB.
-        trace_memory_usage: accepted: memory is counted from the sizes of what is kept.
+        trace_memory_usage: partition by the memory of the activations that are kept for the
+            backward pass, in place of that of all tensors that a forward pass makes.
         broadcast_buffers: with ddp, buffers follow the first rank of the DP_GROUP at each step.
         gradient_as_bucket_view: leave gradients in their buckets, which saves a copy of them; do
             not call ``detach_`` on such a gradient.
@@ -140,6 +145,7 @@ class DistributedModel(BaseModel):
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 find_unused_parameters=find_unused_parameters,
             ),
+            TracingOptions(trace_execution_times, trace_memory_usage),
         )
 
 

@@ -117,6 +117,7 @@ class Executor:
 
     def _run(self, step: _StepState, enter_pass: Callable[[Kind, int], None]) -> list[Any]:
         marks = []
+        self._clock.begin()
         mark = self._clock.mark
         needs = self._itinerary.needs
         # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.execute.compiled_pieces import in_pieces
+from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
 from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
@@ -267,7 +267,7 @@ class Program:
             seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r})"
             if node.decides:
                 seeded += f", {self._constant(self._known_changes(node))}"
-            compiling = in_pieces(node.target)
+            compiling = whose_gradients_wait(node.target)
             if compiling is not None:
                 seeded += f", {self._constant(compiling)}"
             seeded += ": "

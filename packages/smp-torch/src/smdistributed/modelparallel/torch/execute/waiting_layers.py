@@ -99,7 +99,7 @@ def _waiting_forward(
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def waiting_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code is cut where its graph has products (compiled_pieces).
+        # The gradients of compiled code wait by its backward pass (compiled_backward).
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
             return forward(self, *args, **kwargs)
         result = compute(self, args[0])

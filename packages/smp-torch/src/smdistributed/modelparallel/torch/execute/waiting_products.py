@@ -134,13 +134,14 @@ class _WaitingProduct(Waiting):
         """
         one, other, gradient = kept
         if self.weight is not None:
-            _add_product(self.weight, one, other)
+            add_product(self.weight, one, other)
         if self.bias is not None:
             add(self.bias, gradient.sum(0))
 
 
 @torch.no_grad()
-def _add_product(weight: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+def add_product(weight: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Adds the product of two matrices to the gradient of a leaf."""
     known = weight.grad
     if (
         type(known) is torch.Tensor

@@ -40,6 +40,7 @@ from smdistributed.modelparallel.torch.model.sharding import (
 from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, ModuleShell
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
+from smdistributed.modelparallel.torch.model.tracing import TracingOptions
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
@@ -57,6 +58,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         runtime: the state of the library in this process.
         module: the model to distribute, on the CPU.
         options: about data parallelism.
+        tracing: what is measured while it is recorded.
 
     Raises:
         TypeError: ``module`` is no ``torch.nn.Module``.
@@ -64,7 +66,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     """
 
     def __init__(
-        self, runtime: TorchRuntime, module: nn.Module, options: DataParallelOptions
+        self,
+        runtime: TorchRuntime,
+        module: nn.Module,
+        options: DataParallelOptions,
+        tracing: TracingOptions,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -76,6 +82,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         half = half_type(runtime.config)
         self.module = ModuleShell(module if half is None else FP16_Module(module, half))
         self.scaled_by: LossScale | None = None
+        self.tracing = tracing
         self._runtime = runtime
         self.data_parallel = DataParallel(runtime, options)
         self._post_partition_hooks = OnceHooks()

@@ -8,7 +8,7 @@ every plan is scheduled, and each microbatch then skips what its own plan does n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
@@ -36,12 +36,24 @@ WORTH = 0.99
 _LATENCY = 0.02
 
 
+class Ordered(NamedTuple):
+    """The actions of a mini-batch, in order.
+
+    Attributes:
+        schedule: their order; the segments of an action are those of the microbatch's own plan.
+        makespan: how long a simulation took for them, in the unit of the costs.
+    """
+
+    schedule: Schedule
+    makespan: float
+
+
 def common_schedule(
     plans: Sequence[Plan],
     num_ranks: int,
     pipeline: Wish,
     active_microbatches: int,
-) -> Schedule:
+) -> Ordered:
     """Orders the actions of a mini-batch.
 
     Args:
@@ -50,9 +62,6 @@ def common_schedule(
         pipeline: which kind of schedule; "auto": zero_bubble where it is faster. What is
             V-shaped is the partition, so "zero_bubble_v" is "zero_bubble" here.
         active_microbatches: how many may be in flight.
-
-    Returns:
-        Actions whose segments are those of the microbatch's own plan.
     """
     different = list(dict.fromkeys(plans))
     timelines = []
@@ -63,7 +72,7 @@ def common_schedule(
         timelines.append(fastest(merged, len(plans), kind, active_microbatches))
     best = min(timelines, key=lambda timeline: timeline.makespan)
     # The costs are counted, not measured, and the halves take a little more than the whole.
-    schedule = (best if best.makespan < WORTH * timelines[0].makespan else timelines[0]).schedule
+    chosen = best if best.makespan < WORTH * timelines[0].makespan else timelines[0]
     segment_at = {
         plan: {position: segment for segment, position in enumerate(place)}
         for plan, place in zip(different, places, strict=True)
@@ -76,12 +85,13 @@ def common_schedule(
             return None
         return Action(action.kind, segment, action.microbatch)
 
-    return Schedule(
+    schedule = Schedule(
         tuple(
             tuple(found for found in map(own, actions) if found is not None)
-            for actions in schedule.ranks
+            for actions in chosen.schedule.ranks
         )
     )
+    return Ordered(schedule, chosen.makespan)
 
 
 def one_by_one(plans: Sequence[Plan], num_ranks: int) -> Schedule:

@@ -17,6 +17,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.record.costs import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
@@ -128,6 +129,7 @@ def decide(
     pinned: Mapping[nn.Module, int],
     num_partitions: int,
     memory_weight: float,
+    costs: ComputeCosts,
     *,
     v_shaped: bool = False,
 ) -> Placement:
@@ -139,13 +141,14 @@ def decide(
         pinned: modules whose partition the user fixed.
         num_partitions: how many there are.
         memory_weight: share of memory balance in the objective, 0 to 1.
+        costs: what work costs.
         v_shaped: whether the partitions go up the model and come back.
 
     Raises:
         PartitionError: the fixed partitions contradict shared parameters; the model has too few
             parts for a V.
     """
-    root = _unit(_Tree(fakes, profile, pinned), fakes.model, 0)
+    root = _unit(_Tree(fakes, profile, pinned, costs), fakes.model, 0)
     assignment = partition(root, num_partitions, memory_weight, v_shaped=v_shaped)
     return Placement(fakes, assignment)
 
@@ -154,8 +157,13 @@ class _Tree:
     """What building the cost tree needs to know."""
 
     def __init__(
-        self, fakes: FakeModel, profile: Profile | None, pinned: Mapping[nn.Module, int]
+        self,
+        fakes: FakeModel,
+        profile: Profile | None,
+        pinned: Mapping[nn.Module, int],
+        costs: ComputeCosts,
     ) -> None:
+        self._costs = costs
         self.fakes = fakes
         self.profile = profile
         self.pinned = pinned
@@ -176,6 +184,9 @@ class _Tree:
     def costs(self, module: nn.Module) -> ModuleProfile | None:
         return self.profile.modules.get(module) if self.profile else None
 
+    def compute(self, *costs: ModuleProfile) -> float:
+        return sum(self._costs.of(each.work).both for each in costs)
+
     def own_parameter_bytes(self, module: nn.Module) -> int:
         total = 0
         for name in module._parameters:
@@ -193,18 +204,19 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         order = costs.order
     parameter_bytes = tree.own_parameter_bytes(module)
     children: list[Unit] = []
-    below_flops = below_bytes = 0
+    below_compute = 0.0
+    below_bytes = 0
     for child in module.children():
         if child in tree.placed:
             continue
         # A module that is never called stays behind its elder sibling.
         children.append(_unit(tree, child, children[-1].order if children else order))
         inner = _called_below(tree, child)
-        below_flops += sum(each.flops for each in inner)
+        below_compute += tree.compute(*inner)
         below_bytes += sum(each.activation_bytes for each in inner)
     if costs is None:
         order = min((child.order for child in children), default=order)
-    compute: float = max(0, costs.flops - below_flops) if costs else 0
+    compute = max(0.0, tree.compute(costs) - below_compute) if costs else 0.0
     activations = max(0, costs.activation_bytes - below_bytes) if costs else 0
     if tree.profile is None:
         compute = parameter_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -18,13 +18,11 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.replicated import sources
-
-#: Cost of a backward pass in forward passes.
-BACKWARD_FACTOR = 2.0
 
 
 @dataclass(eq=False)
@@ -38,8 +36,7 @@ class SegmentNodes:
         inputs: values that it takes from other segments.
         outputs: values that other segments, the result or the backward pass take from it.
         changed: values whose tensors it changes in place.
-        flops: of its own nodes, forward.
-        weight_flops: those of products with weights whose gradients can be put off.
+        costs: of its own nodes; ``weights`` are those of gradients that can be put off.
     """
 
     index: int
@@ -48,8 +45,7 @@ class SegmentNodes:
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     changed: set[Value] = field(default_factory=set)
-    flops: int = 0
-    weight_flops: int = 0
+    costs: PassCosts = field(default_factory=PassCosts)
 
 
 @dataclass(eq=False)
@@ -60,6 +56,7 @@ class Plan:
         readers: value -> segments other than its own that read it.
         with_gradient: the values at cuts that receive a gradient.
         backward: segments that have a backward pass.
+        in_seconds: whether costs are seconds, which were measured.
     """
 
     graph: Graph
@@ -67,6 +64,7 @@ class Plan:
     readers: dict[Value, list[int]]
     with_gradient: set[Value]
     backward: set[int]
+    in_seconds: bool
 
     def ranks_reading(self, value: Value) -> list[int]:
         """Returns the ranks other than the producer's that read a value, ascending."""
@@ -107,21 +105,20 @@ class Plan:
             num_ranks: size of the pipeline.
             halves: backward passes are two, where that gives the second something to do.
         """
-        total = sum(segment.flops for segment in self.segments) or 1
+        total = sum(segment.costs.forward for segment in self.segments) or 1
         # Every pass costs something, also one without counted operations.
         floor = total * 1e-3 / max(1, len(self.segments))  # a step may compute nothing
         segments = []
         for segment in self.segments:
-            cost = segment.flops + floor
+            costs = segment.costs + PassCosts(floor, 2 * floor)
             backward = segment.index in self.backward
-            # The gradient of a weight takes what the product with it took.
-            later = segment.weight_flops if halves and backward else 0
+            later = costs.weights if halves and backward else 0.0
             segments.append(
                 Segment(
                     index=segment.index,
                     rank=segment.rank,
-                    forward_cost=cost,
-                    backward_cost=BACKWARD_FACTOR * cost - later if backward else 0.0,
+                    forward_cost=costs.forward,
+                    backward_cost=costs.backward - later if backward else 0.0,
                     has_backward=backward,
                     weight_cost=later or None,
                 )
@@ -144,13 +141,15 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Returns the plan as text, a line a node; compared between ranks when they differ."""
-        return self.graph.lines(lambda node: f" rank {node.rank} segment {node.segment}")
+        nodes = self.graph.lines(lambda node: f" rank {node.rank} segment {node.segment}")
+        return [*nodes, *(f"segment {each.index}: {each.costs}" for each in self.segments)]
 
 
 def cut(
     graph: Graph,
     partition_of: Mapping[nn.Module, int],
     owner_of: Callable[[Slot], int],
+    costs: ComputeCosts,
 ) -> Plan:
     """Cuts a graph into segments.
 
@@ -158,12 +157,13 @@ def cut(
         graph: the captured microbatch; its nodes get their ranks and segments here.
         partition_of: the partition of every leaf module.
         owner_of: the partition that holds a parameter.
+        costs: what work costs.
 
     Raises:
         UnsupportedError: glue code combines parameters of two partitions, or changes a tensor in
             place that another partition also sees.
     """
-    segments = _assign(graph, partition_of, owner_of)
+    segments = _assign(graph, partition_of, owner_of, costs)
     readers: dict[Value, list[int]] = {}
     for segment in segments:
         own, segment.nodes = segment.nodes, []
@@ -187,13 +187,14 @@ def cut(
     _check_rewrites(graph)
     _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
-    return Plan(graph, segments, readers, with_gradient, backward)
+    return Plan(graph, segments, readers, with_gradient, backward, costs.measures)
 
 
 def _assign(
     graph: Graph,
     partition_of: Mapping[nn.Module, int],
     owner_of: Callable[[Slot], int],
+    costs: ComputeCosts,
 ) -> list[SegmentNodes]:
     """Gives every node a rank and groups consecutive nodes of one rank."""
     segments: list[SegmentNodes] = []
@@ -214,8 +215,8 @@ def _assign(
         if not segments or segments[-1].rank != node.rank:
             segments.append(SegmentNodes(len(segments), node.rank))
         segments[-1].nodes.append(node)
-        segments[-1].flops += node.flops
-        segments[-1].weight_flops += node.weight_flops if node.grad_enabled else 0
+        cost = costs.of(node.work, repeats=node.region is not None)
+        segments[-1].costs += cost if node.grad_enabled else replace(cost, weights=0.0)
         node.segment = segments[-1].index
     return segments
 

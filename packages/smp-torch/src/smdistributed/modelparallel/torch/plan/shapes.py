@@ -11,7 +11,7 @@ import itertools
 from smdistributed.modelparallel.common.planning.partitioner import Assignment
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.plan.common_schedule import WORTH, fastest, kinds_of
-from smdistributed.modelparallel.torch.plan.segments import BACKWARD_FACTOR
+from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 
 
 def v_gains(
@@ -19,7 +19,7 @@ def v_gains(
     v_shaped: Assignment,
     num_microbatches: int,
     active_microbatches: int,
-    weight_share: float,
+    whole: PassCosts,
 ) -> bool:
     """Tells whether a V is faster by more than counted costs are worth.
 
@@ -28,31 +28,31 @@ def v_gains(
         v_shaped: the other one.
         num_microbatches: of a mini-batch.
         active_microbatches: how many may be in flight.
-        weight_share: of the computation in a forward pass, that of products with weights.
+        whole: what the passes of the whole model cost.
     """
     bounds = num_microbatches, active_microbatches
     times = []
     for kind in kinds_of("auto"):
-        graph = _chain(flat, weight_share if kind == "zero_bubble" else 0.0)
+        graph = _chain(flat, whole, halves=kind == "zero_bubble")
         times.append(fastest(graph, bounds[0], kind, bounds[1]).makespan)
-    graph = _chain(v_shaped, weight_share)
+    graph = _chain(v_shaped, whole, halves=True)
     return fastest(graph, bounds[0], "zero_bubble", bounds[1]).makespan < WORTH * min(times)
 
 
-def _chain(assignment: Assignment, weight_share: float) -> SegmentGraph:
+def _chain(assignment: Assignment, whole: PassCosts, *, halves: bool) -> SegmentGraph:
     """Returns the runs of units that compute on one partition, one after the other."""
     computing = [unit for unit in assignment.placed if unit.compute]
     runs = itertools.groupby(computing, key=lambda unit: unit.partition)
     segments = []
     for index, (rank, units) in enumerate(runs):
-        cost = sum(unit.compute for unit in units)
-        later = weight_share * cost
+        share = sum(unit.compute for unit in units) / (whole.both or 1.0)
+        later = share * whole.weights if halves else 0.0
         segments.append(
             Segment(
                 index,
                 rank,
-                forward_cost=cost,
-                backward_cost=BACKWARD_FACTOR * cost - later,
+                forward_cost=share * whole.forward,
+                backward_cost=share * whole.backward - later,
                 has_backward=True,
                 weight_cost=later or None,
             )

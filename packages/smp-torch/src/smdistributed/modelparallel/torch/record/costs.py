@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     TorchDispatchMode,
     computes_on_fakes,
 )
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.record.work import Operations, Work, makes_tensors
 from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
 
 #: Activations meet each other in batched products and in attention.
-_OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
+OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
 #: No schema says that they write: (input, weight, bias, running_mean, running_var, training, ...)
 _WRITING_STATISTICS = (
     torch.ops.aten.native_batch_norm.default,
@@ -62,17 +64,16 @@ class ModuleProfile:
 
     Attributes:
         order: position of its first call among all modules.
-        flops: floating-point operations of the forward pass, as counted by PyTorch.
-        weight_flops: those of products with a weight.
-        activation_bytes: bytes of all tensors that its forward pass makes.
+        work: of its forward pass.
+        activation_bytes: bytes of all tensors that its forward pass makes; with
+            ``trace_memory_usage``, of those that it keeps for its backward pass.
         output_bytes: bytes of the tensors that it returns.
         draws: the random numbers that it draws itself.
         opaque: why its forward can only run for real, so that it cannot be split; else "".
     """
 
     order: int
-    flops: int = 0
-    weight_flops: int = 0
+    work: Work = field(default_factory=Work)
     activation_bytes: int = 0
     output_bytes: int = 0
     draws: Draws = Draws()
@@ -92,32 +93,76 @@ class Profile:
     step_draws: Draws = Draws()
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Where a meter stands."""
+
+    flops: int
+    weight_flops: int
+    operations: int
+    bytes: int
+    random_draws: int
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what reaches the dispatcher: operations, bytes, draws, changes of real tensors.
 
     Args:
         mode: of the fakes; None without any. With it, real tensors are not written to: fakes of
             them are.
+        operations: takes note of each operation, to be timed; None where counts are enough.
+        not_kept: memory that is there anyhow; bytes are then those of tensors that autograd keeps,
+            which must be told to ``keep``. None counts all that operations make.
     """
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode | None = None,
+        operations: Operations | None = None,
+        *,
+        not_kept: Container[int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+        self._operations = operations
+        self._names: list[str] = []
+        self._not_kept = not_kept
+        #: Memory is held, so that its number is not given to another.
+        self._kept: dict[int, torch.UntypedStorage] = {}
         self.flops = 0
         #: Those of products of two matrices and of convolutions: of layers with a weight.
-        self.weight_flops = 0
+        self._weight_flops = 0
         self.bytes = 0
         self.random_draws = 0
         self.writes = 0
         self._flop_counter = FlopCounter()
 
-    def reading(self) -> tuple[int, int, int]:
+    def reading(self) -> Reading:
         """Returns the counts."""
-        return self.flops, self.bytes, self.random_draws
+        names = len(self._names)
+        return Reading(self.flops, self._weight_flops, names, self.bytes, self.random_draws)
 
-    def put_back(self, reading: tuple[int, int, int]) -> None:
+    def put_back(self, reading: Reading) -> None:
         """Forgets what was counted since a reading."""
-        self.flops, self.bytes, self.random_draws = reading
+        self.flops, self._weight_flops = reading.flops, reading.weight_flops
+        self.bytes, self.random_draws = reading.bytes, reading.random_draws
+        del self._names[reading.operations :]
+
+    def work_since(self, reading: Reading) -> Work:
+        """Returns what was done since a reading."""
+        return Work(
+            self.flops - reading.flops,
+            self._weight_flops - reading.weight_flops,
+            tuple(self._names[reading.operations :]),
+        )
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Takes note of a tensor that autograd keeps for a backward pass, and returns it."""
+        memory = storage_of(tensor)
+        if not (self._not_kept is None or memory in self._not_kept or memory in self._kept):
+            self._kept[memory] = tensor.untyped_storage()
+            self.bytes += self._kept[memory].nbytes()
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,9 +184,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.random_draws += 1
         flops = self._flop_counter.count(func, args, kwargs, out)
         self.flops += flops
-        if func._overloadpacket in _OF_WEIGHTS:
-            self.weight_flops += flops
-        if isinstance(out, torch.Tensor):
+        if func._overloadpacket in OF_WEIGHTS:
+            self._weight_flops += flops
+        if self._operations is not None and makes_tensors(func, out):
+            self._names.append(self._operations.name(func, args, kwargs, flops))
+        if self._not_kept is None and isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
 

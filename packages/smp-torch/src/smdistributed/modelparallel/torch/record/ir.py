@@ -25,6 +25,7 @@ from torch import nn
 from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
 from smdistributed.modelparallel.torch.record.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.record.taps import Tap
+from smdistributed.modelparallel.torch.record.work import Work
 
 #: Constants up to this many elements are compared by value.
 _SMALL = 1 << 16
@@ -138,6 +139,7 @@ class Node:
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
+        work: what its forward pass does.
         changes: values whose tensors it changes in place.
         taps: LEAF: where tensors leave it besides its result.
         region: number of the checkpointed call that it belongs to, which keeps no activations but
@@ -165,8 +167,7 @@ class Node:
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
-    flops: int = 0
-    weight_flops: int = 0
+    work: Work = field(default_factory=Work)
     outputs: list[Value] = field(default_factory=list)
     changes: list[Value] = field(default_factory=list)
     aliases: list[Value] = field(default_factory=list)

@@ -206,7 +206,7 @@ class Watch:
         self._noted = state.backward_code, state.gradient_reads
         self._questions = state.questions
         self._real_runs = state.real_runs
-        self._flops = meter.flops, meter.weight_flops
+        self._reading = meter.reading()
         self._tensors = [(each, writes_of(each)) for each in tensors_in(arguments)]
         self._own = [
             (inner, name, each, writes_of(each))
@@ -217,8 +217,7 @@ class Watch:
 
     def tell(self, entry: Entry) -> None:
         """Notes it in an entry."""
-        entry.flops = self._meter.flops - self._flops[0]
-        entry.weight_flops = self._meter.weight_flops - self._flops[1]
+        entry.work = self._meter.work_since(self._reading)
         noted = self._state.backward_code, self._state.gradient_reads
         entry.runs_backward = noted != self._noted
         entry.asks = self._state.questions != self._questions

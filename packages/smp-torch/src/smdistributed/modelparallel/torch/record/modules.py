@@ -167,8 +167,7 @@ class ModuleCalls:
         self._calls[name] += 1
         self._stack.append(frame)
         meter = self._meter
-        flops, num_bytes, draws = meter.reading()
-        weight_flops = meter.weight_flops
+        reading = meter.reading()
         costs = self.profile.modules.setdefault(
             module, ModuleProfile(order=len(self.profile.modules))
         )
@@ -178,13 +177,12 @@ class ModuleCalls:
         finally:
             self._stack.pop()
         in_python = drawn_in_python()
-        drawn = meter.random_draws - draws
+        drawn = meter.random_draws - reading.random_draws
         self.current.child_draws += drawn
         self.current.child_python |= in_python
         costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))
-        costs.flops += meter.flops - flops
-        costs.weight_flops += meter.weight_flops - weight_flops
-        costs.activation_bytes += meter.bytes - num_bytes
+        costs.work += meter.work_since(reading)
+        costs.activation_bytes += meter.bytes - reading.bytes
         costs.output_bytes += sum(
             tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)
         )

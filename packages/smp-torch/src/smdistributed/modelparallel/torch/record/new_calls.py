@@ -123,8 +123,7 @@ class NewCalls:
         tensors = tensors_in((args, kwargs))
         looks = [Looks.of(tensor) for tensor in tensors]
         states = [writes_of(tensor) for tensor in tensors]
-        flops, draws, writes = meter.flops, meter.random_draws, meter.writes
-        weight_flops = meter.weight_flops
+        reading, writes = meter.reading(), meter.writes
         try:
             with (
                 contextlib.nullcontext() if self._state.leaf_depth else self._context.random.kept()
@@ -139,12 +138,11 @@ class NewCalls:
                     "or outside the step function."
                 ) from error
             raise
-        if meter.random_draws > draws:
+        if meter.random_draws > reading.random_draws:
             if not self._state.leaf_depth and now.is_seeded():
                 return self.draw(target, args, kwargs)
             entry.draw = calls.current.next_draw(target)
-        entry.flops = meter.flops - flops
-        entry.weight_flops = meter.weight_flops - weight_flops
+        entry.work = meter.work_since(reading)
         entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
         entry.changed = [
             tensor

@@ -68,6 +68,7 @@ class Recorder(TorchFunctionMode):
         mode: of the fakes.
         device: where the step will run.
         random: the random numbers of the step.
+        meter: counts what the run does.
         number_ways: gives each new way a number.
     """
 
@@ -77,10 +78,11 @@ class Recorder(TorchFunctionMode):
         mode: FakeTensorMode,
         device: torch.device,
         random: Randomness,
+        meter: Meter,
         number_ways: Callable[[], int],
     ) -> None:
         super().__init__()
-        meter, state = Meter(mode), RunState(bool(scene.open))
+        state = RunState(bool(scene.open))
         self._scene = scene
         self._state = state
         self._calls = ModuleCalls(scene, state, mode, meter)

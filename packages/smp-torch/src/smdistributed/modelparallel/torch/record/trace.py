@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.record.nested import Path
 from smdistributed.modelparallel.torch.record.switches import Settings
 from smdistributed.modelparallel.torch.record.taps import Tap
 from smdistributed.modelparallel.torch.record.undo import Change
+from smdistributed.modelparallel.torch.record.work import Work
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.carried import Carried
@@ -133,7 +134,7 @@ class Entry:
         changed: tensors that it changes in place.
         looks: by the id of a fake that it changes the looks of, how that looks afterwards; such a
             call is made again on the fakes.
-        draw, flops, weight_flops, region: as in ``Node``.
+        draw, work, region: as in ``Node``.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
         hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
@@ -169,8 +170,7 @@ class Entry:
     changed: list[torch.Tensor] = field(default_factory=list)
     looks: dict[int, Looks] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
-    flops: int = 0
-    weight_flops: int = 0
+    work: Work = field(default_factory=Work)
     region: int | None = None
     inner: dict[int, tuple[Tap, torch.Tensor]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)

@@ -8,6 +8,7 @@ other ways on other ranks, which is an error here and not a deadlock later.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import zlib
 from collections import OrderedDict
@@ -25,6 +26,8 @@ from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+
+logger = logging.getLogger(__name__)
 
 Plans = tuple[Plan, ...]
 #: Schedules kept.
@@ -101,7 +104,15 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     config, num_ranks = runtime.config, runtime.topology.pp_size
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
     if not reasons:
-        schedule = common_schedule(plans, num_ranks, config.pipeline, config.active_microbatches)
+        schedule, makespan = common_schedule(
+            plans, num_ranks, config.pipeline, config.active_microbatches
+        )
+        if plans[0].in_seconds and runtime.rank == 0:
+            logger.info(
+                "a step of %d microbatches is predicted to take %.1f ms, without its optimizer",
+                len(plans),
+                1e3 * makespan,
+            )
         reasons = dict.fromkeys(statistics_in_turn(plans, schedule))
     if reasons:
         schedule = one_by_one(plans, num_ranks)

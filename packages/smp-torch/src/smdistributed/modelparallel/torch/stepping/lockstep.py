@@ -8,11 +8,12 @@ the step was sent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +35,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import Call, MiniBatch, Round, TensorKind
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 from smdistributed.modelparallel.torch.stepping.placing import place_models
+from smdistributed.modelparallel.torch.stepping.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Lockstep:
         self._runtime = runtime
         self._function = function
         self._inside = inside
+        self._tracing = Tracing(runtime)
         self._is_first = runtime.coordinates.pp_rank == 0
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._ways_in: dict[Trace, int] = {}
@@ -133,7 +136,7 @@ class Lockstep:
         failure = None
         is_open = False
         try:
-            with self._on_fakes(batch) as recorder:
+            with self._on_fakes() as recorder:
                 while len(self._passed) < len(batch.calls) and not is_open:
                     decisions = OwnDecisions()
                     answers.append(decisions.answers)
@@ -148,7 +151,7 @@ class Lockstep:
     def _follow(self, batch: MiniBatch, round_: Round) -> Exception | None:
         """Runs the microbatches that rank 0 of the pipeline has run; returns what they raised."""
         try:
-            with self._on_fakes(batch) as recorder:
+            with self._on_fakes() as recorder:
                 for answers in round_.answers:
                     self._pass(recorder, batch, GivenDecisions(functools.partial(tuple, answers)))
         except Exception as error:
@@ -185,23 +188,28 @@ class Lockstep:
     def _close(self, batch: MiniBatch) -> None:
         """Decides the partition of models, from the microbatch that has run last."""
         passed = self._passed[-1]
-        place_models(self._runtime, passed.profile)
-        with self._on_fakes(batch) as recorder:
+        self._tracing.measure(CommGroup.WORLD)
+        place_models(self._runtime, passed.profile, self._tracing.costs)
+        with self._on_fakes() as recorder:
             passed.way = recorder.close(passed)
         for model in models_of(self._runtime):
             model.holder.fakes.check_current()
         self._note(self._trace(batch, batch.calls[len(self._passed) - 1]), passed.way)
 
-    def _on_fakes(self, batch: MiniBatch) -> AbstractContextManager[Recorder]:
-        runtime = self._runtime
-        recorder = Recorder(
-            self._scene_now(),
-            runtime.fake_mode,
-            runtime.device,
-            runtime.random,
-            self._numbers.__next__,
-        )
-        return _entered(recorder, self._inside(recorder))
+    @contextlib.contextmanager
+    def _on_fakes(self) -> Iterator[Recorder]:
+        runtime, scene = self._runtime, self._scene_now()
+        with self._tracing.metered(models_of(runtime), scene) as meter:
+            recorder = Recorder(
+                scene,
+                runtime.fake_mode,
+                runtime.device,
+                runtime.random,
+                meter,
+                self._numbers.__next__,
+            )
+            with self._inside(recorder), recorder.on_fakes():
+                yield recorder
 
     # ------------------------------------------------------------------ what is kept
 
@@ -258,6 +266,7 @@ class Lockstep:
         communicator = self._runtime.communicator
         orders = {number: way.graph.names() for number, way in self._new.items()}
         orders = communicator.from_first(orders, CommGroup.PP_GROUP)
+        self._tracing.measure(CommGroup.PP_GROUP)
         try:
             for number, way in () if failure is not None else self._new.items():
                 way.graph.put_in_order(orders.get(number, ()))
@@ -290,7 +299,7 @@ class Lockstep:
                     return model.holder.placement.owner_of(slot)
             raise AssertionError("a recorded parameter belongs to no model")
 
-        plan = cut(way.graph, partition_of, owner_of)
+        plan = cut(way.graph, partition_of, owner_of, self._tracing.costs)
         _check_inputs(plan)
         alike.append(plan)
         while len(self._plans) > _MOST_PLANS:
@@ -366,26 +375,6 @@ class Lockstep:
                 if entry.way is not None:
                     found.append(entry.way)
         return found
-
-
-class _entered:  # noqa: N801 - reads as a function
-    """A recorder on fakes, inside the step."""
-
-    def __init__(self, recorder: Recorder, inside: AbstractContextManager[None]) -> None:
-        self._recorder = recorder
-        self._inside = inside
-        self._on_fakes = recorder.on_fakes()
-
-    def __enter__(self) -> Recorder:
-        self._inside.__enter__()
-        self._on_fakes.__enter__()
-        return self._recorder
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self._on_fakes.__exit__(*exception)
-        finally:
-            self._inside.__exit__(*exception)
 
 
 def _different(lines: tuple[str, str], first: int, rank: int) -> SMPError:

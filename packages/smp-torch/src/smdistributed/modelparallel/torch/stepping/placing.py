@@ -10,6 +10,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.partitioner import Assignment
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.record.costs import Profile
@@ -18,26 +19,27 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 logger = logging.getLogger(__name__)
 
 
-def place_models(runtime: TorchRuntime, costs: Profile) -> None:
+def place_models(runtime: TorchRuntime, profile: Profile, costs: ComputeCosts) -> None:
     """Partitions the models that have no partition yet and were called. Collective: WORLD.
 
     Args:
         runtime: the state of the library in this process.
-        costs: what one microbatch did.
+        profile: what one microbatch did.
+        costs: what work costs.
 
     Raises:
         PartitionError: the partitions that the user fixed contradict each other, or a model has
             too few parts for the V-shaped partition that the user asked for.
     """
-    reasons = kept_whole(costs)
+    reasons = kept_whole(profile)
     for line in reasons:
         logger.info("%s", line)
     for model in models_of(runtime):
-        if model.get_module() in costs.modules:
-            model.drawing.take(costs)
+        if model.get_module() in profile.modules:
+            model.drawing.take(profile)
             if not model.partitioned:
                 model.refresh()  # the forward may have replaced modules
-                _place(runtime, model, costs)
+                _place(runtime, model, profile, costs)
                 idle = idle_partitions(model.placement.assignment)
                 if idle and runtime.rank == 0:
                     logger.warning(
@@ -48,12 +50,12 @@ def place_models(runtime: TorchRuntime, costs: Profile) -> None:
                     )
 
 
-def kept_whole(costs: Profile) -> list[str]:
+def kept_whole(profile: Profile) -> list[str]:
     """Says which modules cannot be split, and why; modules of one class and reason once."""
     return list(
         dict.fromkeys(
             f"{type(module).__name__} is kept whole: {each.opaque}"
-            for module, each in costs.modules.items()
+            for module, each in profile.modules.items()
             if each.opaque
         )
     )
@@ -64,7 +66,9 @@ def idle_partitions(assignment: Assignment) -> list[int]:
     return sorted({*range(assignment.num_partitions)} - {*assignment.units.values()})
 
 
-def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> None:
+def _place(
+    runtime: TorchRuntime, model: DistributedModel, profile: Profile, costs: ComputeCosts
+) -> None:
     config, holder = runtime.config, model.holder
     pinned = runtime.manual_partitions.of(model.get_module())
     if not config.auto_partition:
@@ -74,9 +78,15 @@ def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> No
     wants_v = config.pipeline in ("zero_bubble_v", "auto") and num_partitions > 1
 
     def decided(*, v_shaped: bool) -> Placement:
-        profile = None if config.skip_tracing else costs
-        weight = config.memory_weight
-        return decide(holder.fakes, profile, pinned, num_partitions, weight, v_shaped=v_shaped)
+        return decide(
+            holder.fakes,
+            None if config.skip_tracing else profile,
+            pinned,
+            num_partitions,
+            config.memory_weight,
+            costs,
+            v_shaped=v_shaped,
+        )
 
     if not wants_v or pinned:
         placement = decided(v_shaped=False)
@@ -85,7 +95,8 @@ def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> No
     elif config.pipeline == "zero_bubble_v":
         placement = decided(v_shaped=True)
     else:
-        placement = _faster(runtime, model, costs, decided)
+        whole = costs.of(profile.modules[model.get_module()].work)
+        placement = _faster(runtime, whole, decided)
     # One decision for the whole job: code that goes through a set has no order of its own.
     assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
     model.place(Placement(holder.fakes, assignment))
@@ -94,19 +105,17 @@ def _place(runtime: TorchRuntime, model: DistributedModel, costs: Profile) -> No
 
 def _faster(
     runtime: TorchRuntime,
-    model: DistributedModel,
-    costs: Profile,
+    whole: PassCosts,
     decided: Callable[..., Placement],
 ) -> Placement:
     """Returns a V-shaped partition if it is possible and faster, else one piece a rank.
 
     Args:
         runtime: the state of the library in this process.
-        model: that is placed.
-        costs: what one microbatch did.
+        whole: what the passes of the model cost.
         decided: the placement, given its shape.
     """
-    config, whole = runtime.config, costs.modules[model.get_module()]
+    config = runtime.config
     flat = decided(v_shaped=False)
     try:
         v_shaped = decided(v_shaped=True)
@@ -118,7 +127,7 @@ def _faster(
         v_shaped.assignment,
         config.microbatches,
         config.active_microbatches,
-        whole.weight_flops / (whole.flops or 1),
+        whole,
     ):
         return v_shaped
     _say(runtime, "no V-shaped partition: a simulation says that it would not be 1% faster")

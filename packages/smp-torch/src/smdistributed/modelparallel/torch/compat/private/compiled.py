@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.passes.split_module import split_module
+from torch import nn
 
 
 def _wrapper_class() -> Any:
@@ -130,7 +130,7 @@ def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
             vars(each)["forward"] = forward
 
 
-# Compiling in pieces
+# Compiling backward passes
 
 
 def backend_of(call: Any) -> Callable[..., Any]:
@@ -167,59 +167,46 @@ def uses_cuda_graphs(backend: Any) -> bool:
     return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
-def compile_pieces(
-    graph: fx.GraphModule,
-    backend: Callable[..., Any],
-    inputs: Sequence[Any],
-    piece_of: dict[fx.Node, int],
-    replaced: dict[fx.Node, Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Compiles a graph that Dynamo has captured in pieces, as it does for DistributedDataParallel.
+@contextlib.contextmanager
+def backward_compilers_replaced(
+    replace: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Has what differentiates a graph compile the backward pass by another compiler.
 
     Args:
-        graph: the graph; what it computes is not changed.
-        backend: compiles each piece.
-        inputs: stand-ins for those of the graph.
-        piece_of: the piece of each node that computes.
-        replaced: nodes that are in no piece, and run as they are: by what is called instead.
-
-    Returns:
-        what runs it.
+        replace: gives the other, given the one. A compiler takes the graph of a backward pass and
+            stand-ins for its inputs, and returns what ``call_compiled`` runs.
     """
-    from torch._dynamo.backends import distributed
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-    from torch._guards import detect_fake_mode
+    common: Any = importlib.import_module("torch._dynamo.backends.common")
+    original: Any = common.aot_module_simplified
 
-    numbers: dict[Any, int] = {}
+    def differentiate(*args: Any, bw_compiler: Any, **options: Any) -> Any:
+        # What was compiled for others, and is kept, has another backward pass.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return original(*args, bw_compiler=replace(bw_compiler), **options)
 
-    def number(node: fx.Node) -> int:
-        return numbers.setdefault(node if node in replaced else piece_of[node], len(numbers))
-
-    whole = split_module(graph, graph, number)
-    distributed.propagate_dynamo_source(graph, whole)
-    distributed.propagate_metadata(graph, whole)
-    functions = {f"submod_{number(node)}": function for node, function in replaced.items()}
-    for call in list(whole.graph.nodes):
-        if call.op == "call_module" and call.target in functions:
-            _call_directly(whole, call, functions[call.target])
-    mode = detect_fake_mode(inputs)
-    assert mode is not None, "Dynamo gives stand-ins"
-    compiler = distributed.SubmodCompiler(whole, backend, mode)
-    with _disable_saved_tensors_hooks_during_tracing():
-        compiler.run(*inputs)
-    whole.recompile()
-    return whole
+    common.aot_module_simplified = differentiate
+    try:
+        yield
+    finally:
+        common.aot_module_simplified = original
 
 
-def _call_directly(whole: fx.GraphModule, call: fx.Node, function: Callable[..., Any]) -> None:
-    """Replaces the call of a module of one node by that of a function."""
-    *given, node, _ = whole.get_submodule(str(call.target)).graph.nodes  # type: ignore[misc,union-attr]
-    outside = dict(zip(given, call.args, strict=True))
-    with whole.graph.inserting_before(call):
-        direct = whole.graph.call_function(
-            function, fx.map_arg(node.args, lambda each: outside[each])
-        )
-    direct.meta = node.meta
-    call.replace_all_uses_with(direct)
-    whole.graph.erase_node(call)
-    whole.delete_submodule(str(call.target))
+def call_compiled(function: Any, args: list[Any]) -> Any:
+    """Calls what a compiler returned; it may empty the list, to free what is in it."""
+    return function(args) if getattr(function, "_boxed_call", False) else function(*args)
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marks a function as one that takes its arguments in a list."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def leaves_of_this_pass() -> list[torch.Tensor | None]:
+    """Returns the inputs of the function whose backward pass runs now: leaves of autograd, or None.
+
+    One entry for each tensor that the function was given.
+    """
+    node = torch._C._current_autograd_node()
+    return [getattr(each, "variable", None) for each, _ in node.next_functions]

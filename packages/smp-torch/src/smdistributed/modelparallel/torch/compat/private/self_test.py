@@ -24,10 +24,13 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     as_written,
     backend_of,
     backend_replaced,
+    backward_compilers_replaced,
+    boxed,
+    call_compiled,
     compile_like,
-    compile_pieces,
     compiled_call,
     forget_compiled,
+    leaves_of_this_pass,
     run_eagerly,
 )
 from smdistributed.modelparallel.torch.compat.private.distributed import gradient_buckets, is_future
@@ -160,16 +163,45 @@ def _compiled_modules() -> None:
         _expect(ran == ["compiled"], "a module is compiled as another one was")
         forget_compiled(other)
 
-    def cut(graph: Any, inputs: Any) -> Any:
-        absolute, double = (node for node in graph.graph.nodes if node.op.startswith("call"))
-        own = backend_of(compiled_call(module))
-        return compile_pieces(graph, own, inputs, {absolute: 0, double: 0}, {double: torch.add})
+    _compiled_backward()
 
-    torch.compiler.reset()
-    with backend_replaced(cut):
-        ran.clear()
-        _expect(module(-torch.ones(1)).item() == 3, "its graphs can be cut, and parts replaced")
-        _expect(ran == ["compiled"], "and the others are compiled as the module was")
+
+def _compiled_backward() -> None:
+    leaves: list[Any] = []
+    module = nn.Linear(2, 2, bias=False)
+
+    def replace(compiler: Any) -> Any:
+        def compile_backward(graph: Any, inputs: Any) -> Any:
+            compiled = compiler(graph, inputs)
+
+            @boxed
+            def run(args: list[Any]) -> Any:
+                leaves.extend(leaves_of_this_pass())
+                return call_compiled(compiled, args)
+
+            return run
+
+        return compile_backward
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with backward_compilers_replaced(replace):
+            return backend_of(compiled_call(own))(graph, inputs)
+
+    class Own(nn.Module):  # one of torch's own alone is not worth compiling
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(tensor).sum()
+            return result
+
+    own = Own()
+    own.compile(backend="aot_eager")
+    with backend_replaced(backend):
+        own(torch.ones(1, 2)).backward()
+    _expect(module.weight.grad is not None, "backward passes can be compiled in another way")
+    _expect(any(each is module.weight for each in leaves), "and know whose gradients they compute")
     torch.compiler.reset()
 
 

@@ -17,6 +17,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     return number
 
 
+def is_of_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf of autograd, or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version

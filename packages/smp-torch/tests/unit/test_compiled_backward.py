@@ -1,4 +1,4 @@
-"""Compiled code in pieces computes what the whole computes, and its gradients can wait."""
+"""Gradients of weights in compiled code wait, and are what they are where they do not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     compiled_call,
     uses_cuda_graphs,
 )
-from smdistributed.modelparallel.torch.execute import compiled_pieces
-from smdistributed.modelparallel.torch.execute.compiled_pieces import InPieces, in_pieces
+from smdistributed.modelparallel.torch.execute import compiled_backward
+from smdistributed.modelparallel.torch.execute.compiled_backward import (
+    Differentiating,
+    whose_gradients_wait,
+)
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
+
+#: Of what inductor imports.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 WIDTH = 8
 
@@ -79,7 +85,7 @@ def writes_within_a_piece(block: Any, x: torch.Tensor) -> torch.Tensor:
 
 def writes_to_a_buffer(block: Any, x: torch.Tensor) -> torch.Tensor:
     block.count.add_(1)
-    return x * block.count.clone()
+    return x + block.count.clone()
 
 
 def writes_over_a_cut(block: Any, x: torch.Tensor) -> torch.Tensor:
@@ -119,28 +125,23 @@ def checkpointed(block: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def no_weight(block: Any, x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-#: What lies between, and how many products are cut out.
-CUT = {
+#: What lies between, and how many of the two layers' weights wait for their gradients.
+BETWEEN = {
     gelu: 2,
-    attention: 4,
-    a_product_at_once: 3,
-    of_addmm: 3,
     parts: 2,
+    draws: 2,
     writes_within_a_piece: 2,
     writes_to_a_buffer: 2,
-}
-WHOLE = {
-    writes_over_a_cut: "changes a tensor in place",
-    writes_after_it_was_read: "changes a tensor in place",
-    writes_before_an_earlier_level_reads: "changes a tensor in place",
-    draws: "draws random numbers",
-    autocast: "changes what torch does",
-    without_gradients: "changes what torch does",
-    checkpointed: "contains graphs of functions",
+    writes_over_a_cut: 2,
+    writes_after_it_was_read: 2,
+    writes_before_an_earlier_level_reads: 2,
+    checkpointed: 2,
+    # The gradient of a weight that is used twice is a sum of products.
+    a_product_at_once: 2,
+    attention: 2,
+    of_addmm: 2,
+    without_gradients: 2,
+    autocast: 2,
 }
 
 
@@ -157,8 +158,8 @@ class Graphs:
 
 @pytest.fixture(autouse=True)
 def _fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level(logging.INFO, logger=compiled_pieces.__name__)
-    compiled_pieces._tell.cache_clear()
+    caplog.set_level(logging.INFO, logger=compiled_backward.__name__)
+    compiled_backward._tell.cache_clear()
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -172,7 +173,7 @@ def run(block: Block, *, waits: bool, compiled: bool, num: int = 2) -> tuple[lis
     """
     torch.manual_seed(1)
     inputs = [torch.randn(2, 3, WIDTH, requires_grad=True) for _ in range(num)]
-    around = in_pieces(block) if compiled else None
+    around = whose_gradients_wait(block) if compiled else None
     results = []
     with putting_off():
         for x in inputs:
@@ -203,93 +204,106 @@ def made(between: Any, **options: Any) -> Block:
     return block
 
 
-@pytest.mark.parametrize("between", CUT)
-@pytest.mark.parametrize("kind", ["eager", "aot_eager"])
-def test_pieces_compute_what_the_module_computes(between: Any, kind: str) -> None:
-    graphs = Graphs()
-    options = {"backend": graphs if kind == "eager" else kind, "fullgraph": True}
-    expected, _ = run(made(between), waits=False, compiled=False)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_gradients_that_wait_are_those_that_do_not(between: Any) -> None:
+    expected, _ = run(made(between, backend="aot_eager"), waits=False, compiled=False)
+    torch.compiler.reset()
+    options = {"backend": "aot_eager", "fullgraph": between is not checkpointed}
     found, num_waiting = run(made(between, **options), waits=True, compiled=True)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    assert num_waiting == 2
-    if kind == "eager":
-        # Nothing but the products is outside the pieces, and no piece is empty.
-        assert all(graphs.sizes)
-        assert 0 < len(graphs.sizes) <= CUT[between] + 1
+    assert num_waiting == BETWEEN[between]
 
 
-@pytest.mark.parametrize("between", WHOLE)
-def test_graphs_that_pieces_would_change_stay_whole(
-    between: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    graphs = Graphs()
-    expected, _ = run(made(between, backend="aot_eager"), waits=False, compiled=True)
-    torch.compiler.reset()
-    found, num_waiting = run(made(between, backend="aot_eager"), waits=True, compiled=True)
+def test_a_gradient_may_be_the_transpose_of_a_product() -> None:
+    found = []
+    for waits in (False, True):
+        torch.compiler.reset()
+        block = made(gelu, backend="aot_eager")
+        # Of a weight that lies across, autograd computes the gradient the other way round.
+        block.first.weight.data = block.first.weight.data.t().contiguous().t()
+        found.append(run(block, waits=waits, compiled=waits)[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_that_are_looked_at_come_at_once() -> None:
+    """Of the compiled pass as of any other: only what nobody looks at may wait."""
+    block = made(gelu, backend="aot_eager")
+    seen: list[torch.Tensor] = []
+    block.first.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    found, num_waiting = run(block, waits=True, compiled=True)
+    assert num_waiting == 1
+    assert len(seen) == 2
+    expected, _ = run(made(gelu), waits=False, compiled=False)
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    assert num_waiting == 0
-    (line,) = caplog.messages
-    assert WHOLE[between] in line
-    assert not graphs.sizes
+        torch.testing.assert_close(one, other)
 
 
-def test_a_module_without_products_is_compiled_as_ever(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = Graphs()
-
-    class Layers(nn.Sequential):  # one of torch's own alone is not worth compiling
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[1](self[0](x))  # type: ignore[no-any-return]
-
-    module = Layers(nn.Tanh(), nn.LayerNorm(WIDTH))
-    module.compile(backend=graphs)
-    around = in_pieces(module)
+def test_gradients_that_user_code_asks_for_come_at_once() -> None:
+    block, x = made(gelu, backend="aot_eager"), torch.ones(2, 3, WIDTH, requires_grad=True)
+    around = whose_gradients_wait(block)
     assert around is not None
     with putting_off(), around:
-        module(torch.ones(2, WIDTH, requires_grad=True))
+        out = block(x)
+    with put_off_in(WaitingGradients([out.sum()])):  # another pass than the one that asks
+        (gradient,) = torch.autograd.grad((out * 2).sum(), [block.first.weight])
+    other = made(gelu)
+    (expected,) = torch.autograd.grad((other(x) * 2).sum(), [other.first.weight])
+    torch.testing.assert_close(gradient, expected)
+    assert block.first.weight.grad is None
+
+
+class Reading(nn.Module):
+    """Multiplies a weight with a buffer, to which it may write before the gradient is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("rows", torch.ones(2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(self.rows) + self.other(x)
+        return result
+
+
+def test_what_multiplies_a_buffer_does_not_wait() -> None:
+    module, x = Reading(), torch.ones(2, WIDTH, requires_grad=True)
+    module.compile(backend="aot_eager")
+    around = whose_gradients_wait(module)
+    assert around is not None
+    with putting_off(), around:
+        loss = module(x).sum()
+    waiting = WaitingGradients([loss])
+    with put_off_in(waiting):
+        loss.backward()
+    assert module.linear.weight.grad is not None
+    assert module.other.weight.grad is None
+    module.rows.zero_()
+    waiting.compute()
+    assert torch.equal(module.linear.weight.grad, module.other.weight.grad)
+
+
+def test_what_the_compiler_does_not_differentiate_does_not_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    graphs = Graphs()
+    _, num_waiting = run(made(gelu, backend=graphs), waits=True, compiled=True)
+    assert num_waiting == 0
     assert len(graphs.sizes) == 1
-    assert not caplog.messages
+    assert "is not differentiated by the compiler" in caplog.text
 
 
-def test_sizes_that_vary_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_that_vary_do_not_wait(caplog: pytest.LogCaptureFixture) -> None:
     block = made(gelu, backend="aot_eager", dynamic=True)
     run(block, waits=True, compiled=True)
     assert "has sizes that are not known" in caplog.text
 
 
-class Adding(nn.Module):
-    """Adds to a part of what it is given, before it reads the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, part: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + part.add_(1) + other
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_writes_to_shared_memory_stay_whole(shares: bool, caplog: pytest.LogCaptureFixture) -> None:
-    graphs = Graphs()
-    module = Adding()
-    module.compile(backend=graphs)
-    around = in_pieces(module)
-    assert around is not None
-    part = torch.zeros(3, WIDTH)
-    with putting_off(), around:
-        x = torch.ones(3, WIDTH, requires_grad=True)
-        out = module(x, part[:1], part if shares else torch.zeros(3, WIDTH))
-    expected = module.linear(x) + 1
-    expected[0] += 1 if shares else 0
-    torch.testing.assert_close(out, expected)
-    assert ("share memory" in caplog.text) is shares
-
-
-def test_what_no_gradient_waits_for_is_compiled_whole() -> None:
+def test_what_no_gradient_waits_for_is_compiled_as_ever() -> None:
     graphs = Graphs()
     block = made(gelu, backend=graphs)
-    around = in_pieces(block)
+    around = whose_gradients_wait(block)
     assert around is not None
     with around:
         block(torch.ones(2, 3, WIDTH))
@@ -299,7 +313,7 @@ def test_what_no_gradient_waits_for_is_compiled_whole() -> None:
 def test_the_stance_that_a_user_chose_stays() -> None:
     graphs = Graphs()
     block = made(gelu, backend=graphs)
-    around = in_pieces(block)
+    around = whose_gradients_wait(block)
     assert around is not None
     with torch.compiler.set_stance("force_eager"), putting_off(), around:
         block(torch.ones(2, 3, WIDTH))
@@ -310,24 +324,22 @@ def test_blocks_share_what_was_compiled_for_one() -> None:
     graphs = Graphs()
     for block in [made(gelu, backend=graphs), made(gelu, backend=graphs)]:
         run(block, waits=True, compiled=True)
-    assert InPieces(graphs) == InPieces(graphs) != InPieces(Graphs())
+    assert Differentiating(graphs) == Differentiating(graphs) != Differentiating(Graphs())
     num_graphs = len(graphs.sizes)
     run(made(gelu, backend=graphs), waits=True, compiled=True)
     assert len(graphs.sizes) == num_graphs
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 @pytest.mark.parametrize(("mode", "records"), [("reduce-overhead", True), ("default", False)])
 def test_cuda_graphs_are_told_by_the_mode(mode: str, records: bool) -> None:
     call = compiled_call(made(gelu, mode=mode))
     assert uses_cuda_graphs(backend_of(call)) is records
 
 
-def test_what_was_not_compiled_has_no_pieces() -> None:
-    assert in_pieces(made(gelu)) is None
+def test_what_was_not_compiled_has_no_compiler() -> None:
+    assert whose_gradients_wait(made(gelu)) is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 def test_buffers_that_a_compiler_uses_again_do_not_reach_waiting_gradients() -> None:
     """By the compiler of most users, which frees and takes memory as it sees fit."""
     expected, _ = run(made(attention), waits=False, compiled=False, num=3)

@@ -1,0 +1,66 @@
+"""What is measured while a step is recorded, and how all ranks come to the same figures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.plan.timing import measure
+from smdistributed.modelparallel.torch.record.costs import Meter
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.work import Operations
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+class Tracing:
+    """The meters of a step function's runs on fakes, and what its work costs.
+
+    Args:
+        runtime: the state of the library in this process.
+
+    Attributes:
+        costs: what work costs.
+    """
+
+    def __init__(self, runtime: TorchRuntime) -> None:
+        self._runtime = runtime
+        self._operations = Operations()
+        self.costs = ComputeCosts()
+
+    @contextlib.contextmanager
+    def metered(self, models: Sequence[DistributedModel], scene: Scene) -> Iterator[Meter]:
+        """Gives a meter for a run on fakes that calls models.
+
+        Args:
+            models: all that there are; what one of them asks for is measured of all.
+            scene: what the run can meet.
+        """
+        self.costs.measures |= any(each.tracing.trace_execution_times for each in models)
+        operations = self._operations if self.costs.measures else None
+        if not (scene.open and any(each.tracing.trace_memory_usage for each in models)):
+            yield Meter(self._runtime.fake_mode, operations)
+            return
+        meter = Meter(self._runtime.fake_mode, operations, not_kept=scene.storages)
+        with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor):
+            yield meter
+
+    def measure(self, group: CommGroup) -> None:
+        """Times what is new, on the first rank of a group. Collective: that group."""
+        if not self.costs.measures:
+            return
+        first = self._runtime.topology.members(group, self._runtime.rank)[0]
+        measured = None
+        if self._runtime.rank == first:
+            known = self.costs.measured
+            new = {
+                name: operation
+                for name, operation in self._operations.known.items()
+                if name not in known
+            }
+            measured = {**known, **measure(new, self._runtime.device)}
+        self.costs.take(self._runtime.communicator.from_first(measured, group) or {})
