@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 from smdistributed.modelparallel.torch.record.costs import OF_WEIGHTS
@@ -117,6 +116,8 @@ def _seconds(function: Callable[[], Any], device: torch.device) -> float:
         except RuntimeError as error:
             logger.debug("a call is timed with its host: %r", error)
             torch.cuda.synchronize()
+    from torch.utils.benchmark import Timer  # a second to import, setuptools and distutils with it
+
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
 
