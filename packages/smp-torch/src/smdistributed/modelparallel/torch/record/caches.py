@@ -44,7 +44,8 @@ def _all_caches() -> list[Any]:
         for each in list(vars(module).values()) if isinstance(module, types.ModuleType) else ():
             found.update(
                 (id(one), one)
-                for one in (each, *(vars(each).values() if isinstance(each, type) else ()))
+                # Not isinstance: objects can answer that with code of their own.
+                for one in (each, *(vars(each).values() if issubclass(type(each), type) else ()))
                 if type(one) is _Cached
             )
     return list(found.values())
