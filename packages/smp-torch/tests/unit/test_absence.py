@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.torch.absence import following
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
@@ -56,6 +57,7 @@ class Rank:
         values = [torch.randn(3, 4, generator=numbers) for _ in range(2)]
         self.parameters = [nn.Parameter(each) for each in values]
         self.sharing_memory = MemorySharers().of
+        self.run = following.run
         absent = self.parameters[1 - own]
         make_absent(absent, self, f"parameter {1 - own}", absent.shape, CPU)
 
@@ -178,6 +180,19 @@ def test_what_is_written_to_a_tensor_of_the_script() -> None:
         torch.zeros(6, 4)[:3].copy_(rank.parameters[1].data)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="parameter 1"):
         rank.parameters[0].copy_(rank.parameters[1])
+
+
+@torch.no_grad()
+def test_functions_of_many_run_on_those_that_are_here() -> None:
+    parameters, (first, _) = Rank(0).parameters, whole()
+    twos = [torch.full_like(each, 2.0) for each in parameters]
+    torch._foreach_add_(parameters, twos, alpha=-0.5)
+    assert torch.equal(parameters[0], first - 1)
+    norms = torch._foreach_norm(parameters)
+    assert torch.equal(norms[0], (first - 1).norm())
+    mean = torch.zeros(3, 4)
+    torch._foreach_lerp_([mean], parameters[1:], 0.1)
+    assert isinstance(mean, AbsentTensor)
 
 
 def test_gradients_show_but_to_optimizers() -> None:

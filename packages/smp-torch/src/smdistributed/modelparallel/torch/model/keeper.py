@@ -9,6 +9,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.absence import following
 from smdistributed.modelparallel.torch.absence.notes import REMEDY
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.values import Question, answer
@@ -25,6 +26,7 @@ class ModelsKeeper:
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
         self.fake_mode = runtime.fake_mode
+        self.run = following.run
         self.sharing_memory = MemorySharers().of
 
     def is_here(self, tensor: torch.Tensor) -> bool:
