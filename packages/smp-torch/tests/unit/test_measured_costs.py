@@ -102,14 +102,12 @@ def test_a_clock_is_used_and_no_generator_moves() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_costs_are_counted_or_measured_and_repeated_passes_count() -> None:
+def test_costs_are_counted_or_measured() -> None:
     costs, work = ComputeCosts(), Work(10, 4, ("a", "b", "a"))
     assert costs.of(work) == PassCosts(10, 20, 4)
-    assert costs.of(work, repeats=True) == PassCosts(10, 30, 4)
     costs.measures = True
     costs.take({"a": PassCosts(1, 3, 1), "b": PassCosts(5, 5)})
     assert costs.of(work) == PassCosts(7, 11, 2)
-    assert costs.of(work, repeats=True) == PassCosts(7, 18, 2)
 
 
 class Slow(nn.Linear):

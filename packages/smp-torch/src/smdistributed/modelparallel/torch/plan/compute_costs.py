@@ -63,16 +63,9 @@ class ComputeCosts:
         """Takes what was measured, by names of operations."""
         self._measured.update(measured)
 
-    def of(self, work: Work, *, repeats: bool = False) -> PassCosts:
-        """Returns the costs of work.
-
-        Args:
-            work: of a forward pass.
-            repeats: the backward pass computes the forward pass again first.
-        """
+    def of(self, work: Work) -> PassCosts:
+        """Returns the costs of the work of a forward pass, and of its backward pass."""
         if self.measures:
             known = [self._measured[each] for each in work.operations if each in self._measured]
-            costs = sum(known, PassCosts())
-        else:
-            costs = PassCosts(work.flops, _BACKWARD_FACTOR * work.flops, work.weight_flops)
-        return costs + PassCosts(backward=costs.forward) if repeats else costs
+            return sum(known, PassCosts())
+        return PassCosts(work.flops, _BACKWARD_FACTOR * work.flops, work.weight_flops)

@@ -215,7 +215,7 @@ def _assign(
         if not segments or segments[-1].rank != node.rank:
             segments.append(SegmentNodes(len(segments), node.rank))
         segments[-1].nodes.append(node)
-        cost = costs.of(node.work, repeats=node.region is not None)
+        cost = costs.of(node.work)
         segments[-1].costs += cost if node.grad_enabled else replace(cost, weights=0.0)
         node.segment = segments[-1].index
     return segments
