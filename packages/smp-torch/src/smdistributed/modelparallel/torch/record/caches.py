@@ -15,7 +15,6 @@ import weakref
 from typing import Any
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 
 _Cached: Any = functools._lru_cache_wrapper
 
@@ -52,10 +51,28 @@ def _all_caches() -> list[Any]:
 
 
 def _holds_fakes(cached: Any) -> bool:
+    """Whether fakes are in what a cache holds, which may refer to itself."""
     if not cached.cache_info().currsize:
         return False
-    held = gc.get_referents(cached)
-    inside = [each for one in held if type(one) is dict for each in (*one.keys(), *one.values())]
-    return any(
-        isinstance(tensor, FakeTensor) for each in (*held, *inside) for tensor in tensors_in(each)
-    )
+    pending = gc.get_referents(cached)
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        kind = type(each)
+        if issubclass(kind, FakeTensor):
+            return True
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if issubclass(kind, dict):
+            pending += [*dict.keys(each), *dict.values(each)]
+        elif issubclass(kind, list | tuple | set | frozenset) or _is_key(kind):
+            pending += gc.get_referents(each)
+        elif hasattr(kind, "__dataclass_fields__"):
+            pending += vars(each).values() if hasattr(each, "__dict__") else ()
+    return False
+
+
+def _is_key(kind: type) -> bool:
+    """Whether it is a class of the cache's own, as of a key and of an entry in a list of uses."""
+    return kind.__module__ == "functools"

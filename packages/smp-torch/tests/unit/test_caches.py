@@ -1,0 +1,37 @@
+"""Caches of functions are looked through for fakes, whatever else they hold."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.torch.record.caches import FunctionCaches
+
+
+@functools.lru_cache
+def given(number: int, held: Any) -> Any:
+    return [held.value]
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_only_caches_with_fakes_are_cleared() -> None:
+    endless: dict[str, Any] = {}
+    endless["itself"] = endless
+    for value, is_fake in ((endless, False), (torch.ones(2), False), (None, True)):
+        given.cache_clear()
+        if is_fake:
+            with FakeTensorMode():
+                value = {"one": (torch.ones(2),)}
+        given(0, Holder(value))
+        caches = FunctionCaches()
+        caches.look_for_new()
+        caches.clear()
+        assert given.cache_info().currsize == int(not is_fake)
+    given.cache_clear()
