@@ -14,91 +14,24 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from gpt import GPT, SIZES, device_milliseconds, loss_of
+from kernels import kernel_milliseconds
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 
 RUNS = ("smp", "smp:static", "smp:compile", "1f1b", "1f1b:compile")
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
-
-
-@dataclass(frozen=True)
-class Size:
-    """Dimensions of a GPT."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int = 50304
-    length: int = 2048
-
-
-SIZES = {
-    "tiny": Size(8, 64, 4, 512, 64),
-    "124m": Size(12, 768, 12, length=1024),
-    "1.3b": Size(24, 2048, 16),
-    "2.7b": Size(32, 2560, 20),
-}
-
-
-class Block(nn.Module):
-    """A decoder block."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.first, self.second = nn.LayerNorm(size.hidden), nn.LayerNorm(size.hidden)
-        self.attend = nn.Linear(size.hidden, 3 * size.hidden)
-        self.project = nn.Linear(size.hidden, size.hidden)
-        self.widen = nn.Linear(size.hidden, 4 * size.hidden)
-        self.narrow = nn.Linear(4 * size.hidden, size.hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [batch, length, hidden] to the same."""
-        parts = self.attend(self.first(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.widen(self.second(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """A GPT, or the part of it that one stage of a chain has."""
-
-    def __init__(self, size: Size, layers: int, *, first: bool = True, last: bool = True) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(size.vocabulary, size.hidden) if first else None
-        self.positions = nn.Embedding(size.length, size.hidden) if first else None
-        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
-        self.norm = nn.LayerNorm(size.hidden) if last else None
-        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False) if last else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps tokens, or hidden states, to hidden states or logits."""
-        if self.tokens is not None and self.positions is not None:
-            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross entropy."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
@@ -202,22 +135,10 @@ class Bench:
         """Times steps after a warm-up, on the device."""
         for _ in range(self.options.warmup):
             step()
-        if self.device.type == "cpu":
-            times = []
-            for _ in range(self.options.steps):
-                start = time.perf_counter()
-                step()
-                times.append(1e3 * (time.perf_counter() - start))
-            return times
-        torch.cuda.synchronize()
-        dist.barrier()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.options.steps + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            step()
-            mark.record()
-        torch.cuda.synchronize()
-        return [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            dist.barrier()
+        return device_milliseconds(step, self.options.steps)
 
     def run(self, name: str) -> None:
         """Makes one run and prints a line."""
@@ -245,6 +166,11 @@ class Bench:
             row = {key: round(max(each[key] for each in ranks), 2) for key in own if key != "loss"}
             row["loss"] = next(each["loss"] for each in ranks if each["loss"])
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
+        if self.options.profile:
+            profiled = smp.allgather(kernel_milliseconds(step), smp.WORLD)
+            if smp.rank() == 0:
+                for each in profiled:
+                    print(json.dumps(each), flush=True)
 
     def _host_milliseconds(self, step: Callable[[], Any]) -> float:
         """Returns how long the host takes to submit a step while the device is busy."""
@@ -272,6 +198,7 @@ def main() -> None:
     parser.add_argument("--partition", choices=["stages", "auto"], default="stages")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
     config: dict[str, object] = {

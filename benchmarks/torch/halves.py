@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpt_step import GPT, SIZES
+from gpt import GPT, SIZES
 
 from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off

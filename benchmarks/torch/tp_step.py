@@ -12,44 +12,17 @@ token, recomputation not counted. Times are medians of device events, the slowes
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from gpt import SIZES, Size, device_milliseconds, loss_of
+from kernels import kernel_milliseconds
 
 import smdistributed.modelparallel.torch as smp
-
-
-@dataclass(frozen=True)
-class Size:
-    """Dimensions of a GPT."""
-
-    layers: int
-    hidden: int
-    head_size: int = 128
-    vocabulary: int = 50304
-    length: int = 2048
-
-    @property
-    def flops_per_token(self) -> int:
-        """Of forward and backward pass; N leaves out the two tables that are looked up."""
-        h = self.hidden
-        weights = self.layers * (12 * h * h + 13 * h) + 2 * h + self.vocabulary * h
-        return 6 * weights + 12 * self.layers * h * self.length
-
-
-SIZES = {
-    "tiny": Size(4, 64, 16, 512, 64),
-    "1.3b": Size(24, 2048),
-    "2.7b": Size(32, 2560),
-    "6.7b": Size(32, 4096),
-}
 
 
 def build(size: Size, dtype: torch.dtype) -> Any:
@@ -58,8 +31,8 @@ def build(size: Size, dtype: torch.dtype) -> Any:
     with torch.device(device), smp.model_creation(tensor_parallelism=True, dtype=dtype):
         return smp.nn.DistributedTransformerLMHead(
             num_layers=size.layers,
-            num_attention_heads=size.hidden // size.head_size,
-            attention_head_size=size.head_size,
+            num_attention_heads=size.heads,
+            attention_head_size=size.hidden // size.heads,
             hidden_size=size.hidden,
             intermediate_size=4 * size.hidden,
             vocab_size=size.vocabulary,
@@ -78,7 +51,7 @@ def build(size: Size, dtype: torch.dtype) -> Any:
 @smp.step
 def train(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = model((tokens, None, None, None, None))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    loss = loss_of(logits, targets)
     model.backward(loss)
     return loss
 
@@ -91,23 +64,6 @@ def share_of_batch(size: Size, batch: int) -> list[torch.Tensor]:
     return [own[:, :-1].contiguous(), own[:, 1:].contiguous()]
 
 
-def milliseconds(step: Any, count: int) -> list[float]:
-    if not torch.cuda.is_available():
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="6.7b")
@@ -117,6 +73,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()
     smp.init(
         {
@@ -148,10 +105,11 @@ def main() -> None:
         step()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    ms = statistics.median(milliseconds(step, options.steps))
+    ms = statistics.median(device_milliseconds(step, options.steps))
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = size.flops_per_token * options.batch * size.length / smp.size()
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    profiled = kernel_milliseconds(step) if options.profile else None
     if smp.rank() == 0:
         print(
             json.dumps(
@@ -168,6 +126,9 @@ def main() -> None:
             ),
             flush=True,
         )
+
+        if profiled:
+            print(json.dumps(profiled), flush=True)
 
 
 if __name__ == "__main__":
