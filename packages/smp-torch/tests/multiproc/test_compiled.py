@@ -15,25 +15,32 @@ from torch import nn
 from world import generator, start
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.testing import World, Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 WIDTH = 8
 STEPS = 3
-WORLDS = {
-    name: World(
+
+
+def world(ranks: int, **config: Any) -> World:
+    return World(
         ranks,
         start,
-        ({"pipeline_parallel_degree": ranks, "microbatches": 2, "pipeline": pipeline},),
+        ({"microbatches": 2, **config},),
         "fork",
         preload=("torch", "torch._dynamo"),
     )
-    for name, ranks, pipeline in (
-        ("one", 1, "interleaved"),
-        ("pp2", 2, "interleaved"),
-        ("halves", 2, "zero_bubble"),
-    )
+
+
+SHARDED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
+WORLDS = {
+    "one": world(1),
+    "pp2": world(2, pipeline_parallel_degree=2, pipeline="interleaved"),
+    "halves": world(2, pipeline_parallel_degree=2, pipeline="zero_bubble"),
+    "shards": world(2, **SHARDED),
+    "pp2-shards": world(4, pipeline_parallel_degree=2, pipeline="zero_bubble", **SHARDED),
 }
 
 
@@ -58,7 +65,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
@@ -194,6 +201,8 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
     [
         ("pp2", list(WAYS)),
         ("halves", list(WAYS)),
+        ("shards", list(WAYS)),
+        ("pp2-shards", ["each_block", "part_of_each_block", "distributed_wrapped", "late_blocks"]),
         pytest.param("one", list(WAYS), marks=pytest.mark.slow),
     ],
 )
@@ -215,6 +224,88 @@ def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds)
         for rank in worlds.run(WORLDS["pp2"], train_all, ways, 0.5, checkpointing):
             for way in ways:
                 assert rank[way][0] == pytest.approx(one[way][0], rel=1e-6), way
+
+
+def test_compiled_code_keeps_no_gathered_parameters(worlds: Worlds) -> None:
+    """By a compiler that makes backward passes, which get parameters where they are by then."""
+    for rank in worlds.run(WORLDS["shards"], train_all, [None, "each_block"], 0.0, True):
+        assert rank["each_block"][0] == pytest.approx(rank[None][0], rel=1e-6)
+    for compiled, plain in worlds.run(WORLDS["shards"], losses_without_what_was_gathered):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert plain[1] != plain[0]
+
+
+def losses_without_what_was_gathered() -> list[list[float]]:
+    """Trains with and without compiled blocks; between the passes what was gathered is spoiled."""
+    return [spoiled(way) for way in (each_block, nothing)]
+
+
+def spoiled(way: Callable[..., Any]) -> list[float]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = smp.DistributedModel(way(Net(0.0), {"backend": "aot_eager", "fullgraph": True}))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    home = model.data_parallel.shards.model
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        gathered = [unit.memory for unit in home.units if unit.memory is not None]
+        assert gathered
+        home.residency.empty()
+        for memory in gathered:
+            memory.fill_(float("nan"))
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for _ in range(2):
+        losses.append(step(torch.ones(4, WIDTH)).reduce_mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class Writes(nn.Module):
+    """Changes its weight while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(2.0)
+        return self.linear(x)
+
+
+def train_once(net: nn.Module) -> None:
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    step(torch.randn(4, WIDTH))
+
+
+def refused(writes: bool, options: dict[str, Any]) -> str:
+    torch.compiler.reset()
+    net = Writes() if writes else Net()
+    net.compile(**options)
+    with pytest.raises(UnsupportedError) as caught:
+        train_once(net)
+    return str(caught.value)
+
+
+def test_what_compiled_code_may_not_do_with_shards(worlds: Worlds) -> None:
+    for rank in worlds.run(WORLDS["shards"], refused, True, {"backend": "eager"}):
+        assert "Writes wrote to linear.weight" in rank
+    for rank in worlds.run(WORLDS["shards"], refused, False, {"mode": "reduce-overhead"}):
+        assert "CUDA graphs" in rank
+        assert "sharded_data_parallel_degree" in rank
 
 
 def products_of_steps() -> Any:

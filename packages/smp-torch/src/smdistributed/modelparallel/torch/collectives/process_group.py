@@ -82,6 +82,14 @@ class ProcessGroupCollectives:
         received = torch.split(out, counts)
         return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
+    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Collectives.exchange_rows``."""
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        with self._blaming():
+            dist.all_to_all_single(out, rows, group=self._group)
+        return out
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         total = tensor.clone(memory_format=torch.contiguous_format)

@@ -42,6 +42,10 @@ class ShapesOfFakes:
             return [parts[0].new_empty(shape) for shape in shapes]
         return self._backend.swap(parts, shapes)
 
+    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Collectives.exchange_rows``."""
+        return torch.empty_like(rows) if is_fake(rows) else self._backend.exchange_rows(rows)
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         return torch.empty_like(tensor) if is_fake(tensor) else self._backend.sum(tensor)

@@ -7,6 +7,7 @@ each of its parts that lies on one partition is compiled alone, in the same way.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -40,9 +41,9 @@ class CompiledModules:
         return isinstance(module, nn.Module) and self._root_of.get(module) is module
 
     @property
-    def has_any(self) -> bool:
-        """Whether some module was compiled, when that was last looked at."""
-        return bool(self._asked)
+    def roots(self) -> Iterator[nn.Module]:
+        """The outermost ones that run compiled."""
+        return (module for module, root in self._root_of.items() if root is module)
 
     def root_of(self, module: nn.Module) -> nn.Module:
         """Returns the outermost compiled module that a module is in; of others themselves."""

@@ -33,8 +33,8 @@ from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.local_queries import LocalQueries
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
 from smdistributed.modelparallel.torch.model.sharding import (
-    check_not_compiled,
     check_not_sharded,
+    follow_compiled,
     shard_parameters,
 )
 from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, ModuleShell
@@ -45,6 +45,7 @@ from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
 
 
 class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
@@ -91,9 +92,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self.holder = Holder(runtime, module, self.place_in_keys)
         self._additions = Additions(runtime, self.holder)
         self.compiled = CompiledModules(self.holder)
+        self._compiled_calls = CompiledCalls()
         self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
         if self.partitioned:  # first shards, since the whole model may fit on no device
             shard_parameters(runtime, self.holder, self.data_parallel.shards)
+            follow_compiled(self.holder, self.compiled, self._compiled_calls)
             self.holder.place_whole()
             self._attach_replicas()
 
@@ -121,8 +124,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         shards = self.data_parallel.shards
         if shards is None or self._runtime.current_step is not None:
             return self.get_module()(*args, **kwargs)
-        self.compiled.refresh()
-        check_not_compiled(self.holder, self.compiled)
+        self._follow_compiled(has_changed=False)
         with shards.called_outside_steps():
             return self.get_module()(*args, **kwargs)
 
@@ -278,14 +280,22 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             PartitionError: a parameter is now shared between partitions.
         """
         has_changed = self.holder.refresh()
-        if self.compiled.refresh() or has_changed:
-            self.drawing.refresh()
-        check_not_compiled(self.holder, self.compiled)
+        self._follow_compiled(has_changed=has_changed)
         if has_changed and self.partitioned:
             self.data_parallel.watch(
                 self.default_reducer_named_parameters(),
                 self.scaled_batch_reducer_named_parameters(),
             )
+
+    def _follow_compiled(self, *, has_changed: bool) -> None:
+        """Takes what is compiled now.
+
+        Args:
+            has_changed: the structure of the model has.
+        """
+        if self.compiled.refresh() or has_changed:
+            self.drawing.refresh()
+            follow_compiled(self.holder, self.compiled, self._compiled_calls)
 
     def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
         """Takes a module or parameter that code adds during a step; called before it is there.
@@ -311,6 +321,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         shard_parameters(self._runtime, self.holder, self.data_parallel.shards)
         if self.compiled.refresh():
             self.drawing.refresh()
+        follow_compiled(self.holder, self.compiled, self._compiled_calls)
         self._attach_replicas()
         self.holder.run_waiting()
         self._post_partition_hooks.run(self, self._find_optimizer)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.compiled import (
+    backend_of,
+    compiled_call,
+    uses_cuda_graphs,
+)
 from smdistributed.modelparallel.torch.gradients.shards import Shards
 from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
 
 
 def shard_parameters(runtime: TorchRuntime, holder: Holder, shards: Shards | None) -> None:
@@ -33,17 +39,22 @@ def _leave_apart() -> None:
     """Takes the place of a method that moves weights, where they are in shards."""
 
 
-def check_not_compiled(holder: Holder, compiled: CompiledModules) -> None:
-    """Raises if compiled code would read sharded parameters.
+def follow_compiled(holder: Holder, compiled: CompiledModules, calls: CompiledCalls) -> None:
+    """Takes what is compiled now, of a model with sharded parameters.
 
     Raises:
-        UnsupportedError: it would.
+        UnsupportedError: it is compiled as CUDA graphs.
     """
-    if holder.has_shards and compiled.has_any:
-        raise UnsupportedError(
-            "compiled code reads parameters past what gathers them: with "
-            "sharded_data_parallel_degree above 1 leave torch.compile out."
-        )
+    roots = [] if not holder.has_shards else list(compiled.roots)
+    for module in roots:
+        if uses_cuda_graphs(backend_of(compiled_call(module))):
+            raise UnsupportedError(
+                f"{holder.fakes.names[module] or 'the model'} is compiled as CUDA graphs, which "
+                "read parameters where they were first; with sharded_data_parallel_degree above 1 "
+                "they are gathered at other places each time: compile without mode="
+                "'reduce-overhead' and 'max-autotune'."
+            )
+    calls.follow(roots)
 
 
 def check_not_sharded(holder: Holder) -> None:

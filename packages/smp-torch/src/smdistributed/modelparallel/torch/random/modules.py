@@ -14,11 +14,10 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.torch.compat.private.compiled import (
-    AroundCompiled,
-    is_compiled_in_place,
+    around_compiled,
+    hooked,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import without_function_modes
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, StepRandom
@@ -84,7 +83,7 @@ class RandomStreams:
         self._random = random
         self._compiled = compiled
         self._known: dict[nn.Module, Draws] = {}
-        self._handles: dict[nn.Module, list[RemovableHandle | AroundCompiled]] = {}
+        self._handles: dict[nn.Module, list[Any]] = {}
 
     def learn(self, modules: Mapping[str, nn.Module]) -> None:
         """Finds out what modules draw, each in its next call in a step.
@@ -133,14 +132,8 @@ class RandomStreams:
             handle.remove()
         if not hooks:
             return
-        enter, leave = hooks
-        if module in self._compiled and is_compiled_in_place(module):
-            self._handles[module] = [AroundCompiled(module, enter, leave)]
-        else:
-            self._handles[module] = [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, always_call=True),
-            ]
+        around = around_compiled if module in self._compiled else hooked
+        self._handles[module] = around(module, *hooks)
 
     def _learning(self, name: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
         random = self._random

@@ -10,6 +10,8 @@ Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import weakref
 import zlib
@@ -22,9 +24,12 @@ import torch.distributed as dist
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, scatter_sum
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
+#: Reductions whose memory is kept while later gradients are computed, at most.
+_MOST_STARTED = 1
 #: What a wish to reduce complete units begins with.
 _REDUCE = 2
 _BITS = 32
@@ -71,6 +76,8 @@ class ShardedGradients:
         self._pending: dict[int, dict[int, torch.Tensor]] = {}
         self._complete: list[int] = []
         self._is_common = True
+        self._beside = SideStream()
+        self._started: collections.deque[Beside] = collections.deque()
         self._sums: dict[int, torch.Tensor] = {}
         self._used: set[tuple[int, int]] = set()
         self._watched: set[Any] = set()
@@ -94,6 +101,7 @@ class ShardedGradients:
     def begin(self) -> None:
         """Starts a step, or a call outside of steps."""
         self._watch()
+        self._settle()
         self.has_gradients = False
         self._pending.clear()
         self._complete.clear()
@@ -148,27 +156,52 @@ class ShardedGradients:
         self._reduce(anywhere)
         self._complete = []
         self._is_common = True
+        self._settle()
 
     @torch.no_grad()
     def _reduce(self, numbers: Sequence[int]) -> None:
         """Adds the pending gradients of some units to the sums. Collective: sharding group."""
         for message in self._messages(numbers):
             units = [self._units[number] for number in message]
-            degree = self._groups.degree
-            given = torch.zeros(
-                (degree, sum(unit.shard.numel() for unit in units)),
-                dtype=units[0].dtype,
-                device=units[0].shard.device,
-            )
             widths = [unit.shard.numel() for unit in units]
-            for unit, out in zip(units, torch.split(given, widths, 1), strict=True):
-                unit.pack(self._pending.pop(unit.number, {}), out)
-            total = scatter_sum(self._groups, given, max(self._bucket_elements // degree, 1))
-            for unit, part in zip(units, torch.split(total, widths), strict=True):
-                if unit.number in self._sums:
-                    self._sums[unit.number] += part
-                else:
-                    self._sums[unit.number] = part.clone()
+            like = units[0].shard
+            given = like.new_empty((self._groups.degree, sum(widths)))
+            wide = torch.promote_types(like.dtype, torch.float32)
+            total = like.new_empty(sum(widths), dtype=wide)
+            gradients = [self._pending.pop(number, {}) for number in message]
+            sum_up = functools.partial(self._sum, units, gradients, given, total)
+            self._started.append(self._beside.run(like.device, sum_up, gradients, given))
+            self._settle(_MOST_STARTED)
+
+    def _settle(self, most_started: int = 0) -> None:
+        while len(self._started) > most_started:
+            self._started.popleft().wait()
+
+    def _sum(
+        self,
+        units: Sequence[Unit],
+        gradients: Sequence[dict[int, torch.Tensor]],
+        given: torch.Tensor,
+        total: torch.Tensor,
+    ) -> None:
+        """Sums the gradients of some units over the ranks.
+
+        Args:
+            units: of one type.
+            gradients: of each unit, by place of the parameter.
+            given: takes what each rank gets. Shape: (degree, sum of widths).
+            total: takes what this rank gets. Shape: (sum of widths,).
+        """
+        widths = [unit.shard.numel() for unit in units]
+        for unit, own, out in zip(units, gradients, torch.split(given, widths, 1), strict=True):
+            unit.pack(own, out)
+        degree = self._groups.degree
+        scatter_sum(self._groups, given, max(self._bucket_elements // degree, 1), total)
+        for unit, part in zip(units, torch.split(total, widths), strict=True):
+            if unit.number in self._sums:
+                self._sums[unit.number] += part
+            else:
+                self._sums[unit.number] = part
 
     def _messages(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yields units of one type that have at most a bucket's elements; a larger one alone."""
@@ -200,10 +233,9 @@ class ShardedGradients:
         if self._passes_done:
             return
         places = [(unit.number, place) for unit in self._units for place in range(len(unit.names))]
+        # On the host, so that no GPU is waited for.
         flags = torch.tensor(
-            [place in self._used for place in places],
-            dtype=torch.uint8,
-            device=self._units[0].shard.device,
+            [place in self._used for place in places], dtype=torch.uint8, device="cpu"
         )
         used_anywhere(flags)
         used = {place for place, flag in zip(places, flags.tolist(), strict=True) if flag}

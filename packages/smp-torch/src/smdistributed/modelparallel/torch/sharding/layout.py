@@ -64,6 +64,11 @@ class UnitLayout:
             for rank in range(self.degree)
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the blocks of every rank fill its shard."""
+        return self.width * self.degree == self.num_elements
+
     def places(self, rank: int) -> Iterator[tuple[Rectangle, int]]:
         """Yields for each parameter the block of a rank, and where it begins in the shard."""
         start = 0

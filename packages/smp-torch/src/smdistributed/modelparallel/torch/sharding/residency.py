@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
-from smdistributed.modelparallel.torch.sharding.transport import Gathering, ShardingGroups
+from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, gather_shards
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
 #: Units that are gathered ahead at most.
@@ -49,7 +50,8 @@ class Residency:
         self.owner_of: dict[int, Unit] = {}
         self.live = self.most_live = 0
         self._key_of: dict[int, int] = {}
-        self._coming: dict[int, Gathering] = {}
+        self._beside = SideStream()
+        self._coming: dict[int, tuple[torch.Tensor, Beside]] = {}
         self._used: collections.Counter[int] = collections.Counter()
         self._latest: int | None = None
         self._order: list[int] = []
@@ -101,7 +103,7 @@ class Residency:
         elif ahead := self._ahead(0):
             self._start_all(self._agreement.meet(Required.NOTHING, 0, (_GATHER_AHEAD, *ahead)))
         if number in self._coming:
-            key = unit.fill(self._coming.pop(number).wait())
+            key = unit.fill(self._arrived(number))
             self.owner_of[key], self._key_of[number] = unit, key
         assert unit.memory is not None
         return unit.memory
@@ -109,7 +111,7 @@ class Residency:
     def empty(self) -> None:
         """Lets all units go."""
         for number in list(self._coming):
-            self._coming.pop(number).wait()
+            self._arrived(number)
         for number in list(self._key_of):
             self._empty(number)
         self.live = 0
@@ -130,7 +132,19 @@ class Residency:
         unit = self.units[number]
         self.live += unit.num_elements
         self.most_live = max(self.most_live, self.live)
-        self._coming[number] = Gathering(self._groups, unit.shard)
+        shards = unit.shard.new_empty((self._groups.degree, unit.shard.numel()))
+        memory = unit.shard.new_empty(unit.num_elements)
+
+        def gather() -> None:
+            gather_shards(self._groups, unit.shard, shards)
+            unit.lay_out(shards, memory)
+
+        self._coming[number] = memory, self._beside.run(memory.device, gather, shards)
+
+    def _arrived(self, number: int) -> torch.Tensor:
+        memory, gathering = self._coming.pop(number)
+        gathering.wait()
+        return memory
 
     def _start_all(self, agreed: Sequence[int]) -> None:
         """Gathers ahead what all ranks agreed on, after the number that says so."""

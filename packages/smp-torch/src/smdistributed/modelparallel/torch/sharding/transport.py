@@ -13,7 +13,6 @@ import torch.distributed as dist
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.compat.private.distributed import (
     all_gather_into,
-    start_all_gather_into,
 )
 
 
@@ -51,60 +50,48 @@ class ShardingGroups:
         return len(self.members)
 
 
-class Gathering:
-    """Shards of all ranks that are on their way.
+def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Tensor) -> None:
+    """Gathers the shards of all ranks. Collective: the sharding group.
 
     Args:
         groups: who exchanges.
         shard: of this rank. Shape: (width,).
+        shards: takes those of all ranks. Shape: (degree, width).
     """
-
-    def __init__(self, groups: ShardingGroups, shard: torch.Tensor) -> None:
-        self._groups = groups
-        self._shards = shard.new_empty((groups.degree, shard.numel()))
-        self._work: Any = None
-        with groups.blaming("gathering parameters with"):
-            if groups.within_host is not None and groups.across_hosts is not None:
-                # A shard crosses between hosts once for each rank, not once for each pair.
-                num_hosts = dist.get_world_size(groups.across_hosts)
-                across = shard.new_empty((num_hosts, shard.numel()))
-                all_gather_into(across.view(-1), shard, groups.across_hosts)
-                found = shard.new_empty((groups.degree // num_hosts, *across.shape))
-                all_gather_into(found.view(-1), across.view(-1), groups.within_host)
-                # Which has ranks of a host outside, and hosts inside.
-                self._shards.copy_(found.transpose(0, 1).reshape(self._shards.shape))
-            else:
-                self._work = start_all_gather_into(self._shards.view(-1), shard, groups.gathering)
-
-    def wait(self) -> torch.Tensor:
-        """Returns the shards of all ranks. Shape: (degree, width)."""
-        if self._work is not None:
-            with self._groups.blaming("gathering parameters with"):
-                self._work.wait()
-        return self._shards
+    with groups.blaming("gathering parameters with"):
+        if groups.within_host is None or groups.across_hosts is None:
+            all_gather_into(shards.view(-1), shard, groups.gathering)
+            return
+        # A shard crosses between hosts once for each rank, not once for each pair.
+        num_hosts = dist.get_world_size(groups.across_hosts)
+        across = shard.new_empty((num_hosts, shard.numel()))
+        all_gather_into(across.view(-1), shard, groups.across_hosts)
+        found = shard.new_empty((groups.degree // num_hosts, *across.shape))
+        all_gather_into(found.view(-1), across.view(-1), groups.within_host)
+        # Which has ranks of a host outside, and hosts inside.
+        shards.copy_(found.transpose(0, 1).reshape(shards.shape))
 
 
-def scatter_sum(groups: ShardingGroups, given: torch.Tensor, most_columns: int) -> torch.Tensor:
-    """Returns the own row of the sum over the ranks of a sharding group.
+def scatter_sum(
+    groups: ShardingGroups, given: torch.Tensor, most_columns: int, total: torch.Tensor
+) -> None:
+    """Sums over the ranks of a sharding group; each gets its own row. Collective: that group.
 
-    It is summed in the order of the ranks and in fp32 at least; what travels has the given type.
+    It is summed in the order of the ranks; what travels has the given type.
 
     Args:
         groups: who exchanges.
         given: one row for each rank. Shape: (degree, width).
         most_columns: that travel in one message.
+        total: takes the own row, in its own type, fp32 at least. Shape: (width,).
     """
-    wide = torch.promote_types(given.dtype, torch.float32)
-    total = torch.zeros(given.shape[1], dtype=wide, device=given.device)
     for start in range(0, given.shape[1], most_columns):
         columns = given[:, start : start + most_columns]
-        rows = list(columns.unbind(0))
-        received = groups.collectives.swap(rows, [rows[0].shape] * len(rows))
+        received = groups.collectives.exchange_rows(columns)
         target = total[start : start + most_columns]
         target.copy_(received[0])
         for each in received[1:]:
             target += each
-    return total
 
 
 def is_hierarchical(hosts: Sequence[object]) -> bool:

@@ -76,22 +76,30 @@ class Unit:
         return [each.shard for each in self.parameters]
 
     @torch.no_grad()
-    def fill(self, gathered: torch.Tensor) -> int:
-        """Makes the parameters whole; returns by what their memory is known.
+    def lay_out(self, shards: torch.Tensor, memory: torch.Tensor) -> None:
+        """Lays the blocks of all ranks out as whole parameters, one after another.
 
         Args:
-            gathered: the shards of all ranks. Shape: (degree, width).
+            shards: of all ranks. Shape: (degree, width).
+            memory: takes them. Shape: (num_elements,).
         """
-        memory = gathered.new_empty(self.num_elements)
         views = self.layout.views(memory)
         targets, sources = [], []
-        for number, part, values in self.layout.blocks(gathered):
+        for number, part, values in self.layout.blocks(shards):
             if part.num_elements:
                 targets.append(views[number][part.within(type(part).whole(views[number].shape))])
                 sources.append(values)
         copy_all(targets, sources)
+
+    @torch.no_grad()
+    def fill(self, memory: torch.Tensor) -> int:
+        """Makes the parameters whole; returns by what their memory is known.
+
+        Args:
+            memory: has them one after another. Shape: (num_elements,).
+        """
         with past_subclass_functions():
-            for parameter, view in zip(self.parameters, views, strict=True):
+            for parameter, view in zip(self.parameters, self.layout.views(memory), strict=True):
                 parameter.data = view
         self.memory = memory
         return storage_of(memory)
@@ -108,8 +116,10 @@ class Unit:
 
         Args:
             gradients: by place of the parameter; a missing one counts as zero.
-            out: zeros. Shape: (degree, width).
+            out: takes them. Shape: (degree, width).
         """
+        if len(gradients) < len(self.parameters) or not self.layout.is_full:
+            out.zero_()
         targets, sources = [], []
         for number, part, target in self.layout.blocks(out):
             gradient = gradients.get(number)

@@ -25,7 +25,8 @@ def compiled_call(module: nn.Module) -> Any:
     if isinstance(module, _wrapper_class()):
         return module.dynamo_ctx
     call = vars(module).get("_compiled_call_impl")
-    call = call.call if isinstance(call, AroundCompiled) else call
+    while isinstance(call, AroundCompiled):
+        call = call.call
     # With ``disable=True`` it is the module's own.
     return call if isinstance(call, FunctionType) else None
 
@@ -102,9 +103,40 @@ class AroundCompiled:
             self._leave(self._module, args, result)
 
     def remove(self) -> None:
-        """Leaves the compiled call alone again."""
-        if self._module._compiled_call_impl is self:
+        """Leaves the compiled call alone again; others around it stay."""
+        outer: Any = self._module._compiled_call_impl
+        if outer is self:
             self._module._compiled_call_impl = self.call
+        while isinstance(outer, AroundCompiled):
+            if outer.call is self:
+                outer.call = self.call
+            outer = outer.call
+
+
+def around_compiled(
+    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> list[Any]:
+    """Does something before and after the calls of a compiled module, outside the compiled code.
+
+    Args:
+        module: compiled in place, or the wrapper of a compiled one.
+        enter: called before, with the module and its positional arguments.
+        leave: called after, also when the call raises; with the result as well.
+
+    Returns:
+        handles, whose ``remove`` ends that.
+    """
+    if is_compiled_in_place(module):
+        return [AroundCompiled(module, enter, leave)]
+    return hooked(module, enter, leave)
+
+
+def hooked(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[Any]:
+    """Does the same by hooks of the module, which in one compiled in place are compiled too."""
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,6 @@ def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGro
     """Gathers equal tensors, one after the other along dim 0; by the name it has in this torch."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     function(output, given, group=group)
-
-
-def start_all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> Any:
-    """Starts the same; returns what can be waited for."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, given, group=group, async_op=True)
 
 
 def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
