@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
 
-RUNS = ("smp", "smp:static", "smp:compile", "1f1b", "1f1b:compile")
+KINDS = {"smp": ("static", "compile"), "1f1b": ("compile",)}
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
 
@@ -182,10 +182,22 @@ class Bench:
         return 1e3 * (time.perf_counter() - start)
 
 
+def run_name(word: str) -> str:
+    """Returns the name of a run that there is.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    kind, *changes = word.split(":")
+    if set(changes) <= set(KINDS.get(kind, ())) and kind in KINDS:
+        return word
+    raise ValueError(word)
+
+
 def main() -> None:
     """Makes the runs that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", choices=RUNS)
+    parser.add_argument("runs", nargs="+", type=run_name)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
