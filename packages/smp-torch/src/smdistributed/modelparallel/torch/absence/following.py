@@ -28,7 +28,8 @@ from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
     Keeper,
     absent_in,
-    are_gradients_hidden,
+    clear_gradient,
+    gradient_of,
     new_absent,
     new_gradient,
     vacant,
@@ -141,10 +142,11 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
     """
     about = own.absent
     if func == _TENSOR.grad.__get__:
-        return True, None if are_gradients_hidden() else own.grad
+        return True, gradient_of(own)
     if func in (_TENSOR.grad.__set__, _TENSOR.grad.__delete__):
-        given = args[1] if len(args) > 1 else None
-        own.grad = None if given is None else new_gradient(own)
+        clear_gradient(own)
+        if len(args) > 1 and args[1] is not None:
+            own.grad = new_gradient(own)
         return True, None
     if func in (_TENSOR.requires_grad.__set__, _TENSOR.requires_grad_):
         flag = args[1] if len(args) > 1 else True

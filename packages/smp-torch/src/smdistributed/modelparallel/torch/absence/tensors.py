@@ -24,6 +24,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
+_TENSOR: Any = torch.Tensor
+_GRAD: Any = _TENSOR.grad.__get__
+
 
 class Keeper(Protocol):
     """Who knows which rank has what.
@@ -68,6 +71,7 @@ class Absent:
         names: of the parameters that it depends on.
         source: of its values.
         version: of the fake when the source was noted.
+        awaits_gradient: of a parameter: it has a gradient, which nobody has asked for yet.
     """
 
     keeper: Keeper
@@ -75,6 +79,7 @@ class Absent:
     names: frozenset[str]
     source: Source
     version: int = 0
+    awaits_gradient: bool = False
 
     @property
     def source_now(self) -> Source:
@@ -92,6 +97,8 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Has a function of torch run that got such a tensor."""
+        if _Hidden.is_on and func == _GRAD:  # which optimizers ask of each
+            return None
         kwargs = kwargs or {}
         own = args[0] if args and isinstance(args[0], cls) else absent_in((args, kwargs))[0]
         return own.absent.keeper.run(func, args, kwargs)
@@ -124,11 +131,6 @@ def gradients_hidden() -> Iterator[None]:
         yield
     finally:
         _Hidden.is_on = before
-
-
-def are_gradients_hidden() -> bool:
-    """Whether absent parameters have no gradients."""
-    return _Hidden.is_on
 
 
 def hide_gradients(hide: bool) -> None:
@@ -185,9 +187,26 @@ def vacant(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def note_gradient(parameter: torch.Tensor) -> None:
     """Gives an absent parameter the gradient that it has on another rank."""
     assert isinstance(parameter, AbsentTensor)
-    with past_subclass_functions():
+    parameter.absent.awaits_gradient = True
+
+
+def gradient_of(parameter: AbsentTensor) -> torch.Tensor | None:
+    """Returns the gradient of an absent parameter, which is made when it is first asked for.
+
+    Most are cleared unseen. To be called with functions of subclasses switched off.
+    """
+    if parameter.absent.awaits_gradient:
+        parameter.absent.awaits_gradient = False
         if parameter.grad is None:
             parameter.grad = new_gradient(parameter)
+    return parameter.grad
+
+
+def clear_gradient(parameter: AbsentTensor) -> None:
+    """Takes the gradient of an absent parameter away."""
+    parameter.absent.awaits_gradient = False
+    with past_subclass_functions():
+        parameter.grad = None
 
 
 def _named(tensor: AbsentTensor) -> str:

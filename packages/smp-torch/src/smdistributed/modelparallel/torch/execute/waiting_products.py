@@ -11,6 +11,7 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
     add,
     may_wait,
     note_added,
+    sum_of,
     type_of_autocast,
     waiting_for,
 )
@@ -142,12 +143,8 @@ class _WaitingProduct(Waiting):
 @torch.no_grad()
 def add_product(weight: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
     """Adds the product of two matrices to the gradient of a leaf."""
-    known = weight.grad
-    if (
-        type(known) is torch.Tensor
-        and (known.layout, known.dtype) == (torch.strided, one.dtype)
-        and known.stride() == weight.stride()
-    ):
+    known = sum_of(weight, one.dtype)
+    if known is not None:
         known.addmm_(one, other)
         note_added(weight)
     else:

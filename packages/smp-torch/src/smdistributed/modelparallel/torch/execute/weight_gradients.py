@@ -125,8 +125,22 @@ def add(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     if leaf.grad is None and gradient.stride() == leaf.stride():
         leaf.grad = gradient
         note_added(leaf)
+    elif (known := sum_of(leaf, gradient.dtype)) is not None:
+        known.add_(gradient)
+        note_added(leaf)
     else:
         torch.autograd.backward([leaf], [gradient])
+
+
+def sum_of(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns the gradient of a leaf if autograd would add another one to it in place."""
+    known = leaf.grad
+    is_plain = (
+        type(known) is torch.Tensor
+        and (known.layout, known.dtype) == (torch.strided, dtype)
+        and known.stride() == leaf.stride()
+    )
+    return known if is_plain else None
 
 
 def note_added(leaf: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.absence.optimizers import zero_grad
 from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
@@ -256,7 +257,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        self.optimizer.zero_grad(set_to_none)
+        zero_grad(self.optimizer, set_to_none)
         if self._masters is not None:
             self._masters.store.forget_gradients(set_to_none)
 

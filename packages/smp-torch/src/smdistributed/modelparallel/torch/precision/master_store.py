@@ -21,7 +21,12 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
-from smdistributed.modelparallel.torch.sharding.parameter import block_of, gradient_here, held
+from smdistributed.modelparallel.torch.sharding.parameter import (
+    ShardedParameter,
+    block_of,
+    gradient_here,
+    held,
+)
 
 
 @dataclass(eq=False)
@@ -160,8 +165,11 @@ class MasterStore:
                     "which half precision does not take; use sparse=False."
                 )
             else:
-                # A copy, since it will be unscaled and clipped.
-                master.tensor.grad = gradient.to(torch.float32, copy=True)
+                # A copy, since it will be unscaled. Blocks of sums in fp32 are the largest tensors
+                # of a step, and without a loss scale only clipping changes them, as torch's does.
+                is_own = isinstance(master.parameter, ShardedParameter)
+                copy = self._half is not torch.bfloat16 or not is_own
+                master.tensor.grad = gradient.to(torch.float32, copy=copy)
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that the wrapped optimizer is about to use."""

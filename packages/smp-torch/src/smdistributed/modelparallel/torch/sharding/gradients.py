@@ -170,7 +170,8 @@ class ShardedGradients:
             total = like.new_empty(sum(widths), dtype=wide)
             gradients = [self._pending.pop(number, {}) for number in message]
             sum_up = functools.partial(self._sum, units, gradients, given, total)
-            self._started.append(self._beside.run(like.device, sum_up, gradients, given))
+            used = [given, total, *(each for own in gradients for each in own.values())]
+            self._started.append(self._beside.run(like.device, sum_up, used))
             self._settle(_MOST_STARTED)
 
     def _settle(self, most_started: int = 0) -> None:

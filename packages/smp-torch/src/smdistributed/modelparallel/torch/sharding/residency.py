@@ -119,6 +119,8 @@ class Residency:
 
     def abandon(self) -> None:
         """Lets all units go after an error, when nothing may be waited for."""
+        for _, gathering in self._coming.values():
+            gathering.abandon()
         self._coming.clear()
         self._used.clear()
         self.empty()
@@ -139,7 +141,7 @@ class Residency:
             gather_shards(self._groups, unit.shard, shards)
             unit.lay_out(shards, memory)
 
-        self._coming[number] = memory, self._beside.run(memory.device, gather, shards)
+        self._coming[number] = memory, self._beside.run(memory.device, gather, [shards, memory])
 
     def _arrived(self, number: int) -> torch.Tensor:
         memory, gathering = self._coming.pop(number)
