@@ -46,6 +46,7 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
+from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream, OnOneStream
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -61,7 +62,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
-#: later. That is 1% of a step. With two queues in all, streams share them.
+#: later. That is 1% of a step. With two queues in all, streams share them. Tensor parallelism needs
+#: its exchanges in another queue than its computation, as they wait for each other all the time.
 _HARDWARE_QUEUES = "2"
 #: How many operations NCCL's flight recorder keeps: torch walks the stack for each one, a sixth of
 #: what an action costs the host. The former name of the variable comes second.
@@ -180,7 +182,8 @@ def start(
         return
     settings = configuration.load("pytorch", config)
     # Before anything touches the GPU: CUDA reads it once.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
+    if settings.tensor_parallel_degree == 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     if not any(name in os.environ for name in _FLIGHT_RECORDER):
         os.environ[_FLIGHT_RECORDER[0]] = "0"
     timeout_seconds = settings.communication_timeout
@@ -219,7 +222,7 @@ def start(
         hooks=hooks,
         fake_mode=fake_mode,
         random=random,
-        tensor_group=_tensor_group(settings, topology, transport.rank, peers, random),
+        tensor_group=_tensor_group(settings, topology, transport.rank, peers, random, device),
         sharding_groups=_sharding_groups(settings, topology, transport.rank, peers),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
@@ -347,7 +350,12 @@ def _process_groups(
 
 
 def _tensor_group(
-    settings: Config, topology: Topology, rank: int, peers: Peers, random: StepRandom
+    settings: Config,
+    topology: Topology,
+    rank: int,
+    peers: Peers,
+    random: StepRandom,
+    device: torch.device,
 ) -> TensorGroup:
     """Returns the own tensor-parallel group, with connections that nothing else uses.
 
@@ -367,11 +375,13 @@ def _tensor_group(
     def blaming() -> contextlib.AbstractContextManager[object]:
         return peers.blaming(members, "exchanging activations with")
 
+    stream = ExchangeStream(device)
     return TensorGroup(
-        ShapesOfFakes(ProcessGroupCollectives(own, blaming)),
+        ShapesOfFakes(OnOneStream(ProcessGroupCollectives(own, blaming), stream)),
         random,
         is_prescaled=settings.prescaled_batch,
         keeps_gathered=settings.optimize == "speed",
+        stream=stream,
     )
 
 

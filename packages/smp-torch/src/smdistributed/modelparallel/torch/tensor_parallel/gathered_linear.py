@@ -8,6 +8,7 @@ are made here are divided by the number of ranks, within the product that makes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +20,56 @@ from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
 
-def gathered_linear(
-    group: TensorGroup,
-    tensor: torch.Tensor,
-    sizes: Sizes,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> torch.Tensor:
-    """Applies linear maps, split along outputs, to the examples of all ranks, as one product.
+@dataclass(frozen=True)
+class Entered:
+    """The examples of all ranks, that a linear map is applied to.
 
-    Shape: ``(sizes[rank], ..., in)``; returns ``(sum(sizes), ..., sum of the outputs)``.
+    Attributes:
+        everyones: the gathered tensor.
+        own: the part of this rank, if its backward pass gathers again; None if it keeps all.
+        sizes: the examples of each rank.
+    """
+
+    everyones: torch.Tensor
+    own: torch.Tensor | None
+    sizes: Sizes
+
+
+def entered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> Entered:
+    """Gathers the examples of all ranks for linear maps that are split along outputs.
+
+    Shape: ``(sizes[rank], ...)``.
+    """
+    keeps_all = group.size == 1 or group.is_prescaled or group.keeps_gathered
+    own = None if keeps_all else tensor.detach()
+    return Entered(enter(group, tensor, sizes), own, sizes)
+
+
+def entered_linear(
+    group: TensorGroup, given: Entered, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Applies a linear map, split along outputs, to the examples of all ranks.
+
+    Shape: ``(sum(sizes), ..., out)``.
+    """
+    if given.own is None:
+        return sliced_linear(group, given.everyones, weight, bias)
+    share, handle = group.share_of_gradient, group.handle
+    return _apply(given.everyones, weight, bias, share, given.own, handle, given.sizes)
+
+
+def fused(
+    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns linear maps as one, whose outputs lie side by side.
 
     Args:
-        group: the ranks.
-        tensor: the own examples.
-        sizes: the examples of each rank.
         weights: the slices of the maps, ``(out, in)`` each.
         biases: of the maps; all or none.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     given = [each for each in biases if each is not None]
-    bias = None if not given else given[0] if len(given) == 1 else torch.cat(given)
-    if group.size == 1 or group.is_prescaled or group.keeps_gathered:
-        return sliced_linear(group, enter(group, tensor, sizes), weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient, group.handle, sizes)
+    return weight, None if not given else given[0] if len(given) == 1 else torch.cat(given)
 
 
 def sliced_linear(
@@ -57,7 +84,7 @@ def sliced_linear(
     """
     if group.share_of_gradient == 1:
         return F.linear(tensor, weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient, None, None)
+    return _apply(tensor, weight, bias, group.share_of_gradient)
 
 
 def used_slice(group: TensorGroup, parameter: torch.Tensor) -> torch.Tensor:
@@ -81,13 +108,23 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _apply(*args: Any) -> torch.Tensor:
-    result: torch.Tensor = _SlicedLinear.apply(*args)  # type: ignore[no-untyped-call]
+def _apply(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    share: float,
+    own: torch.Tensor | None = None,
+    handle: Handle | None = None,
+    sizes: Sizes | None = None,
+) -> torch.Tensor:
+    result: torch.Tensor = _SlicedLinear.apply(  # type: ignore[no-untyped-call]
+        tensor, weight, bias, share, own, handle, sizes
+    )
     return result
 
 
 class _SlicedLinear(torch.autograd.Function):
-    """With a group it gathers, keeps its own examples only, and gathers again."""
+    """With a group it keeps the own examples only, and gathers all again."""
 
     @staticmethod
     def forward(
@@ -96,37 +133,39 @@ class _SlicedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         share: float,
+        own: torch.Tensor | None,
         handle: Handle | None,
         sizes: Sizes | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(tensor, weight, bias)
-        collectives = None if handle is None else handle().collectives
-        ctx.share, ctx.collectives, ctx.sizes = share, collectives, sizes
-        if collectives is not None and sizes is not None:
-            tensor = collectives.gather(tensor, sizes)
+        ctx.save_for_backward(tensor if own is None else own, weight, bias)
+        ctx.group = None if handle is None else handle()
+        ctx.share, ctx.sizes, ctx.dtype = share, sizes, tensor.dtype
         return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         tensor, weight, bias = ctx.saved_tensors
-        collectives, sizes = ctx.collectives, ctx.sizes
-        of_tensor = of_weight = of_bias = None
+        group: TensorGroup | None = ctx.group
+        mark = of_tensor = of_weight = of_bias = None
+        if group is not None and ctx.needs_input_grad[1]:
+            # Beside the product that follows.
+            with group.stream.entered(tensor):
+                tensor = group.collectives.gather(tensor, ctx.sizes)
+            mark = group.stream.mark()
         if ctx.needs_input_grad[0]:
             # Under autocast the product, and with it its gradient, has another type.
-            of_tensor = gradient @ weight.to(gradient.dtype)
-            if collectives is not None:
-                of_tensor = collectives.scatter_sum(of_tensor, sizes)
-            of_tensor = of_tensor.to(tensor.dtype)
+            of_tensor = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            given = tensor if collectives is None else collectives.gather(tensor, sizes)
-            inputs = given.to(gradient.dtype).flatten(0, -2)
+            if group is not None:
+                group.stream.wait(mark, [tensor])
+            inputs = tensor.to(gradient.dtype).flatten(0, -2)
             nothing = flat.new_zeros(())
             product = torch.addmm(nothing, flat.t(), inputs, beta=0, alpha=ctx.share)
             of_weight = product.to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)
-        return of_tensor, of_weight, of_bias, None, None, None
+        return of_tensor, of_weight, of_bias, None, None, None, None
 
 
 class _Shared(torch.autograd.Function):
