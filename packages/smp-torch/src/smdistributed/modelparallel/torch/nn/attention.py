@@ -13,10 +13,16 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.nn.blocks import Drop, Map, Maps
-from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout
+from smdistributed.modelparallel.torch.nn.blocks import Map, Maps
+from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, SlicedDropout
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
-from smdistributed.modelparallel.torch.nn.parts import Projection, check_norms, norm, residual
+from smdistributed.modelparallel.torch.nn.parts import (
+    Projection,
+    check_norms,
+    leaving,
+    norm,
+    residual,
+)
 from smdistributed.modelparallel.torch.nn.scores import (
     Visible,
     alibi_bias,
@@ -162,9 +168,16 @@ class DistributedAttentionLayer(DistributedModule):
         """See ``Block.share``."""
         return self._share([given], maps, mask, given.sizes)
 
-    def leaving(self, summed: torch.Tensor, hidden: torch.Tensor, drop: Drop) -> torch.Tensor:
+    def leaving(
+        self,
+        summed: torch.Tensor,
+        hidden: torch.Tensor,
+        drop: SlicedDropout,
+        following: nn.LayerNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block.leaving``."""
-        return self._summed(self._branch(summed, drop), hidden)
+        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
+        return leaving(summed, self.dense.bias, hidden, drop, norms, in_fp32=in_fp32)
 
     def mask_of_all(self, mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
         """Returns the masks of the examples of all ranks, for the own heads."""
@@ -179,10 +192,10 @@ class DistributedAttentionLayer(DistributedModule):
             mask = mask.chunk(group.size, dim=1)[group.rank]
         return mask
 
-    def _branch(self, summed: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
         if self.dense.bias is not None:
             summed = summed + self.dense.bias
-        dropped: torch.Tensor = (drop or self.dropout)(summed)
+        dropped: torch.Tensor = self.dropout(summed)
         return dropped
 
     def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,19 +8,17 @@ computation; the rest can be done for one slice while that is done for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered
 
 #: A weight, and a bias if there is one.
 Map = tuple[torch.Tensor, torch.Tensor | None]
 Maps = tuple[Map, ...]
-#: Drops elements.
-Drop = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(Protocol):
@@ -28,9 +26,11 @@ class Block(Protocol):
 
     Attributes:
         dropout: of its output.
+        pre_layernorm: what own examples are normed by before they are gathered, if they are.
     """
 
     dropout: nn.Dropout
+    pre_layernorm: nn.LayerNorm | None
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
         """Own examples, as they came -> what is gathered."""
@@ -47,11 +47,18 @@ class Block(Protocol):
             mask: of the examples of all ranks, for the own heads.
         """
 
-    def leaving(self, summed: torch.Tensor, hidden: torch.Tensor, drop: Drop) -> torch.Tensor:
-        """Own examples, the sum -> the output.
+    def leaving(
+        self,
+        summed: torch.Tensor,
+        hidden: torch.Tensor,
+        drop: SlicedDropout,
+        following: nn.LayerNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own examples, the sum -> the output, and what the next block gathers.
 
         Args:
             summed: over the ranks.
             hidden: own examples, as they came.
             drop: drops elements.
+            following: the norm at the beginning of the next block, if there is one.
         """

@@ -74,11 +74,16 @@ class SlicedDropout:
         self._sizes = list(sizes)
         self._kept: list[torch.Tensor] = []
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it drops anything now."""
+        return self._dropout.training and self._dropout.p > 0
+
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the next slice without what is dropped."""
-        share = self._dropout.p
-        if not self._dropout.training or share == 0:
+        if not self.is_active:
             return part
+        share = self._dropout.p
         if not self._kept:
             ones = part.new_ones((sum(self._sizes), *part.shape[1:]))
             self._kept = list((self._dropout(ones) == 0).split(self._sizes))

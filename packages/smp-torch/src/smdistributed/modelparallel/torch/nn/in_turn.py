@@ -175,7 +175,9 @@ class _Lockstep:
         blocks: list[Any] = [block for layer in layers for block in (layer.attention, layer.output)]
         for each in self._slices:
             with self._stream.entered(each.hidden):
-                self._enter(blocks[0], each)
+                normed = blocks[0].entering(each.hidden)
+                each.given = entered(self._group, normed, each.sizes)
+                each.mark = self._stream.mark()
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             self._apply(block, following)
         made = [each.hidden for each in self._slices]
@@ -194,15 +196,11 @@ class _Lockstep:
             del given
             with self._stream.entered(share):
                 summed = leave(self._group, share, each.sizes)
-                each.hidden = block.leaving(summed, each.hidden, drop)
-                if following is None:
-                    each.mark = self._stream.mark()
-                else:
-                    self._enter(following, each)
-
-    def _enter(self, block: Block, slice_: _Slice) -> None:
-        slice_.given = entered(self._group, block.entering(slice_.hidden), slice_.sizes)
-        slice_.mark = self._stream.mark()
+                norm = None if following is None else following.pre_layernorm
+                each.hidden, normed = block.leaving(summed, each.hidden, drop, norm)
+                if following is not None:
+                    each.given = entered(self._group, normed, each.sizes)
+                each.mark = self._stream.mark()
 
 
 def _parts(size: int) -> list[int]:

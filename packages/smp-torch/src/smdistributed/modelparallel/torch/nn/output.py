@@ -13,15 +13,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from smdistributed.modelparallel.torch.nn.blocks import Drop, Maps
+from smdistributed.modelparallel.torch.nn.blocks import Maps
+from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
+from smdistributed.modelparallel.torch.nn.fused import bias_gelu
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
-from smdistributed.modelparallel.torch.nn.parts import Projection, check_norms, norm, residual
+from smdistributed.modelparallel.torch.nn.parts import (
+    Projection,
+    check_norms,
+    leaving,
+    norm,
+    residual,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
     entered,
     entered_linear,
     sliced_linear,
+    used_slice,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
@@ -34,6 +43,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
 }
+#: The forms of one of them.
+_GELUS = {"gelu": "none", "gelu_new": "tanh"}
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
@@ -126,16 +137,28 @@ class DistributedTransformerOutputLayer(DistributedModule):
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Block.share``."""
         group = self.tensor_group
-        inner = ACTIVATIONS[self.activation](entered_linear(group, given, *maps[0]))
+        weight, bias = maps[0]
+        if self.options.fused_bias_gelu and self.activation in _GELUS and bias is not None:
+            product = entered_linear(group, given, weight, None)
+            inner = bias_gelu(product, used_slice(group, bias), _GELUS[self.activation])
+        else:
+            inner = ACTIVATIONS[self.activation](entered_linear(group, given, weight, bias))
         return sliced_linear(group, inner, self.dense2.weight)
 
-    def leaving(self, summed: torch.Tensor, hidden: torch.Tensor, drop: Drop) -> torch.Tensor:
+    def leaving(
+        self,
+        summed: torch.Tensor,
+        hidden: torch.Tensor,
+        drop: SlicedDropout,
+        following: nn.LayerNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Block.leaving``."""
-        return self._summed(self._branch(summed, drop), hidden)
+        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
+        return leaving(summed, self.dense2.bias, hidden, drop, norms, in_fp32=in_fp32)
 
-    def _branch(self, summed: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
         assert self.dense2.bias is not None
-        branch: torch.Tensor = (drop or self.dropout)(summed + self.dense2.bias)
+        branch: torch.Tensor = self.dropout(summed + self.dense2.bias)
         return branch
 
     def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
