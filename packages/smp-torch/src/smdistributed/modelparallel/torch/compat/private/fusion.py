@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -75,9 +76,9 @@ def _can_compile() -> bool:
 
         if not has_triton():
             raise RuntimeError("Triton is not there")
-        with torch.inference_mode(False), torch.enable_grad(), _as_any_function():
-            given = torch.zeros(16, device="cuda", requires_grad=True)
-            torch.compile(_probe)(given).sum().backward()  # type: ignore[no-untyped-call]
+        # In a thread of its own, where nobody watches what is computed and kept.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_compile, torch.cuda.current_device()).result()
     except Exception as error:  # whatever a compiler raises
         reason = str(error).partition("\n")[0]
         logger.warning(
@@ -88,3 +89,9 @@ def _can_compile() -> bool:
         )
         return False
     return True
+
+
+def _compile(device: int) -> None:
+    with torch.cuda.device(device), _as_any_function():
+        given = torch.zeros(16, device="cuda", requires_grad=True)
+        torch.compile(_probe)(given).sum().backward()  # type: ignore[no-untyped-call]
