@@ -69,7 +69,7 @@ class CopyEngineCollectives:
         if not self._takes(tensor, max(counts)):
             return self._backend.gather(tensor, sizes)
         out = tensor.new_empty((sum(sizes), *rest))
-        parts = [part.view(-1) for part in out.split(list(sizes))]
+        parts = [part.view(-1) for part in torch.split(out, list(sizes))]
         with self._blaming():
             memory, start = self._next(max(counts) * tensor.dtype.itemsize)
             if counts[self.rank]:
@@ -85,13 +85,13 @@ class CopyEngineCollectives:
         """See ``Collectives.scatter_sum``."""
         if not tensor.is_floating_point() or not self._takes(tensor, tensor.numel()):
             return self._backend.scatter_sum(tensor, sizes)
-        parts = tensor.split(list(sizes))
+        parts = torch.split(tensor, list(sizes))
         own = parts[self.rank]
         item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
         with self._blaming():
             memory, start = self._next(tensor.numel() * item)
             mine = memory.piece(self.rank, start, tensor.numel(), tensor.dtype).view(tensor.shape)
-            for rank, part in enumerate(mine.split(list(sizes))):
+            for rank, part in enumerate(torch.split(mine, list(sizes))):
                 if rank != self.rank:
                     part.copy_(parts[rank])
             memory.barrier()
@@ -103,7 +103,8 @@ class CopyEngineCollectives:
                 pulled[rank].view(-1).copy_(theirs)
         if not own.numel():
             return own.clone()
-        return _summed(*(pulled[rank] for rank in range(self.size)))
+        total: torch.Tensor = _summed(*(pulled[rank] for rank in range(self.size)))
+        return total
 
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]

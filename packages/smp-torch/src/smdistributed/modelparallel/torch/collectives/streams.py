@@ -29,7 +29,9 @@ class ExchangeStream:
         self._other: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # What it runs is short, and others wait for it.
-            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                device, priority=-1
+            )
             self._other = torch.cuda.current_stream(device)
             # Norms between exchanges have parameters, whose gradients are added up elsewhere.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)

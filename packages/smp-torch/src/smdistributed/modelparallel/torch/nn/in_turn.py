@@ -165,8 +165,8 @@ class _Lockstep:
         parts = [_parts(size) for size in sizes]
         own = parts[group.rank]
         per_example = mask is not None and mask.shape[0] == hidden.shape[0]
-        masks = mask.split(own) if mask is not None and per_example else [mask] * _SLICES
-        for number, (some, theirs) in enumerate(zip(hidden.split(own), masks, strict=True)):
+        masks = torch.split(mask, own) if mask is not None and per_example else [mask] * _SLICES
+        for number, (some, theirs) in enumerate(zip(torch.split(hidden, own), masks, strict=True)):
             each = [part[number] for part in parts]
             self._slices.append(_Slice(some, attention.mask_of_all(theirs, each), each))
 
