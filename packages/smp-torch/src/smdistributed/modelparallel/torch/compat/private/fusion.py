@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -47,21 +46,22 @@ def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
         ):
             return function(*args)
         if compiled is None:
-            compiled = torch.compile(function)
-        with _as_any_function():
+            compiled = _compiled(function)
+        # Modes would be compiled too; one that gives tensors a device changes nothing here.
+        with without_function_modes(TorchFunctionMode):
             return compiled(*args)
 
     return run
 
 
-@contextlib.contextmanager
-def _as_any_function() -> Iterator[None]:
-    """Inside, compiled code can be differentiated as often as what it stands for."""
+def _compiled(function: Callable[..., _Result], **options: Any) -> Callable[..., _Result]:
+    """Compiles a function that can be differentiated as often as what it stands for."""
     from torch._functorch import config
 
-    # Modes would be compiled too; one that gives tensors a device changes nothing here.
-    with without_function_modes(TorchFunctionMode), config.patch(donated_buffer=False):
-        yield
+    # Else a graph that is to be kept for another backward pass is refused: the config of that
+    # moment counts, so a context around the compilation does not help.
+    config.donated_buffer = False
+    return torch.compile(function, **options)
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _can_compile() -> bool:
             raise RuntimeError("Triton is not there")
         # In a thread of its own, where nobody watches what is computed and kept.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_compile, torch.cuda.current_device()).result()
+            thread.submit(_try, torch.cuda.current_device()).result()
     except Exception as error:  # whatever a compiler raises
         reason = str(error).partition("\n")[0]
         logger.warning(
@@ -91,7 +91,7 @@ def _can_compile() -> bool:
     return True
 
 
-def _compile(device: int) -> None:
-    with torch.cuda.device(device), _as_any_function():
+def _try(device: int) -> None:
+    with torch.cuda.device(device):
         given = torch.zeros(16, device="cuda", requires_grad=True)
-        torch.compile(_probe)(given).sum().backward()  # type: ignore[no-untyped-call]
+        _compiled(_probe)(given).sum().backward()  # type: ignore[no-untyped-call]
