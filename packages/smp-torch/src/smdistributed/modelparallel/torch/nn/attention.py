@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.nn.blocks import Map, Maps
+from smdistributed.modelparallel.torch.nn.blocks import Maps
 from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, SlicedDropout
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
 from smdistributed.modelparallel.torch.nn.parts import (
@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.nn.scores import (
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import gathered, leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
+    Map,
     entered,
     entered_linear,
     fused,
@@ -143,7 +144,7 @@ class DistributedAttentionLayer(DistributedModule):
         group = self.tensor_group
         with group.examples(self.place, hidden, [mask]) as (sizes, (mask,)):
             normed = self.entering(hidden)
-            maps = self.maps() if cross is None else (self._queries(), self._keys_and_values())
+            maps = self.maps() if cross is None else self._maps_of_two()
             given = [entered(group, each, sizes) for each in (normed, cross) if each is not None]
             mask = self.mask_of_all(mask, sizes)
             share = self._share(given, maps, mask, sizes)
@@ -160,9 +161,8 @@ class DistributedAttentionLayer(DistributedModule):
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def maps(self) -> Maps:
-        """See ``Block.maps``: one from states to queries, keys and values."""
-        parts = [self.query, self.key, self.value]
-        return (fused([each.weight for each in parts], [each.bias for each in parts]),)
+        """See ``Block.maps``; states are multiplied by one for queries, keys and values."""
+        return self._fused(self.query, self.key, self.value), Map(self.dense.weight)
 
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
         """See ``Block.share``."""
@@ -202,11 +202,12 @@ class DistributedAttentionLayer(DistributedModule):
         in_fp32 = self.options.fp32_residual_addition
         return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)
 
-    def _queries(self) -> Map:
-        return self.query.weight, self.query.bias
+    def _maps_of_two(self) -> Maps:
+        """Returns the maps of states, of the other states, and the last one."""
+        together = self._fused(self.key, self.value)
+        return self._fused(self.query), together, Map(self.dense.weight)
 
-    def _keys_and_values(self) -> Map:
-        parts = [self.key, self.value]
+    def _fused(self, *parts: Projection) -> Map:
         return fused([each.weight for each in parts], [each.bias for each in parts])
 
     def _unpack(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -241,14 +242,15 @@ class DistributedAttentionLayer(DistributedModule):
     ) -> torch.Tensor:
         """Returns the share of the own heads in the outputs of all examples."""
         group = self.tensor_group
+        *first, last = maps
         products = [
-            entered_linear(group, each, *map_) for each, map_ in zip(given, maps, strict=True)
+            entered_linear(group, each, map_) for each, map_ in zip(given, first, strict=True)
         ]
         if len(products) == 1:
             parts = products[0].chunk(3, dim=-1)
         else:
             parts = products[0], *products[1].chunk(2, dim=-1)
-        return sliced_linear(group, self._context(parts, mask, sizes), self.dense.weight)
+        return sliced_linear(group, self._context(parts, mask, sizes), *last)
 
     def _context(
         self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, sizes: Sizes

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
-from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered, Map
 
-#: A weight, and a bias if there is one.
-Map = tuple[torch.Tensor, torch.Tensor | None]
+#: Of a block: those that gathered examples are multiplied by, and last the one behind them.
 Maps = tuple[Map, ...]
 
 
@@ -36,7 +35,7 @@ class Block(Protocol):
         """Own examples, as they came -> what is gathered."""
 
     def maps(self) -> Maps:
-        """Returns the maps that gathered examples are multiplied by."""
+        """Returns the linear maps."""
 
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
         """Examples of all ranks -> the own share of a sum.

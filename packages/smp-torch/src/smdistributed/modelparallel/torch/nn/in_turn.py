@@ -27,7 +27,11 @@ from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLay
 from smdistributed.modelparallel.torch.nn.output import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.parts import Projection
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
-from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered, entered
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
+    Entered,
+    Together,
+    entered,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import Lanes, TensorGroup
 
 _SLICES = 2
@@ -186,7 +190,7 @@ class _Lockstep:
         return torch.cat(made)
 
     def _apply(self, block: Block, following: Block | None) -> None:
-        maps = block.maps()
+        maps = tuple(each._replace(together=Together()) for each in block.maps())
         drop = SlicedDropout(block.dropout, [each.hidden.shape[0] for each in self._slices])
         for each in self._slices:
             given, each.given = each.given, None

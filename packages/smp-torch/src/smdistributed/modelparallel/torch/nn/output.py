@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.nn.parts import (
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
+    Map,
     entered,
     entered_linear,
     sliced_linear,
@@ -132,18 +133,19 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     def maps(self) -> Maps:
         """See ``Block.maps``."""
-        return ((self.dense1.weight, self.dense1.bias),)
+        return Map(self.dense1.weight, self.dense1.bias), Map(self.dense2.weight)
 
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Block.share``."""
         group = self.tensor_group
-        weight, bias = maps[0]
-        if self.options.fused_bias_gelu and self.activation in _GELUS and bias is not None:
-            product = entered_linear(group, given, weight, None)
-            inner = bias_gelu(product, used_slice(group, bias), _GELUS[self.activation])
+        first, last = maps
+        if self.options.fused_bias_gelu and self.activation in _GELUS and first.bias is not None:
+            product = entered_linear(group, given, first._replace(bias=None))
+            bias = used_slice(group, first.bias)
+            inner = bias_gelu(product, bias, _GELUS[self.activation])
         else:
-            inner = ACTIVATIONS[self.activation](entered_linear(group, given, weight, bias))
-        return sliced_linear(group, inner, self.dense2.weight)
+            inner = ACTIVATIONS[self.activation](entered_linear(group, given, first))
+        return sliced_linear(group, inner, *last)
 
     def leaving(
         self,

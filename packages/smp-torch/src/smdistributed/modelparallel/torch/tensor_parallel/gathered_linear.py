@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -18,6 +18,56 @@ from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+
+
+class Together:
+    """Adds up the gradients of one weight over several products, within the last of them.
+
+    All of the products must be differentiated when one is.
+    """
+
+    def __init__(self) -> None:
+        self._products = 0
+        self._left = 0
+        self._total: torch.Tensor | None = None
+
+    def count(self) -> None:
+        """Takes note of a product."""
+        self._products += 1
+
+    def add(
+        self, gradient: torch.Tensor, inputs: torch.Tensor, share: float
+    ) -> torch.Tensor | None:
+        """Takes the gradient of a product; returns the sum of all with the last one.
+
+        Args:
+            gradient: of what a product made, ``(examples, out)``.
+            inputs: that it had, ``(examples, in)``.
+            share: what the gradient counts for.
+        """
+        if not self._left:
+            self._left = self._products
+        self._left -= 1
+        if self._total is None:
+            total = _of_weight(gradient, inputs, share)
+        else:
+            total = self._total.addmm_(gradient.t(), inputs, alpha=share)
+        self._total = total if self._left else None
+        return None if self._left else total
+
+
+class Map(NamedTuple):
+    """A slice of a linear map.
+
+    Attributes:
+        weight: ``(out, in)``.
+        bias: if there is one.
+        together: sums the gradients of its weight; None: autograd does.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    together: Together | None = None
 
 
 @dataclass(frozen=True)
@@ -45,22 +95,18 @@ def entered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> Entered:
     return Entered(enter(group, tensor, sizes), own, sizes)
 
 
-def entered_linear(
-    group: TensorGroup, given: Entered, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def entered_linear(group: TensorGroup, given: Entered, map_: Map) -> torch.Tensor:
     """Applies a linear map, split along outputs, to the examples of all ranks.
 
     Shape: ``(sum(sizes), ..., out)``.
     """
     if given.own is None:
-        return sliced_linear(group, given.everyones, weight, bias)
+        return sliced_linear(group, given.everyones, *map_)
     share, handle = group.share_of_gradient, group.handle
-    return _apply(given.everyones, weight, bias, share, given.own, handle, given.sizes)
+    return _apply(given.everyones, *map_, share, given.own, handle, given.sizes)
 
 
-def fused(
-    weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fused(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Map:
     """Returns linear maps as one, whose outputs lie side by side.
 
     Args:
@@ -69,7 +115,7 @@ def fused(
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     given = [each for each in biases if each is not None]
-    return weight, None if not given else given[0] if len(given) == 1 else torch.cat(given)
+    return Map(weight, None if not given else given[0] if len(given) == 1 else torch.cat(given))
 
 
 def sliced_linear(
@@ -77,6 +123,7 @@ def sliced_linear(
     tensor: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    together: Together | None = None,
 ) -> torch.Tensor:
     """Applies a linear map of which weight and bias are slices to the examples of all ranks.
 
@@ -84,7 +131,7 @@ def sliced_linear(
     """
     if group.share_of_gradient == 1:
         return F.linear(tensor, weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient)
+    return _apply(tensor, weight, bias, together, group.share_of_gradient)
 
 
 def used_slice(group: TensorGroup, parameter: torch.Tensor) -> torch.Tensor:
@@ -112,15 +159,21 @@ def _apply(
     tensor: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    together: Together | None,
     share: float,
     own: torch.Tensor | None = None,
     handle: Handle | None = None,
     sizes: Sizes | None = None,
 ) -> torch.Tensor:
     result: torch.Tensor = _SlicedLinear.apply(  # type: ignore[no-untyped-call]
-        tensor, weight, bias, share, own, handle, sizes
+        tensor, weight, bias, together, share, own, handle, sizes
     )
     return result
+
+
+def _of_weight(gradient: torch.Tensor, inputs: torch.Tensor, share: float) -> torch.Tensor:
+    nothing = gradient.new_zeros(())
+    return torch.addmm(nothing, gradient.t(), inputs, beta=0, alpha=share)
 
 
 class _SlicedLinear(torch.autograd.Function):
@@ -132,6 +185,7 @@ class _SlicedLinear(torch.autograd.Function):
         tensor: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        together: Together | None,
         share: float,
         own: torch.Tensor | None,
         handle: Handle | None,
@@ -140,6 +194,9 @@ class _SlicedLinear(torch.autograd.Function):
         ctx.save_for_backward(tensor if own is None else own, weight, bias)
         ctx.group = None if handle is None else handle()
         ctx.share, ctx.sizes, ctx.dtype = share, sizes, tensor.dtype
+        ctx.together = together
+        if together is not None:
+            together.count()
         return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
@@ -160,12 +217,14 @@ class _SlicedLinear(torch.autograd.Function):
             if group is not None:
                 group.stream.wait(mark, [tensor])
             inputs = tensor.to(gradient.dtype).flatten(0, -2)
-            nothing = flat.new_zeros(())
-            product = torch.addmm(nothing, flat.t(), inputs, beta=0, alpha=ctx.share)
-            of_weight = product.to(weight.dtype)
+            if ctx.together is None:
+                of_weight = _of_weight(flat, inputs, ctx.share)
+            else:
+                of_weight = ctx.together.add(flat, inputs, ctx.share)
+            of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)
-        return of_tensor, of_weight, of_bias, None, None, None, None
+        return of_tensor, of_weight, of_bias, None, None, None, None, None
 
 
 class _Shared(torch.autograd.Function):
