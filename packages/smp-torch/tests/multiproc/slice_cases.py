@@ -237,3 +237,27 @@ def in_evaluation() -> None:
         want = model((ids, hidden, None, None, None))
     assert found["sliced"] == 1
     assert_near(got, want, "logits", want.norm().item())
+
+
+def parts_of_graphs() -> None:
+    """A loss of one example, and a graph that is differentiated twice, outside of a step."""
+    torch.manual_seed(3)
+    module = transformer(**CAUSAL)
+    ids, _, states, _ = examples(4)
+    del ids
+    found = []
+    for whole in (False, True):
+        if whole:
+            module.seq_layers[0].register_forward_hook(lambda module, args, output: None)
+        module.zero_grad()
+        with counted() as number:
+            result, _ = module((states, None))
+        assert bool(number["sliced"]) != whole
+        loss = result[0].square().mean()
+        loss.backward(retain_graph=True)
+        once = [each.grad.clone() for each in module.parameters()]
+        loss.backward()
+        found.append([*once, *(each.grad for each in module.parameters())])
+    of = max(each.norm().item() for each in found[1])
+    for got, want in zip(*found, strict=True):
+        assert_near(got, want, "a gradient", of)

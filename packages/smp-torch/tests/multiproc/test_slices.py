@@ -43,9 +43,11 @@ def test_what_users_change_runs_as_they_wrote_it(worlds: Worlds) -> None:
     assert len(run(worlds, WORLDS["speed"], run_changed)[0]) == 7
 
 
-def run_evaluation() -> None:
-    slice_cases.in_evaluation()
+def run_case(name: str) -> None:
+    getattr(slice_cases, name)()
 
 
-def test_evaluation(worlds: Worlds) -> None:
-    run(worlds, WORLDS["memory"], run_evaluation)
+@pytest.mark.parametrize("world", ["speed", "memory"])
+@pytest.mark.parametrize("name", ["in_evaluation", "parts_of_graphs"])
+def test_outside_of_steps(worlds: Worlds, world: str, name: str) -> None:
+    run(worlds, WORLDS[world], run_case, name)
