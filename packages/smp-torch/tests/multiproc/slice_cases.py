@@ -261,3 +261,37 @@ def parts_of_graphs() -> None:
     of = max(each.norm().item() for each in found[1])
     for got, want in zip(*found, strict=True):
         assert_near(got, want, "a gradient", of)
+
+
+def changed_before_backward() -> None:
+    """Checkpointed layers are computed again as they were at first, whatever has changed since."""
+    torch.manual_seed(3)
+    module = transformer(**CAUSAL)
+    smp.set_activation_checkpointing(
+        module.seq_layers, pack_args_as_tuple=True, strategy="contiguous"
+    )
+    _, _, states, _ = examples(4)
+    found = []
+    for whole in (False, True):
+        module.zero_grad()
+        handles = []
+
+        def hook(handles: Any = handles) -> None:
+            layer = module.seq_layers[1]
+            handles.append(layer.register_forward_hook(lambda module, args, output: None))
+
+        if whole:
+            hook()
+        result, _ = module((states, None))
+        if whole:
+            handles[0].remove()
+        else:
+            hook()
+        with counted() as number:
+            result.square().mean().backward()
+        assert bool(number["sliced"]) != whole
+        handles[0].remove()
+        found.append([each.grad for each in module.parameters()])
+    of = max(each.norm().item() for each in found[1])
+    for got, want in zip(*found, strict=True):
+        assert_near(got, want, "a gradient", of)

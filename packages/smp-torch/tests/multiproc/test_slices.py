@@ -48,6 +48,6 @@ def run_case(name: str) -> None:
 
 
 @pytest.mark.parametrize("world", ["speed", "memory"])
-@pytest.mark.parametrize("name", ["in_evaluation", "parts_of_graphs"])
+@pytest.mark.parametrize("name", ["in_evaluation", "parts_of_graphs", "changed_before_backward"])
 def test_outside_of_steps(worlds: Worlds, world: str, name: str) -> None:
     run(worlds, WORLDS[world], run_case, name)
