@@ -211,3 +211,28 @@ def errors() -> None:
     tried = CopyEngineCollectives(plain, make, CPU, lambda: None, inner._blaming)
     with pytest.raises(CommError, match=r"exchanging activations with rank [01] failed"):
         tried.gather(torch.zeros(1), [1] * smp.tp_size())
+
+
+def device_exchanges() -> None:
+    """GPUs that read each other's memory get what every rank has made."""
+    group = smp.nn.DistributedModule().tensor_group
+    inner: Any = group.collectives
+    while hasattr(inner, "_backend") and not isinstance(inner, CopyEngineCollectives):
+        inner = inner._backend
+    assert isinstance(inner, CopyEngineCollectives), "the trial at the start has failed"
+    size, rank = smp.tp_size(), smp.tp_rank()
+    for number, dtype in itertools.product(range(40), (torch.float32, torch.bfloat16)):
+        sizes = [1 + (number + each) % 4 for each in range(size)]
+        width = 8 << (number % 18)
+
+        def values(of: int, count: int, width: int = width, dtype: Any = dtype) -> torch.Tensor:
+            draws = torch.Generator("cuda").manual_seed(1000 * of + count)
+            return torch.randn(count, width, generator=draws, device="cuda").to(dtype)
+
+        want = torch.cat([values(each, sizes[each]) for each in range(size)])
+        assert torch.equal(group.collectives.gather(values(rank, sizes[rank]), sizes), want)
+        total = values(0, sum(sizes)).float()
+        for each in range(1, size):
+            total += values(each, sum(sizes)).float()
+        got = group.collectives.scatter_sum(values(rank, sum(sizes)), sizes)
+        assert torch.equal(got, torch.split(total.to(dtype), sizes)[rank])

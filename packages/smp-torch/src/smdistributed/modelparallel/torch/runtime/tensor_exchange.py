@@ -91,9 +91,10 @@ def _fastest(
 
     synchronize = functools.partial(torch.cuda.synchronize, device)
     reason = why_not(make, backend, place, synchronize)
+    if backend.rank == 0:
+        how = f"NCCL: {reason}" if reason else "copies from each other's memory"
+        logger.info("tensor-parallel ranks exchange tensors by %s.", how)
     if reason:
-        if backend.rank == 0:
-            logger.info("tensor-parallel ranks exchange tensors by NCCL: %s.", reason)
         return backend
     return CopyEngineCollectives(backend, make, device, synchronize, blaming)
 
