@@ -45,6 +45,7 @@ def build(size: Size, dtype: torch.dtype) -> Any:
             pre_layernorm=True,
             post_layernorm=False,
             tie_lm_head=False,
+            fused_bias_gelu=True,
         )
 
 

@@ -59,8 +59,9 @@ def checkpoint_sequential(
             "the layers of a torch.nn.Sequential take one argument; received a tuple of "
             f"{len(input)}: set pack_args_as_tuple=True to hand it over as one."
         )
+    in_turn = getattr(layers, "in_turn", _InTurn)
     for group in _groups(list(layers), strategy, partition_of):
-        call = _InTurn(group)
+        call = in_turn(group)
         if isinstance(input, tuple):
             # One by one, since torch saves as tensors what is no tuple.
             input = checkpoint(_OfParts(call), *input, preserve_rng_state=preserve_rng_state)

@@ -1,8 +1,8 @@
 """What exchanges tensors between the ranks of a tensor-parallel group.
 
 A backend moves data and knows nothing of models; ``tensor_parallel.exchange`` makes its functions
-differentiable. There is one for torch's process groups (``process_group``). One over symmetric
-memory, for GPUs of one host, has its place beside it: the same functions, chosen at the start.
+differentiable. There is one for torch's process groups (``process_group``), and one for GPUs of one
+host, which read each other's memory (``copy_engine``).
 """
 
 from __future__ import annotations

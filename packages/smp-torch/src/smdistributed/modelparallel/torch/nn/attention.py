@@ -6,15 +6,23 @@ Source: smd_model_parallel_pytorch_tensor_parallel.rst, Tensor Parallelism Modul
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout
+from smdistributed.modelparallel.torch.nn.blocks import Maps
+from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, SlicedDropout
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
-from smdistributed.modelparallel.torch.nn.parts import Projection, check_norms, norm, residual
+from smdistributed.modelparallel.torch.nn.parts import (
+    Projection,
+    check_norms,
+    leaving,
+    norm,
+    residual,
+)
 from smdistributed.modelparallel.torch.nn.scores import (
     Visible,
     alibi_bias,
@@ -24,7 +32,11 @@ from smdistributed.modelparallel.torch.nn.scores import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import gathered, leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
-    gathered_linear,
+    Entered,
+    Map,
+    entered,
+    entered_linear,
+    fused,
     sliced_linear,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -127,21 +139,76 @@ class DistributedAttentionLayer(DistributedModule):
             ValueError: a tuple of another length, or a sequence longer than ``causal_mask_size``.
         """
         hidden, cross, mask = self._unpack(inputs)
-        more = self.options
         if mask is not None:
             mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         group = self.tensor_group
         with group.examples(self.place, hidden, [mask]) as (sizes, (mask,)):
-            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-            context = self._context(normed, cross, mask, sizes)
-            output = leave(group, sliced_linear(group, context, self.dense.weight), sizes)
-        if self.dense.bias is not None:
-            output = output + self.dense.bias
-        branch = self.dropout(output)
-        if more.parallel_residual is not None:
+            normed = self.entering(hidden)
+            maps = self.maps() if cross is None else self._maps_of_two()
+            given = [entered(group, each, sizes) for each in (normed, cross) if each is not None]
+            mask = self.mask_of_all(mask, sizes)
+            share = self._share(given, maps, mask, sizes)
+            branch = self._branch(leave(group, share, sizes))
+        if self.options.parallel_residual is not None:
             # The layer sums; with one norm for both blocks it hands that on.
             return branch, normed
-        return residual(branch, hidden, self.layernorm, in_fp32=more.fp32_residual_addition)
+        return self._summed(branch, hidden)
+
+    # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
+
+    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Block.entering``."""
+        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+
+    def maps(self) -> Maps:
+        """See ``Block.maps``; states are multiplied by one for queries, keys and values."""
+        return self._fused(self.query, self.key, self.value), Map(self.dense.weight)
+
+    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
+        """See ``Block.share``."""
+        return self._share([given], maps, mask, given.sizes)
+
+    def leaving(
+        self,
+        summed: torch.Tensor,
+        hidden: torch.Tensor,
+        drop: SlicedDropout,
+        following: nn.LayerNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.leaving``."""
+        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
+        return leaving(summed, self.dense.bias, hidden, drop, norms, in_fp32=in_fp32)
+
+    def mask_of_all(self, mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
+        """Returns the masks of the examples of all ranks, for the own heads."""
+        group = self.tensor_group
+        if mask is None or group.size == 1:
+            return mask
+        own = sizes[group.rank]
+        if mask.shape[0] != own:
+            mask = mask.expand(own, *mask.shape[1:])
+        mask = gathered(group, mask, sizes)
+        if mask.shape[1] == self.num_attention_heads and mask.shape[1] > 1:
+            mask = mask.chunk(group.size, dim=1)[group.rank]
+        return mask
+
+    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
+        if self.dense.bias is not None:
+            summed = summed + self.dense.bias
+        dropped: torch.Tensor = self.dropout(summed)
+        return dropped
+
+    def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        in_fp32 = self.options.fp32_residual_addition
+        return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)
+
+    def _maps_of_two(self) -> Maps:
+        """Returns the maps of states, of the other states, and the last one."""
+        together = self._fused(self.key, self.value)
+        return self._fused(self.query), together, Map(self.dense.weight)
+
+    def _fused(self, *parts: Projection) -> Map:
+        return fused([each.weight for each in parts], [each.bias for each in parts])
 
     def _unpack(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         expected = "(hidden_states, cross_states, attention_mask)"
@@ -166,23 +233,30 @@ class DistributedAttentionLayer(DistributedModule):
             )
         return hidden, cross, mask
 
-    def _context(
+    def _share(
         self,
-        normed: torch.Tensor,
-        cross: torch.Tensor | None,
+        given: Sequence[Entered],
+        maps: Maps,
         mask: torch.Tensor | None,
         sizes: Sizes,
     ) -> torch.Tensor:
+        """Returns the share of the own heads in the outputs of all examples."""
+        group = self.tensor_group
+        *first, last = maps
+        products = [
+            entered_linear(group, each, map_) for each, map_ in zip(given, first, strict=True)
+        ]
+        if len(products) == 1:
+            parts = products[0].chunk(3, dim=-1)
+        else:
+            parts = products[0], *products[1].chunk(2, dim=-1)
+        return sliced_linear(group, self._context(parts, mask, sizes), *last)
+
+    def _context(
+        self, parts: Sequence[torch.Tensor], mask: torch.Tensor | None, sizes: Sizes
+    ) -> torch.Tensor:
         """Returns what the own heads see, for the examples of all ranks: ``(N, S, channels)``."""
-        more, group = self.options, self.tensor_group
-        maps = [self.query, self.key, self.value]
-        parts: list[torch.Tensor] = []
-        for source, some in (
-            [(normed, maps)] if cross is None else [(normed, maps[:1]), (cross, maps[1:])]
-        ):
-            weights, biases = [each.weight for each in some], [each.bias for each in some]
-            product = gathered_linear(group, source, sizes, weights, biases)
-            parts += product.chunk(len(some), dim=-1)
+        more = self.options
         queries, keys, values = (
             torch.unflatten(part, -1, (-1, self.attention_head_size)).transpose(1, 2)
             for part in parts
@@ -197,7 +271,7 @@ class DistributedAttentionLayer(DistributedModule):
                 )
                 for each in (queries, keys)
             )
-        visible = self._visible(queries, keys, mask, sizes)
+        visible = self._visible(queries, keys, mask)
         drops = self.attention_dropout.is_active
         is_fused = more.flash_attention and queries.is_cuda
         context = attend(
@@ -221,16 +295,10 @@ class DistributedAttentionLayer(DistributedModule):
         return context.transpose(1, 2).flatten(2)
 
     def _visible(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        mask: torch.Tensor | None,
-        sizes: Sizes,
+        self, queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None
     ) -> Visible:
         more, group = self.options, self.tensor_group
         is_causal = self.causal_mask_size is not None and not self.cross_attention
-        if mask is not None:
-            mask = self._mask_of_all(mask, sizes)
         alibi = None
         if more.use_alibi and not self.cross_attention:
             own = queries.shape[1]
@@ -243,16 +311,3 @@ class DistributedAttentionLayer(DistributedModule):
                 queries,
             )
         return Visible(is_causal, more.attention_window if is_causal else None, mask, alibi)
-
-    def _mask_of_all(self, mask: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """Returns the masks of the examples of all ranks, for the own heads."""
-        group = self.tensor_group
-        if group.size == 1:
-            return mask
-        own = sizes[group.rank]
-        if mask.shape[0] != own:
-            mask = mask.expand(own, *mask.shape[1:])
-        mask = gathered(group, mask, sizes)
-        if mask.shape[1] == self.num_attention_heads and mask.shape[1] > 1:
-            mask = mask.chunk(group.size, dim=1)[group.rank]
-        return mask

@@ -1,10 +1,12 @@
-"""Dropout of attention probabilities, whose heads lie on several ranks."""
+"""Dropout where one rank has a part: heads of all examples, or some of the own examples."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
@@ -57,3 +59,33 @@ class AttentionDropout(DistributedModule):
         ones = part.new_ones((num_examples, heads * group.size, *rest))
         mask = F.dropout(ones, self.p, self.training)
         return mask[:, heads * group.rank : heads * (group.rank + 1)]
+
+
+class SlicedDropout:
+    """Drops from slices of a batch what is dropped from the whole batch, slice by slice.
+
+    Args:
+        dropout: of the whole batch; called once, for the first slice.
+        sizes: of the slices, along dim 0.
+    """
+
+    def __init__(self, dropout: nn.Dropout, sizes: Sequence[int]) -> None:
+        self._dropout = dropout
+        self._sizes = list(sizes)
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it drops anything now."""
+        return self._dropout.training and self._dropout.p > 0
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the next slice without what is dropped."""
+        if not self.is_active:
+            return part
+        share = self._dropout.p
+        if not self._kept:
+            ones = part.new_ones((sum(self._sizes), *part.shape[1:]))
+            self._kept = list((self._dropout(ones) == 0).split(self._sizes))
+        scale = 1 / (1 - share) if share < 1 else 1.0
+        return (part * scale).masked_fill(self._kept.pop(0), 0)

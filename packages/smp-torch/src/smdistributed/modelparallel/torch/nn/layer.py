@@ -121,7 +121,7 @@ class DistributedTransformerLayer(DistributedModule):
         hidden, *rest = inputs
         group = self.tensor_group
         given = rest[-2:] if self.add_cross_attention else rest
-        with group.examples(self.place, hidden, [*map(_four_dims, given)]) as (_, masks):
+        with group.examples(self.place, hidden, [*map(four_dims, given)]) as (_, masks):
             if self.options.parallel_residual is not None:
                 return self._summed(hidden, masks[0]), *rest
             attended = self.attention((hidden, masks[0]))
@@ -140,5 +140,6 @@ class DistributedTransformerLayer(DistributedModule):
         return attended + output + hidden
 
 
-def _four_dims(mask: torch.Tensor | None) -> torch.Tensor | None:
+def four_dims(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a mask with all dims of scores."""
     return None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + mask.shape)

@@ -160,7 +160,10 @@ class DistributedTransformerLMHead(DistributedModule):
         given = self._unpack(inputs)
         group = self.tensor_group
         with group.examples(
-            self.place, given.input_ids, [given.attention_mask, given.cross_mask]
+            self.place,
+            given.input_ids,
+            [given.attention_mask, given.cross_mask],
+            can_slice=self.transformer.can_slice(),
         ) as (_, (mask, cross_mask)):
             hidden = self._hidden(given, mask, cross_mask)
             if not self.add_lm_head:

@@ -32,8 +32,10 @@ class LayerOptions:
         fp32_residual_addition: residual sums in single precision.
         flash_attention: also with dropout compute attention by torch's fused kernels, whose masks
             are not those of one rank alone.
-        fused_softmax, fused_bias_gelu, fused_dropout: without effect: torch has such kernels, and
-            chooses them itself, or has none.
+        fused_bias_gelu: bias and GELU of the output layer in one kernel, on GPUs where PyTorch's
+            compiler works; the same results, to rounding.
+        fused_softmax, fused_dropout: without effect: torch has such kernels, and chooses them
+            itself, or has none.
     """
 
     scale_attention_scores: bool = True

@@ -13,12 +13,25 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from smdistributed.modelparallel.torch.nn.blocks import Maps
+from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
+from smdistributed.modelparallel.torch.nn.fused import bias_gelu
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
-from smdistributed.modelparallel.torch.nn.parts import Projection, check_norms, norm, residual
+from smdistributed.modelparallel.torch.nn.parts import (
+    Projection,
+    check_norms,
+    leaving,
+    norm,
+    residual,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
-    gathered_linear,
+    Entered,
+    Map,
+    entered,
+    entered_linear,
     sliced_linear,
+    used_slice,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
@@ -31,6 +44,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
 }
+#: The forms of one of them.
+_GELUS = {"gelu": "none", "gelu_new": "tanh"}
 
 
 class DistributedTransformerOutputLayer(DistributedModule):
@@ -103,13 +118,51 @@ class DistributedTransformerOutputLayer(DistributedModule):
         """Applies the block to the own examples. Collective: TP_GROUP."""
         group, hidden = self.tensor_group, hidden_states
         with group.examples(self.place, hidden) as (sizes, _):
-            normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-            inner = gathered_linear(group, normed, sizes, [self.dense1.weight], [self.dense1.bias])
-            inner = ACTIVATIONS[self.activation](inner)
-            output = leave(group, sliced_linear(group, inner, self.dense2.weight), sizes)
+            given = entered(group, self.entering(hidden), sizes)
+            share = self.share(given, self.maps())
+            branch = self._branch(leave(group, share, sizes))
+        return (
+            branch if self.options.parallel_residual is not None else self._summed(branch, hidden)
+        )
+
+    # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
+
+    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Block.entering``."""
+        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+
+    def maps(self) -> Maps:
+        """See ``Block.maps``."""
+        return Map(self.dense1.weight, self.dense1.bias), Map(self.dense2.weight)
+
+    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """See ``Block.share``."""
+        group = self.tensor_group
+        first, last = maps
+        if self.options.fused_bias_gelu and self.activation in _GELUS and first.bias is not None:
+            product = entered_linear(group, given, first._replace(bias=None))
+            bias = used_slice(group, first.bias)
+            inner = bias_gelu(product, bias, _GELUS[self.activation])
+        else:
+            inner = ACTIVATIONS[self.activation](entered_linear(group, given, first))
+        return sliced_linear(group, inner, *last)
+
+    def leaving(
+        self,
+        summed: torch.Tensor,
+        hidden: torch.Tensor,
+        drop: SlicedDropout,
+        following: nn.LayerNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Block.leaving``."""
+        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
+        return leaving(summed, self.dense2.bias, hidden, drop, norms, in_fp32=in_fp32)
+
+    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
         assert self.dense2.bias is not None
-        branch: torch.Tensor = self.dropout(output + self.dense2.bias)
-        if self.options.parallel_residual is not None:
-            return branch
+        branch: torch.Tensor = self.dropout(summed + self.dense2.bias)
+        return branch
+
+    def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         in_fp32 = self.options.fp32_residual_addition
         return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)

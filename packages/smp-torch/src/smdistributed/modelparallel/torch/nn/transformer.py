@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-
+from smdistributed.modelparallel.torch.nn.in_turn import LayersInTurn
 from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLayer
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -63,7 +62,7 @@ class DistributedTransformer(DistributedModule):
                 f"attention_window must have one entry a layer ({num_layers}); received "
                 f"{len(windows)}."
             )
-        self.seq_layers = nn.Sequential(
+        self.seq_layers = LayersInTurn(
             *(
                 DistributedTransformerLayer(
                     num_attention_heads=num_attention_heads,
@@ -85,6 +84,10 @@ class DistributedTransformer(DistributedModule):
                 for index in range(num_layers)
             )
         )
+
+    def can_slice(self) -> bool:
+        """Whether this rank can run the layers in slices of its examples."""
+        return isinstance(self.seq_layers, LayersInTurn) and self.seq_layers.can_slice()
 
     def forward(self, inputs: Any) -> Any:
         """Applies the layers in order. Collective: TP_GROUP."""

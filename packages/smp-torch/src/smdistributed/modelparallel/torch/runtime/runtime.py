@@ -44,8 +44,6 @@ from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
-from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
-from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -54,6 +52,7 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
+from smdistributed.modelparallel.torch.runtime.tensor_exchange import build_tensor_group
 from smdistributed.modelparallel.torch.sharding.groups import build_groups
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -61,7 +60,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
-#: later. That is 1% of a step. With two queues in all, streams share them.
+#: later. That is 1% of a step. With two queues in all, streams share them. Tensor parallelism needs
+#: its exchanges in another queue than its computation, as they wait for each other all the time.
 _HARDWARE_QUEUES = "2"
 #: How many operations NCCL's flight recorder keeps: torch walks the stack for each one, a sixth of
 #: what an action costs the host. The former name of the variable comes second.
@@ -180,7 +180,8 @@ def start(
         return
     settings = configuration.load("pytorch", config)
     # Before anything touches the GPU: CUDA reads it once.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
+    if settings.tensor_parallel_degree == 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     if not any(name in os.environ for name in _FLIGHT_RECORDER):
         os.environ[_FLIGHT_RECORDER[0]] = "0"
     timeout_seconds = settings.communication_timeout
@@ -219,7 +220,15 @@ def start(
         hooks=hooks,
         fake_mode=fake_mode,
         random=random,
-        tensor_group=_tensor_group(settings, topology, transport.rank, peers, random),
+        tensor_group=build_tensor_group(
+            settings,
+            topology,
+            transport.rank,
+            peers,
+            random,
+            device,
+            data_plane_timeout(timeout_seconds),
+        ),
         sharding_groups=_sharding_groups(settings, topology, transport.rank, peers),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
@@ -344,35 +353,6 @@ def _process_groups(
             if transport.rank in members:
                 own[kind] = built[members]
     return own
-
-
-def _tensor_group(
-    settings: Config, topology: Topology, rank: int, peers: Peers, random: StepRandom
-) -> TensorGroup:
-    """Returns the own tensor-parallel group, with connections that nothing else uses.
-
-    Collective: WORLD.
-    """
-    own: dist.ProcessGroup | None = None
-    timeout = data_plane_timeout(settings.communication_timeout)
-    members = topology.members(CommGroup.TP_GROUP, rank)
-    if topology.tp_size > 1:
-        with peers.connecting():
-            for each in topology.groups(CommGroup.TP_GROUP):
-                group = dist.new_group(list(each), timeout=timeout)
-                own = group if each == members else own
-    if own is None:
-        return TensorGroup()
-
-    def blaming() -> contextlib.AbstractContextManager[object]:
-        return peers.blaming(members, "exchanging activations with")
-
-    return TensorGroup(
-        ShapesOfFakes(ProcessGroupCollectives(own, blaming)),
-        random,
-        is_prescaled=settings.prescaled_batch,
-        keeps_gathered=settings.optimize == "speed",
-    )
 
 
 def _sharding_groups(

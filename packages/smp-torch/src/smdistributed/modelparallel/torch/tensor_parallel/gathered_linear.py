@@ -8,7 +8,8 @@ are made here are divided by the number of ranks, within the product that makes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -19,30 +20,102 @@ from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
 
-def gathered_linear(
-    group: TensorGroup,
-    tensor: torch.Tensor,
-    sizes: Sizes,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> torch.Tensor:
-    """Applies linear maps, split along outputs, to the examples of all ranks, as one product.
+class Together:
+    """Adds up the gradients of one weight over several products, within the last of them.
 
-    Shape: ``(sizes[rank], ..., in)``; returns ``(sum(sizes), ..., sum of the outputs)``.
+    All of the products must be differentiated when one is.
+    """
+
+    def __init__(self) -> None:
+        self._products = 0
+        self._left = 0
+        self._total: torch.Tensor | None = None
+
+    def count(self) -> None:
+        """Takes note of a product."""
+        self._products += 1
+
+    def add(
+        self, gradient: torch.Tensor, inputs: torch.Tensor, share: float
+    ) -> torch.Tensor | None:
+        """Takes the gradient of a product; returns the sum of all with the last one.
+
+        Args:
+            gradient: of what a product made, ``(examples, out)``.
+            inputs: that it had, ``(examples, in)``.
+            share: what the gradient counts for.
+        """
+        if not self._left:
+            self._left = self._products
+        self._left -= 1
+        if self._total is None:
+            total = _of_weight(gradient, inputs, share)
+        else:
+            total = self._total.addmm_(gradient.t(), inputs, alpha=share)
+        self._total = total if self._left else None
+        return None if self._left else total
+
+
+class Map(NamedTuple):
+    """A slice of a linear map.
+
+    Attributes:
+        weight: ``(out, in)``.
+        bias: if there is one.
+        together: sums the gradients of its weight; None: autograd does.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    together: Together | None = None
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The examples of all ranks, that a linear map is applied to.
+
+    Attributes:
+        everyones: the gathered tensor.
+        own: the part of this rank, if its backward pass gathers again; None if it keeps all.
+        sizes: the examples of each rank.
+    """
+
+    everyones: torch.Tensor
+    own: torch.Tensor | None
+    sizes: Sizes
+
+
+def entered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> Entered:
+    """Gathers the examples of all ranks for linear maps that are split along outputs.
+
+    Shape: ``(sizes[rank], ...)``.
+    """
+    keeps_all = group.size == 1 or group.is_prescaled or group.keeps_gathered
+    own = None if keeps_all else tensor.detach()
+    return Entered(enter(group, tensor, sizes), own, sizes)
+
+
+def entered_linear(group: TensorGroup, given: Entered, map_: Map) -> torch.Tensor:
+    """Applies a linear map, split along outputs, to the examples of all ranks.
+
+    Shape: ``(sum(sizes), ..., out)``.
+    """
+    if given.own is None:
+        return sliced_linear(group, given.everyones, *map_)
+    share, handle = group.share_of_gradient, group.handle
+    return _apply(given.everyones, *map_, share, given.own, handle, given.sizes)
+
+
+def fused(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Map:
+    """Returns linear maps as one, whose outputs lie side by side.
 
     Args:
-        group: the ranks.
-        tensor: the own examples.
-        sizes: the examples of each rank.
         weights: the slices of the maps, ``(out, in)`` each.
         biases: of the maps; all or none.
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     given = [each for each in biases if each is not None]
-    bias = None if not given else given[0] if len(given) == 1 else torch.cat(given)
-    if group.size == 1 or group.is_prescaled or group.keeps_gathered:
-        return sliced_linear(group, enter(group, tensor, sizes), weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient, group.handle, sizes)
+    return Map(weight, None if not given else given[0] if len(given) == 1 else torch.cat(given))
 
 
 def sliced_linear(
@@ -50,6 +123,7 @@ def sliced_linear(
     tensor: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    together: Together | None = None,
 ) -> torch.Tensor:
     """Applies a linear map of which weight and bias are slices to the examples of all ranks.
 
@@ -57,7 +131,7 @@ def sliced_linear(
     """
     if group.share_of_gradient == 1:
         return F.linear(tensor, weight, bias)
-    return _apply(tensor, weight, bias, group.share_of_gradient, None, None)
+    return _apply(tensor, weight, bias, together, group.share_of_gradient)
 
 
 def used_slice(group: TensorGroup, parameter: torch.Tensor) -> torch.Tensor:
@@ -81,13 +155,29 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _apply(*args: Any) -> torch.Tensor:
-    result: torch.Tensor = _SlicedLinear.apply(*args)  # type: ignore[no-untyped-call]
+def _apply(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    together: Together | None,
+    share: float,
+    own: torch.Tensor | None = None,
+    handle: Handle | None = None,
+    sizes: Sizes | None = None,
+) -> torch.Tensor:
+    result: torch.Tensor = _SlicedLinear.apply(  # type: ignore[no-untyped-call]
+        tensor, weight, bias, together, share, own, handle, sizes
+    )
     return result
 
 
+def _of_weight(gradient: torch.Tensor, inputs: torch.Tensor, share: float) -> torch.Tensor:
+    nothing = gradient.new_zeros(())
+    return torch.addmm(nothing, gradient.t(), inputs, beta=0, alpha=share)
+
+
 class _SlicedLinear(torch.autograd.Function):
-    """With a group it gathers, keeps its own examples only, and gathers again."""
+    """With a group it keeps the own examples only, and gathers all again."""
 
     @staticmethod
     def forward(
@@ -95,38 +185,46 @@ class _SlicedLinear(torch.autograd.Function):
         tensor: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        together: Together | None,
         share: float,
+        own: torch.Tensor | None,
         handle: Handle | None,
         sizes: Sizes | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(tensor, weight, bias)
-        collectives = None if handle is None else handle().collectives
-        ctx.share, ctx.collectives, ctx.sizes = share, collectives, sizes
-        if collectives is not None and sizes is not None:
-            tensor = collectives.gather(tensor, sizes)
+        ctx.save_for_backward(tensor if own is None else own, weight, bias)
+        ctx.group = None if handle is None else handle()
+        ctx.share, ctx.sizes, ctx.dtype = share, sizes, tensor.dtype
+        ctx.together = together
+        if together is not None:
+            together.count()
         return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         tensor, weight, bias = ctx.saved_tensors
-        collectives, sizes = ctx.collectives, ctx.sizes
-        of_tensor = of_weight = of_bias = None
+        group: TensorGroup | None = ctx.group
+        mark = of_tensor = of_weight = of_bias = None
+        if group is not None and ctx.needs_input_grad[1]:
+            # Beside the product that follows.
+            with group.stream.entered(tensor):
+                tensor = group.collectives.gather(tensor, ctx.sizes)
+            mark = group.stream.mark()
         if ctx.needs_input_grad[0]:
             # Under autocast the product, and with it its gradient, has another type.
-            of_tensor = gradient @ weight.to(gradient.dtype)
-            if collectives is not None:
-                of_tensor = collectives.scatter_sum(of_tensor, sizes)
-            of_tensor = of_tensor.to(tensor.dtype)
+            of_tensor = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            given = tensor if collectives is None else collectives.gather(tensor, sizes)
-            inputs = given.to(gradient.dtype).flatten(0, -2)
-            nothing = flat.new_zeros(())
-            product = torch.addmm(nothing, flat.t(), inputs, beta=0, alpha=ctx.share)
-            of_weight = product.to(weight.dtype)
+            if group is not None:
+                group.stream.wait(mark, [tensor])
+            inputs = tensor.to(gradient.dtype).flatten(0, -2)
+            if ctx.together is None:
+                of_weight = _of_weight(flat, inputs, ctx.share)
+            else:
+                of_weight = ctx.together.add(flat, inputs, ctx.share)
+            of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)
-        return of_tensor, of_weight, of_bias, None, None, None
+        return of_tensor, of_weight, of_bias, None, None, None, None, None
 
 
 class _Shared(torch.autograd.Function):

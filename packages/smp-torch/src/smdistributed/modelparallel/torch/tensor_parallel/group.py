@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream
 
 
 class Lanes(Protocol):
@@ -27,6 +29,9 @@ class Lanes(Protocol):
     def place(self) -> Any:
         """Returns how many calls and draws there have been."""
 
+    def owns_hook(self, hook: Callable[..., Any]) -> bool:
+        """Whether a hook of a module does nothing but key its random numbers."""
+
     def computing_for(self, lane: int, place: Any) -> contextlib.AbstractContextManager[object]:
         """Inside, calls and draws are those that another rank makes, counted from a place."""
 
@@ -37,6 +42,19 @@ Masks = Sequence[torch.Tensor | None]
 _MOST_DIMS = 3
 #: Gives a group. What a step is recorded from may hold functions, but no objects with state.
 Handle = Callable[[], "TensorGroup"]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the ranks know of each other in a call.
+
+    Attributes:
+        sizes: the examples of each rank.
+        all_can_slice: whether each of them can compute in slices.
+    """
+
+    sizes: tuple[int, ...]
+    all_can_slice: bool
 
 
 class TensorGroup:
@@ -50,6 +68,7 @@ class TensorGroup:
         random: the random numbers of the step; None without a job.
         is_prescaled: the ranks bring the same examples.
         keeps_gathered: keep what was gathered for the backward pass, else gather it again.
+        stream: where the exchanges run.
     """
 
     def __init__(
@@ -59,6 +78,7 @@ class TensorGroup:
         *,
         is_prescaled: bool = False,
         keeps_gathered: bool = True,
+        stream: ExchangeStream | None = None,
     ) -> None:
         self._collectives = collectives
         self.random = random
@@ -66,7 +86,8 @@ class TensorGroup:
         self.rank = 0 if collectives is None else collectives.rank
         self.is_prescaled = is_prescaled
         self.keeps_gathered = keeps_gathered
-        self._known: list[tuple[int, ...]] = []
+        self.stream = stream or ExchangeStream(torch.device("cpu"))
+        self._known: list[_Known] = []
         #: The forms of calls that all ranks know, by a number for each; for ``auto``.
         self.known_calls: dict[int, Any] = {}
 
@@ -90,9 +111,20 @@ class TensorGroup:
         assert self._collectives is not None
         return self._collectives
 
+    @property
+    def all_can_slice(self) -> bool:
+        """Whether each rank has said that it can compute the call in progress in slices."""
+        return bool(self._known) and self._known[-1].all_can_slice
+
     @contextlib.contextmanager
     def examples(
-        self, who: str, tensor: torch.Tensor, masks: Masks = (), about: str = ""
+        self,
+        who: str,
+        tensor: torch.Tensor,
+        masks: Masks = (),
+        about: str = "",
+        *,
+        can_slice: bool = False,
     ) -> Iterator[tuple[Sizes, list[torch.Tensor | None]]]:
         """Gives the number of examples of each rank, which a call of a module begins with.
 
@@ -105,30 +137,32 @@ class TensorGroup:
             tensor: has the own examples along dim 0.
             masks: of these examples, along dim 0, of one number of dims on all ranks, or None.
             about: what the ranks must agree on besides the other sizes of ``tensor``.
+            can_slice: whether this rank can compute the call in slices of its examples.
 
         Raises:
             SMPError: the ranks call different modules, or with tensors that do not fit together.
         """
         own = tensor.shape[0]
         found = list(masks)
-        if self._known and self._known[-1][self.rank] == own:
-            sizes = self._known[-1]
+        if self._known and self._known[-1].sizes[self.rank] == own:
+            known = self._known[-1]
         elif self.size == 1 or is_fake(tensor):
-            sizes = (own,) * self.size
+            known = _Known((own,) * self.size, False)
         else:
-            sizes, found = self._find(who, tensor, masks, about)
-        self._known.append(sizes)
+            known, found = self._find(who, tensor, masks, about, can_slice)
+        self._known.append(known)
         try:
-            yield sizes, found
+            yield known.sizes, found
         finally:
             self._known.pop()
 
     def _find(
-        self, who: str, tensor: torch.Tensor, masks: Masks, about: str
-    ) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
+        self, who: str, tensor: torch.Tensor, masks: Masks, about: str, can_slice: bool
+    ) -> tuple[_Known, list[torch.Tensor | None]]:
         own = tensor.shape[0]
         kind = f"{who} on examples of shape {tuple(tensor.shape[1:])}, {tensor.dtype}{about}"
-        numbers = [own, zlib.crc32(kind.encode())]
+        numbers = [own, zlib.crc32(kind.encode()), int(can_slice)]
+        start = len(numbers)
         for mask in masks:
             numbers += _dims_of(mask)
         everyones = self.collectives.compare(numbers)
@@ -141,14 +175,14 @@ class TensorGroup:
             )
         common = []
         for place, mask in enumerate(masks):
-            first = 2 + place * (_MOST_DIMS + 1)
+            first = start + place * (_MOST_DIMS + 1)
             theirs = [each[first : first + _MOST_DIMS + 1] for each in everyones]
             if len({each[0] for each in theirs} - {0}) > 1:
                 text = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
                 self.refuse("must give masks of one number of dims", f"{text}: {kind}")
             widest = [max(each) for each in zip(*theirs, strict=True)]
             common.append(_widened(mask, widest, tensor))
-        return sizes, common
+        return _Known(sizes, all(each[2] for each in everyones)), common
 
     def refuse(self, rule: str, mine: str) -> None:
         """Raises an error with what each rank has received. Collective: TP_GROUP.

@@ -1,0 +1,174 @@
+"""Collectives between GPUs of one host by reading each other's memory with plain copies.
+
+A rank writes what others need into memory that they can read, all meet at a barrier, and each
+copies what it needs. Copies hold no multiprocessor, so what computes beside them is not slowed
+down. Sums are made in single precision, in the order of the ranks.
+
+There are two buffers in turn and one barrier an exchange: who has passed the barrier of the next
+exchange knows that all have read what they needed in this one. So all exchanges run on one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
+    MakeMemory,
+    SymmetricMemory,
+)
+from smdistributed.modelparallel.torch.compat.private.fusion import fused
+
+#: Of a buffer; what is larger goes another way.
+LARGEST_BYTES = 256 << 20
+_SMALLEST_BYTES = 1 << 20
+_ALIGNMENT = 256
+
+
+class CopyEngineCollectives:
+    """Gathers and sums by copies, and leaves everything else to another backend.
+
+    Args:
+        backend: for what is not to be gathered or summed, too large, or not on a device.
+        make: makes memory that all ranks read.
+        device: where the memory is.
+        synchronize: waits until the device has done everything.
+        blaming: a context in which errors of torch become errors that name who is missing.
+        largest_bytes: of a buffer.
+    """
+
+    def __init__(
+        self,
+        backend: Collectives,
+        make: MakeMemory,
+        device: torch.device,
+        synchronize: Callable[[], None],
+        blaming: Callable[[], contextlib.AbstractContextManager[Any]],
+        largest_bytes: int = LARGEST_BYTES,
+    ) -> None:
+        self._backend = backend
+        self._make = make
+        self._device = device
+        self._synchronize = synchronize
+        self._blaming = blaming
+        self._largest_bytes = largest_bytes
+        self._memory: SymmetricMemory | None = None
+        self._buffer_bytes = 0
+        self._turn = 0
+        self.size = backend.size
+        self.rank = backend.rank
+
+    def gather(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """See ``Collectives.gather``."""
+        rest = tensor.shape[1:]
+        counts = [size * rest.numel() for size in sizes]
+        if not self._takes(tensor, max(counts)):
+            return self._backend.gather(tensor, sizes)
+        out = tensor.new_empty((sum(sizes), *rest))
+        parts = [part.view(-1) for part in torch.split(out, list(sizes))]
+        with self._blaming():
+            memory, start = self._next(max(counts) * tensor.dtype.itemsize)
+            if counts[self.rank]:
+                own = memory.piece(self.rank, start, counts[self.rank], tensor.dtype)
+                own.view(tensor.shape).copy_(tensor)
+            memory.barrier()
+            for rank in filter(counts.__getitem__, self._others()):
+                parts[rank].copy_(memory.piece(rank, start, counts[rank], tensor.dtype))
+            parts[self.rank].view(tensor.shape).copy_(tensor)
+        return out
+
+    def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """See ``Collectives.scatter_sum``."""
+        if not tensor.is_floating_point() or not self._takes(tensor, tensor.numel()):
+            return self._backend.scatter_sum(tensor, sizes)
+        parts = torch.split(tensor, list(sizes))
+        own = parts[self.rank]
+        item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
+        with self._blaming():
+            memory, start = self._next(tensor.numel() * item)
+            mine = memory.piece(self.rank, start, tensor.numel(), tensor.dtype).view(tensor.shape)
+            for rank, part in enumerate(torch.split(mine, list(sizes))):
+                if rank != self.rank:
+                    part.copy_(parts[rank])
+            memory.barrier()
+            pulled: dict[int, torch.Tensor] = {self.rank: own}
+            begin = start + sum(sizes[: self.rank]) * width * item
+            for rank in self._others() if own.numel() else ():
+                theirs = memory.piece(rank, begin, own.numel(), tensor.dtype)
+                pulled[rank] = torch.empty_like(own, memory_format=torch.contiguous_format)
+                pulled[rank].view(-1).copy_(theirs)
+        if not own.numel():
+            return own.clone()
+        total: torch.Tensor = _summed(*(pulled[rank] for rank in range(self.size)))
+        return total
+
+    def swap(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
+    ) -> list[torch.Tensor]:
+        """See ``Collectives.swap``."""
+        return self._backend.swap(parts, shapes)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Collectives.sum``."""
+        return self._backend.sum(tensor)
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Collectives.from_first``."""
+        return self._backend.from_first(tensor)
+
+    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See ``Collectives.compare``."""
+        return self._backend.compare(numbers)
+
+    def compare_texts(self, text: str) -> list[str]:
+        """See ``Collectives.compare_texts``."""
+        return self._backend.compare_texts(text)
+
+    def _takes(self, tensor: torch.Tensor, most: int) -> bool:
+        """Whether buffers are for a tensor; the same answer on all ranks.
+
+        Args:
+            tensor: on any device.
+            most: how many numbers a rank writes at most.
+        """
+        is_here = tensor.device == self._device and not tensor.is_complex()
+        return is_here and 0 < most * tensor.dtype.itemsize <= self._largest_bytes
+
+    def _others(self) -> list[int]:
+        """Returns the other ranks, in an order in which not all read from one at a time."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def _next(self, size_bytes: int) -> tuple[SymmetricMemory, int]:
+        """Returns memory, and where in it the next buffer begins."""
+        if self._memory is None or size_bytes > self._buffer_bytes:
+            self._grow(size_bytes)
+        assert self._memory is not None
+        self._turn = 1 - self._turn
+        return self._memory, self._turn * self._buffer_bytes
+
+    def _grow(self, size_bytes: int) -> None:
+        """Makes larger buffers; all ranks do so in the same exchange."""
+        if self._memory is not None:
+            # Nobody may read what is given back.
+            self._synchronize()
+            self._backend.compare([size_bytes])
+            self._memory = None
+        size = _SMALLEST_BYTES
+        while size < size_bytes:
+            size *= 2
+        self._buffer_bytes = -(-min(size, self._largest_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._memory = self._make(2 * self._buffer_bytes)
+
+
+@fused
+def _summed(*parts: torch.Tensor) -> torch.Tensor:
+    """Returns a sum, which is rounded once."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)

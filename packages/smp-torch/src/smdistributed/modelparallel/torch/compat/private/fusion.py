@@ -1,0 +1,97 @@
+"""Small functions over tensors of a GPU, as kernels that PyTorch's compiler makes of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensor,
+    without_function_modes,
+)
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Returns a function that runs compiled where its first argument is on a GPU.
+
+    It is compiled once for all layers that call it with the same shapes, and runs as it is written
+    where that is not possible: on a CPU, on fakes, in code that is compiled as a whole, or without
+    a working compiler.
+
+    Args:
+        function: pure, of tensors and constants.
+    """
+    compiled: Callable[..., _Result] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any) -> _Result:
+        nonlocal compiled
+        first = args[0]
+        if (
+            not first.is_cuda
+            or isinstance(first, FakeTensor)
+            or torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or not _can_compile()
+        ):
+            return function(*args)
+        if compiled is None:
+            compiled = _compiled(function)
+        # Modes would be compiled too; one that gives tensors a device changes nothing here.
+        with without_function_modes(TorchFunctionMode):
+            return compiled(*args)
+
+    return run
+
+
+def _compiled(function: Callable[..., _Result], **options: Any) -> Callable[..., _Result]:
+    """Compiles a function that can be differentiated as often as what it stands for."""
+    from torch._functorch import config
+
+    # Else a graph that is to be kept for another backward pass is refused: the config of that
+    # moment counts, so a context around the compilation does not help.
+    config.donated_buffer = False
+    return torch.compile(function, **options)
+
+
+def _probe(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(tensor + 1)
+
+
+@functools.cache
+def _can_compile() -> bool:
+    """Whether the compiler makes kernels for the GPU of this process; says in the log why not."""
+    try:
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise RuntimeError("Triton is not there")
+        # In a thread of its own, where nobody watches what is computed and kept.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_try, torch.cuda.current_device()).result()
+    except Exception as error:  # whatever a compiler raises
+        reason = str(error).partition("\n")[0]
+        logger.warning(
+            "elementwise operations between exchanges run one by one, since PyTorch's compiler "
+            "does not work here: %s: %s",
+            type(error).__name__,
+            reason,
+        )
+        return False
+    return True
+
+
+def _try(device: int) -> None:
+    with torch.cuda.device(device):
+        given = torch.zeros(16, device="cuda", requires_grad=True)
+        _compiled(_probe)(given).sum().backward()  # type: ignore[no-untyped-call]

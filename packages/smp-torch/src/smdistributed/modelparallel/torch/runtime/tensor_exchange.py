@@ -1,0 +1,106 @@
+"""What moves tensors between the ranks of a tensor-parallel group: chosen when the job starts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smdistributed.modelparallel.common.config import Config
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.torch.collectives.copy_engine import CopyEngineCollectives
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
+from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
+from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream, OnOneStream
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import SymmetricMemory, why_not
+from smdistributed.modelparallel.torch.compat.private.symmetric import SymmetricBuffer
+from smdistributed.modelparallel.torch.execute.peers import Peers
+from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+
+logger = logging.getLogger(__name__)
+
+#: ``0`` has GPUs exchange tensors by NCCL even where they could read each other's memory.
+COPY_ENGINE_VARIABLE = "SMP_COPY_ENGINE"
+
+_Blaming = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def build_tensor_group(
+    settings: Config,
+    topology: Topology,
+    rank: int,
+    peers: Peers,
+    random: StepRandom,
+    device: torch.device,
+    timeout: timedelta,
+) -> TensorGroup:
+    """Returns the own tensor-parallel group, with connections that nothing else uses.
+
+    Collective: WORLD.
+    """
+    own: dist.ProcessGroup | None = None
+    members = topology.members(CommGroup.TP_GROUP, rank)
+    if topology.tp_size > 1:
+        with peers.connecting():
+            for each in topology.groups(CommGroup.TP_GROUP):
+                group = dist.new_group(list(each), timeout=timeout)
+                own = group if each == members else own
+    if own is None:
+        return TensorGroup()
+
+    def blaming() -> contextlib.AbstractContextManager[object]:
+        return peers.blaming(members, "exchanging activations with")
+
+    collectives: Collectives = ProcessGroupCollectives(own, blaming)
+    stream = ExchangeStream(device)
+    if device.type == "cuda":
+        place = _place(peers.hosts[rank], device)
+        with stream.entered():
+            collectives = _fastest(collectives, own, device, blaming, place, timeout)
+    return TensorGroup(
+        ShapesOfFakes(OnOneStream(collectives, stream)),
+        random,
+        is_prescaled=settings.prescaled_batch,
+        keeps_gathered=settings.optimize == "speed",
+        stream=stream,
+    )
+
+
+def _fastest(
+    backend: Collectives,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    blaming: _Blaming,
+    place: str,
+    timeout: timedelta,
+) -> Collectives:
+    """Returns what exchanges tensors of GPUs the fastest here. Collective: TP_GROUP."""
+
+    def make(size_bytes: int) -> SymmetricMemory:
+        return SymmetricBuffer(size_bytes, device, group, timeout.total_seconds())
+
+    synchronize = functools.partial(torch.cuda.synchronize, device)
+    reason = why_not(make, backend, place, synchronize)
+    if backend.rank == 0:
+        how = f"NCCL: {reason}" if reason else "copies from each other's memory"
+        logger.info("tensor-parallel ranks exchange tensors by %s.", how)
+    if reason:
+        return backend
+    return CopyEngineCollectives(backend, make, device, synchronize, blaming)
+
+
+def _place(host: str, device: torch.device) -> str:
+    """Returns what names a host and a GPU; empty if memory is not to be read by others."""
+    if not host or os.environ.get(COPY_ENGINE_VARIABLE) == "0":
+        return ""
+    return f"{host.replace(' ', '_')} {torch.cuda.get_device_properties(device).uuid}"

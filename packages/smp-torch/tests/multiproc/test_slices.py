@@ -1,0 +1,53 @@
+"""Two slices of a batch in lockstep, beside whole batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import slice_cases
+from world import run, world_of
+
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
+
+
+def split(degree: int, **config: Any) -> World:
+    given = {"tensor_parallel_degree": degree, "ddp": True, "microbatches": 2, **config}
+    return world_of(degree, given)
+
+
+WORLDS = {
+    "speed": split(2, optimize="speed"),
+    "memory": split(2, optimize="memory", microbatches=1),
+    "tp4": split(4, optimize="speed"),
+}
+
+
+def run_population() -> dict[str, int]:
+    return slice_cases.population()
+
+
+@pytest.mark.parametrize("world", ["speed", "memory", pytest.param("tp4", marks=pytest.mark.slow)])
+def test_slices_give_what_whole_batches_give(worlds: Worlds, world: str) -> None:
+    found = run(worlds, WORLDS[world], run_population, timeout=500)
+    assert set(map(str, found)) == {str({"sliced": 70, "whole": 26})}
+
+
+def run_changed() -> list[str]:
+    return slice_cases.changed_layers()
+
+
+def test_what_users_change_runs_as_they_wrote_it(worlds: Worlds) -> None:
+    assert len(run(worlds, WORLDS["speed"], run_changed)[0]) == 7
+
+
+def run_case(name: str) -> None:
+    getattr(slice_cases, name)()
+
+
+@pytest.mark.parametrize("world", ["speed", "memory"])
+@pytest.mark.parametrize("name", ["in_evaluation", "parts_of_graphs", "changed_before_backward"])
+def test_outside_of_steps(worlds: Worlds, world: str, name: str) -> None:
+    run(worlds, WORLDS[world], run_case, name)
