@@ -61,7 +61,7 @@ def main() -> None:
     device = torch.device("cuda", smp.local_rank()) if is_cuda else torch.device("cpu")
     start = time.perf_counter()
     torch.manual_seed(1)
-    with smp.delay_param_initialization():
+    with device, smp.delay_param_initialization():  # drawn on the device, not on the host
         module = GPT(size, size.layers)
     if options.compile:
         for block in module.blocks:
