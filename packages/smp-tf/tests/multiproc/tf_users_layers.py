@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
-from tf_users import dense, model_of, train
+from tf_users import IS_KERAS_3, dense, model_of, train
 
 L = tf.keras.layers
 
@@ -304,7 +304,8 @@ NAMES = (
     "stateful_recurrence",
     "penalties",
     "constraints",
-    "spectral_norm",
+    # Keras 2 asks a tensor for its truth there, which fails in every tf.function.
+    *(("spectral_norm",) if IS_KERAS_3 else ()),
     "tied_weights",
     "siamese",
     "preprocessing",
