@@ -60,8 +60,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.marks import TensorMarks
 
 #: CUDA spreads streams over hardware queues. By default each stream of transfers gets one of its
 #: own, where it waits nearly all the time; with two that wait, an H100 starts each kernel 1.2 us
-#: later. That is 1% of a step. With two queues in all, streams share them. Tensor parallelism needs
-#: its exchanges in another queue than its computation, as they wait for each other all the time.
+#: later. That is 1% of a step. With two queues in all, streams share them. Slices and shards need
+#: their exchanges in another queue than computation, as they wait for each other all the time.
 _HARDWARE_QUEUES = "2"
 #: How many operations NCCL's flight recorder keeps: torch walks the stack for each one, a sixth of
 #: what an action costs the host. The former name of the variable comes second.
@@ -180,7 +180,7 @@ def start(
         return
     settings = configuration.load("pytorch", config)
     # Before anything touches the GPU: CUDA reads it once.
-    if settings.tensor_parallel_degree == 1:
+    if settings.tensor_parallel_degree == settings.sharded_data_parallel_degree == 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     if not any(name in os.environ for name in _FLIGHT_RECORDER):
         os.environ[_FLIGHT_RECORDER[0]] = "0"
