@@ -36,7 +36,7 @@ def world(ranks: int, **config: Any) -> World:
 
 SHARDED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
 WORLDS = {
-    "one": world(1),
+    "one": world(1, pipeline_parallel_degree=1),
     "pp2": world(2, pipeline_parallel_degree=2, pipeline="interleaved"),
     "halves": world(2, pipeline_parallel_degree=2, pipeline="zero_bubble"),
     "shards": world(2, **SHARDED),

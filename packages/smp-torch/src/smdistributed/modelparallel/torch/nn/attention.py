@@ -157,15 +157,24 @@ class DistributedAttentionLayer(DistributedModule):
     # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Block.entering``."""
+        """See ``Block.entering``.
+
+        :meta private:
+        """
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def maps(self) -> Maps:
-        """See ``Block.maps``; states are multiplied by one for queries, keys and values."""
+        """See ``Block.maps``; states are multiplied by one for queries, keys and values.
+
+        :meta private:
+        """
         return self._fused(self.query, self.key, self.value), Map(self.dense.weight)
 
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
-        """See ``Block.share``."""
+        """See ``Block.share``.
+
+        :meta private:
+        """
         return self._share([given], maps, mask, given.sizes)
 
     def leaving(
@@ -175,12 +184,18 @@ class DistributedAttentionLayer(DistributedModule):
         drop: SlicedDropout,
         following: nn.LayerNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Block.leaving``."""
+        """See ``Block.leaving``.
+
+        :meta private:
+        """
         norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
         return leaving(summed, self.dense.bias, hidden, drop, norms, in_fp32=in_fp32)
 
     def mask_of_all(self, mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
-        """Returns the masks of the examples of all ranks, for the own heads."""
+        """Returns the masks of the examples of all ranks, for the own heads.
+
+        :meta private:
+        """
         group = self.tensor_group
         if mask is None or group.size == 1:
             return mask

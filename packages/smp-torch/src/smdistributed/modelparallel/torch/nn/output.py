@@ -128,15 +128,24 @@ class DistributedTransformerOutputLayer(DistributedModule):
     # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Block.entering``."""
+        """See ``Block.entering``.
+
+        :meta private:
+        """
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def maps(self) -> Maps:
-        """See ``Block.maps``."""
+        """See ``Block.maps``.
+
+        :meta private:
+        """
         return Map(self.dense1.weight, self.dense1.bias), Map(self.dense2.weight)
 
     def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """See ``Block.share``."""
+        """See ``Block.share``.
+
+        :meta private:
+        """
         group = self.tensor_group
         first, last = maps
         if self.options.fused_bias_gelu and self.activation in _GELUS and first.bias is not None:
@@ -154,7 +163,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
         drop: SlicedDropout,
         following: nn.LayerNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Block.leaving``."""
+        """See ``Block.leaving``.
+
+        :meta private:
+        """
         norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
         return leaving(summed, self.dense2.bias, hidden, drop, norms, in_fp32=in_fp32)
 
