@@ -102,3 +102,18 @@ def device_milliseconds(step: Callable[[], Any], count: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
+
+
+def measured(milliseconds: float, flops: float) -> dict[str, float]:
+    """Returns a step's time, FLOPs a second and the peak of memory, as benchmarks print them.
+
+    Args:
+        milliseconds: of a step.
+        flops: that a rank computes in it.
+    """
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {
+        "ms": round(milliseconds, 1),
+        "tflops_per_rank": round(flops / milliseconds / 1e9, 2),
+        "gib": round(peak / 2**30, 1),
+    }

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 import torch
-from gpt import SIZES, Size, device_milliseconds, loss_of
+from gpt import SIZES, Size, device_milliseconds, loss_of, measured
 from kernels import kernel_milliseconds
 
 import smdistributed.modelparallel.torch as smp
@@ -109,7 +109,7 @@ def main() -> None:
     ms = statistics.median(device_milliseconds(step, options.steps))
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = size.flops_per_token * options.batch * size.length / smp.size()
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    step_figures = measured(slowest, flops)
     profiled = kernel_milliseconds(step) if options.profile else None
     if smp.rank() == 0:
         print(
@@ -117,9 +117,7 @@ def main() -> None:
                 {
                     **vars(options),
                     "ranks": smp.size(),
-                    "ms": round(slowest, 1),
-                    "tflops_per_rank": round(flops / slowest / 1e9, 2),
-                    "gib": round(peak / 2**30, 1),
+                    **step_figures,
                     "loss_first": round(losses[0].item(), 6),
                     "loss_last": round(losses[-1].item(), 6),
                     "built_seconds": round(built_seconds, 1),

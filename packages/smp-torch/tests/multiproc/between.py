@@ -55,6 +55,15 @@ def _start(run: Run) -> None:
     run.seen.append(torch.rand(()).item())  # the generator stands where it stands in one process
 
 
+def _frozen(run: Run) -> None:
+    run.net.first.weight.requires_grad_(False)
+    run.net.head.bias.requires_grad_(False)
+
+
+def _counted(run: Run) -> None:
+    run.seen.append(float(sum(each.grad is not None for each in run.net.parameters())))
+
+
 def _noise(run: Run) -> None:
     torch.manual_seed(run.number)
     for each in run.net.parameters():
@@ -225,6 +234,7 @@ PARAMETERS = {
         lambda each, gradient: gradient.div_(gradient.abs().max() + 1)
     ),
     "by sign": Loop(clear=lambda run: None, update=torch.no_grad()(_by_sign)),
+    "frozen later": Loop(gradients=_counted, after=_once(_frozen)),
     "pruned": Loop(after=_once(_pruned)),
     "pruned together": Loop(after=_once(_pruned_together)),
     "parametrized later": Loop(

@@ -15,8 +15,9 @@ from torch import nn
 from world import generator, start
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.testing import World, Worlds
+from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
@@ -264,6 +265,94 @@ def spoiled(way: Callable[..., Any]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def test_parameters_are_in_shards_again_after_errors(worlds: Worlds) -> None:
+    for compiled, plain in worlds.run(WORLDS["shards"], losses_around_errors):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+
+
+def losses_around_errors() -> list[list[float]]:
+    """Trains with and without compiled blocks; between steps calls fail, and are caught."""
+    return [interrupted(way) for way in (each_block, nothing)]
+
+
+class Pair(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Forked(nn.Module):
+    """Blocks that begin with the same layer, more than are gathered ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Pair(first) for _ in range(5))
+        self.rest = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.rest(x)
+
+
+def interrupted(way: Callable[..., Any]) -> list[float]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = Forked()
+    if way is each_block:
+        # A module of torch's own: the compiler skips its frames, and looks at what they call.
+        net.rest.compile(backend="aot_eager")
+    model = smp.DistributedModel(way(net, {"backend": "aot_eager", "fullgraph": True}))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    x = torch.ones(4, WIDTH)
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    @smp.step
+    def differ(x: torch.Tensor) -> torch.Tensor:
+        # What both begin with is gathered already when the ranks are seen to differ.
+        loss = net.blocks[4 * smp.rank()](x).sum()
+        model.backward(loss)
+        return loss
+
+    def expect_shards() -> None:
+        assert all(isinstance(each, ShardedParameter) for each in net.parameters())
+
+    losses = []
+    for _ in range(3):
+        losses.append(step(x).reduce_mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        expect_shards()
+        with pytest.raises(SMPError, match="in the same order"):
+            differ(x)
+        expect_shards()
+        with pytest.raises(SMPError, match="outside of a step function"):
+            net.blocks[0](x)
+        expect_shards()
+        with torch.no_grad():
+            losses.append(model(x).square().sum().item())
+        expect_shards()
+    if way is each_block:
+        assert not breaks()
+    return losses
+
+
+def breaks() -> dict[str, int]:
+    """Returns where the compiler gave up; nothing of the library's own is to be compiled."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
 
 
 class Writes(nn.Module):

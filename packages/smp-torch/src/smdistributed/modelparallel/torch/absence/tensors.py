@@ -187,7 +187,8 @@ def vacant(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def note_gradient(parameter: torch.Tensor) -> None:
     """Gives an absent parameter the gradient that it has on another rank."""
     assert isinstance(parameter, AbsentTensor)
-    parameter.absent.awaits_gradient = True
+    if parameter.absent.fake.requires_grad:  # a plan may be older than that it was frozen
+        parameter.absent.awaits_gradient = True
 
 
 def gradient_of(parameter: AbsentTensor) -> torch.Tensor | None:

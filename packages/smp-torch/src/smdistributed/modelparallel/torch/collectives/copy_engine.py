@@ -11,11 +11,12 @@ exchange knows that all have read what they needed in this one. So all exchanges
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.collectives.delegating import DelegatingCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
     MakeMemory,
@@ -29,7 +30,7 @@ _SMALLEST_BYTES = 1 << 20
 _ALIGNMENT = 256
 
 
-class CopyEngineCollectives:
+class CopyEngineCollectives(DelegatingCollectives):
     """Gathers and sums by copies, and leaves everything else to another backend.
 
     Args:
@@ -50,7 +51,7 @@ class CopyEngineCollectives:
         blaming: Callable[[], contextlib.AbstractContextManager[Any]],
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._make = make
         self._device = device
         self._synchronize = synchronize
@@ -59,15 +60,13 @@ class CopyEngineCollectives:
         self._memory: SymmetricMemory | None = None
         self._buffer_bytes = 0
         self._turn = 0
-        self.size = backend.size
-        self.rank = backend.rank
 
     def gather(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.gather``."""
         rest = tensor.shape[1:]
         counts = [size * rest.numel() for size in sizes]
         if not self._takes(tensor, max(counts)):
-            return self._backend.gather(tensor, sizes)
+            return super().gather(tensor, sizes)
         out = tensor.new_empty((sum(sizes), *rest))
         parts = [part.view(-1) for part in torch.split(out, list(sizes))]
         with self._blaming():
@@ -84,7 +83,7 @@ class CopyEngineCollectives:
     def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.scatter_sum``."""
         if not tensor.is_floating_point() or not self._takes(tensor, tensor.numel()):
-            return self._backend.scatter_sum(tensor, sizes)
+            return super().scatter_sum(tensor, sizes)
         parts = torch.split(tensor, list(sizes))
         own = parts[self.rank]
         item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
@@ -105,32 +104,6 @@ class CopyEngineCollectives:
             return own.clone()
         total: torch.Tensor = _summed(*(pulled[rank] for rank in range(self.size)))
         return total
-
-    def swap(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
-    ) -> list[torch.Tensor]:
-        """See ``Collectives.swap``."""
-        return self._backend.swap(parts, shapes)
-
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.exchange_rows``."""
-        return self._backend.exchange_rows(rows)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.sum``."""
-        return self._backend.sum(tensor)
-
-    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.from_first``."""
-        return self._backend.from_first(tensor)
-
-    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
-        """See ``Collectives.compare``."""
-        return self._backend.compare(numbers)
-
-    def compare_texts(self, text: str) -> list[str]:
-        """See ``Collectives.compare_texts``."""
-        return self._backend.compare_texts(text)
 
     def _takes(self, tensor: torch.Tensor, most: int) -> bool:
         """Whether buffers are for a tensor; the same answer on all ranks.

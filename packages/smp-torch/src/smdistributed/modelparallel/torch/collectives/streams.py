@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from smdistributed.modelparallel.torch.collectives.delegating import DelegatingCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 
 
@@ -97,7 +98,7 @@ class ExchangeStream:
         return torch.cuda.current_stream(self._device) == self._stream
 
 
-class OnOneStream:
+class OnOneStream(DelegatingCollectives):
     """Starts each exchange of a backend on one stream, and has its caller wait for it.
 
     Args:
@@ -106,21 +107,19 @@ class OnOneStream:
     """
 
     def __init__(self, backend: Collectives, stream: ExchangeStream) -> None:
-        self._backend = backend
+        super().__init__(backend)
         self._stream = stream
-        self.size = backend.size
-        self.rank = backend.rank
 
     def gather(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.gather``."""
         with self._stream.entered(tensor):
-            made = self._backend.gather(tensor, sizes)
+            made = super().gather(tensor, sizes)
         return self._awaited(made)
 
     def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.scatter_sum``."""
         with self._stream.entered(tensor):
-            made = self._backend.scatter_sum(tensor, sizes)
+            made = super().scatter_sum(tensor, sizes)
         return self._awaited(made)
 
     def swap(
@@ -128,35 +127,27 @@ class OnOneStream:
     ) -> list[torch.Tensor]:
         """See ``Collectives.swap``."""
         with self._stream.entered(*parts):
-            made = self._backend.swap(parts, shapes)
+            made = super().swap(parts, shapes)
         self._stream.wait(self._stream.mark(), made)
         return made
 
     def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.exchange_rows``."""
         with self._stream.entered(rows):
-            made = self._backend.exchange_rows(rows)
+            made = super().exchange_rows(rows)
         return self._awaited(made)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         with self._stream.entered(tensor):
-            made = self._backend.sum(tensor)
+            made = super().sum(tensor)
         return self._awaited(made)
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.from_first``."""
         with self._stream.entered(tensor):
-            made = self._backend.from_first(tensor)
+            made = super().from_first(tensor)
         return self._awaited(made)
-
-    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
-        """See ``Collectives.compare``."""
-        return self._backend.compare(numbers)
-
-    def compare_texts(self, text: str) -> list[str]:
-        """See ``Collectives.compare_texts``."""
-        return self._backend.compare_texts(text)
 
     def _awaited(self, made: torch.Tensor) -> torch.Tensor:
         self._stream.wait(self._stream.mark(), [made])

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.nn.blocks import Maps
-from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, SlicedDropout
+from smdistributed.modelparallel.torch.nn.blocks import Block, Maps
+from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
 from smdistributed.modelparallel.torch.nn.parts import (
     Projection,
     check_norms,
-    leaving,
     norm,
-    residual,
 )
 from smdistributed.modelparallel.torch.nn.scores import (
     Visible,
@@ -40,14 +38,13 @@ from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     sliced_linear,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
-    DistributedModule,
     require_divisible,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class DistributedAttentionLayer(DistributedModule):
+class DistributedAttentionLayer(Block):
     """Self- or cross-attention with its norms and residual sum; heads are split over the ranks.
 
     Forward and backward are collective: TP_GROUP.
@@ -152,16 +149,17 @@ class DistributedAttentionLayer(DistributedModule):
         if self.options.parallel_residual is not None:
             # The layer sums; with one norm for both blocks it hands that on.
             return branch, normed
-        return self._summed(branch, hidden)
+        return self._with_residual(branch, hidden)
 
     # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
 
-    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Block.entering``.
+    @property
+    def last(self) -> Projection:
+        """See ``Block.last``.
 
         :meta private:
         """
-        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        return self.dense
 
     def maps(self) -> Maps:
         """See ``Block.maps``; states are multiplied by one for queries, keys and values.
@@ -170,26 +168,12 @@ class DistributedAttentionLayer(DistributedModule):
         """
         return self._fused(self.query, self.key, self.value), Map(self.dense.weight)
 
-    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
+    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Block.share``.
 
         :meta private:
         """
         return self._share([given], maps, mask, given.sizes)
-
-    def leaving(
-        self,
-        summed: torch.Tensor,
-        hidden: torch.Tensor,
-        drop: SlicedDropout,
-        following: nn.LayerNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Block.leaving``.
-
-        :meta private:
-        """
-        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
-        return leaving(summed, self.dense.bias, hidden, drop, norms, in_fp32=in_fp32)
 
     def mask_of_all(self, mask: torch.Tensor | None, sizes: Sizes) -> torch.Tensor | None:
         """Returns the masks of the examples of all ranks, for the own heads.
@@ -206,16 +190,6 @@ class DistributedAttentionLayer(DistributedModule):
         if mask.shape[1] == self.num_attention_heads and mask.shape[1] > 1:
             mask = mask.chunk(group.size, dim=1)[group.rank]
         return mask
-
-    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
-        if self.dense.bias is not None:
-            summed = summed + self.dense.bias
-        dropped: torch.Tensor = self.dropout(summed)
-        return dropped
-
-    def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        in_fp32 = self.options.fp32_residual_addition
-        return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)
 
     def _maps_of_two(self) -> Maps:
         """Returns the maps of states, of the other states, and the last one."""

@@ -8,43 +8,68 @@ computation; the rest can be done for one slice while that is done for another.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
+from smdistributed.modelparallel.torch.nn.fused import bias_residual, bias_residual_norm
+from smdistributed.modelparallel.torch.nn.options import LayerOptions
+from smdistributed.modelparallel.torch.nn.parts import Projection, residual
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered, Map
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 #: Of a block: those that gathered examples are multiplied by, and last the one behind them.
 Maps = tuple[Map, ...]
 
 
-class Block(Protocol):
+class Block(DistributedModule):
     """A block that reads own examples and returns them.
 
     Attributes:
+        options: of the layer.
         dropout: of its output.
         pre_layernorm: what own examples are normed by before they are gathered, if they are.
+        layernorm: what it ends in, if that is a norm.
     """
 
+    options: LayerOptions
     dropout: nn.Dropout
     pre_layernorm: nn.LayerNorm | None
+    layernorm: nn.LayerNorm | None
 
-    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Own examples, as they came -> what is gathered."""
+    @property
+    def last(self) -> Projection:
+        """The map whose shares are summed.
+
+        :meta private:
+        """
+        raise NotImplementedError
 
     def maps(self) -> Maps:
-        """Returns the linear maps."""
+        """Returns the linear maps.
 
-    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None) -> torch.Tensor:
+        :meta private:
+        """
+        raise NotImplementedError
+
+    def share(self, given: Entered, maps: Maps, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Examples of all ranks -> the own share of a sum.
+
+        :meta private:
 
         Args:
             given: the examples.
             maps: the block's.
             mask: of the examples of all ranks, for the own heads.
         """
+        raise NotImplementedError
+
+    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Own examples, as they came -> what is gathered.
+
+        :meta private:
+        """
+        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def leaving(
         self,
@@ -55,9 +80,35 @@ class Block(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Own examples, the sum -> the output, and what the next block gathers.
 
+        :meta private:
+
         Args:
             summed: over the ranks.
             hidden: own examples, as they came.
             drop: drops elements.
             following: the norm at the beginning of the next block, if there is one.
         """
+        bias, post = self.last.bias, self.layernorm
+        in_fp32 = self.options.fp32_residual_addition and hidden.dtype != torch.float32
+        if bias is None or drop.is_active or in_fp32:
+            made = self._with_residual(drop(summed if bias is None else summed + bias), hidden)
+            return made, made if following is None else following(made)
+        first = post or following
+        if first is None:
+            made = bias_residual(summed, bias, hidden)
+            return made, made
+        norm = first.weight, first.bias, first.eps
+        total, normed = bias_residual_norm(summed, bias, hidden, *norm)
+        if post is None:
+            return total, normed
+        return normed, normed if following is None else following(normed)
+
+    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
+        """Returns what a sum adds to the own examples."""
+        bias = self.last.bias
+        dropped: torch.Tensor = self.dropout(summed if bias is None else summed + bias)
+        return dropped
+
+    def _with_residual(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        in_fp32 = self.options.fp32_residual_addition
+        return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)

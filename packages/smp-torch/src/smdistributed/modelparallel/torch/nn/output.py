@@ -13,16 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from smdistributed.modelparallel.torch.nn.blocks import Maps
-from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
+from smdistributed.modelparallel.torch.nn.blocks import Block, Maps
 from smdistributed.modelparallel.torch.nn.fused import bias_gelu
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
 from smdistributed.modelparallel.torch.nn.parts import (
     Projection,
     check_norms,
-    leaving,
     norm,
-    residual,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
@@ -34,7 +31,6 @@ from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     used_slice,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
-    DistributedModule,
     require_divisible,
 )
 
@@ -48,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _GELUS = {"gelu": "none", "gelu_new": "tanh"}
 
 
-class DistributedTransformerOutputLayer(DistributedModule):
+class DistributedTransformerOutputLayer(Block):
     """The feed-forward block of a transformer layer; its inner channels are split over the ranks.
 
     Forward and backward are collective: TP_GROUP.
@@ -121,18 +117,19 @@ class DistributedTransformerOutputLayer(DistributedModule):
             given = entered(group, self.entering(hidden), sizes)
             share = self.share(given, self.maps())
             branch = self._branch(leave(group, share, sizes))
-        return (
-            branch if self.options.parallel_residual is not None else self._summed(branch, hidden)
-        )
+        if self.options.parallel_residual is not None:
+            return branch
+        return self._with_residual(branch, hidden)
 
     # ------------------------------------------------- the parts of a block (see ``nn.blocks``)
 
-    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Block.entering``.
+    @property
+    def last(self) -> Projection:
+        """See ``Block.last``.
 
         :meta private:
         """
-        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+        return self.dense2
 
     def maps(self) -> Maps:
         """See ``Block.maps``.
@@ -155,26 +152,3 @@ class DistributedTransformerOutputLayer(DistributedModule):
         else:
             inner = ACTIVATIONS[self.activation](entered_linear(group, given, first))
         return sliced_linear(group, inner, *last)
-
-    def leaving(
-        self,
-        summed: torch.Tensor,
-        hidden: torch.Tensor,
-        drop: SlicedDropout,
-        following: nn.LayerNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Block.leaving``.
-
-        :meta private:
-        """
-        norms, in_fp32 = (self.layernorm, following), self.options.fp32_residual_addition
-        return leaving(summed, self.dense2.bias, hidden, drop, norms, in_fp32=in_fp32)
-
-    def _branch(self, summed: torch.Tensor) -> torch.Tensor:
-        assert self.dense2.bias is not None
-        branch: torch.Tensor = self.dropout(summed + self.dense2.bias)
-        return branch
-
-    def _summed(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        in_fp32 = self.options.fp32_residual_addition
-        return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)

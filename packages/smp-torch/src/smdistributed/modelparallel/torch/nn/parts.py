@@ -7,8 +7,6 @@ import math
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
-from smdistributed.modelparallel.torch.nn.fused import bias_residual, bias_residual_norm
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Initialise
 
 
@@ -95,40 +93,6 @@ def residual(
         return total.to(hidden.dtype)
     total = branch + hidden
     return total if post is None else post(total)
-
-
-def leaving(
-    summed: torch.Tensor,
-    bias: torch.Tensor | None,
-    hidden: torch.Tensor,
-    drop: SlicedDropout,
-    norms: tuple[nn.LayerNorm | None, nn.LayerNorm | None],
-    *,
-    in_fp32: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what a block gives, and what the next one gathers; see ``Block.leaving``.
-
-    Args:
-        summed: over the ranks.
-        bias: of that.
-        hidden: the block's raw input.
-        drop: drops elements.
-        norms: the one that this block ends in, and the one that the next begins with.
-        in_fp32: the residual sum is in single precision.
-    """
-    post, following = norms
-    if bias is None or drop.is_active or (in_fp32 and hidden.dtype != torch.float32):
-        branch = drop(summed if bias is None else summed + bias)
-        made = residual(branch, hidden, post, in_fp32=in_fp32)
-        return made, made if following is None else following(made)
-    first = post or following
-    if first is None:
-        made = bias_residual(summed, bias, hidden)
-        return made, made
-    total, normed = bias_residual_norm(summed, bias, hidden, first.weight, first.bias, first.eps)
-    if post is None:
-        return total, normed
-    return normed, normed if following is None else following(normed)
 
 
 def _filled(size: int, initialise: Initialise) -> torch.Tensor:

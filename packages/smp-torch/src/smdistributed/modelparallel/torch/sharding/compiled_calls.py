@@ -26,7 +26,7 @@ class CompiledCalls:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self._given: list[_Given] = []
+        self._given: list[tuple[nn.Module, _Given]] = []
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
         """Takes the modules that run compiled now, in place of former ones."""
@@ -40,7 +40,8 @@ class CompiledCalls:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         given: _Given = []
-        self._given.append(given)  # first of all: ``_leave`` is called also when the rest raises
+        # First of all: ``_leave`` is called also when the rest raises.
+        self._given.append((module, given))
         for parameter in module.parameters():
             if isinstance(parameter, ShardedParameter):
                 shard = parameter.shard
@@ -51,8 +52,10 @@ class CompiledCalls:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not self._given or self._given[-1][0] is not module:
+            return  # something else raised before ``_enter`` was called
         written = []
-        for parameter, version in self._given.pop():
+        for parameter, version in self._given.pop()[1]:
             if parameter._version != version:
                 written.append(parameter.shard.name)
             parameter.__class__ = ShardedParameter

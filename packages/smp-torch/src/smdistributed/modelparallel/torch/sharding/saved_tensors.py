@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
+from smdistributed.modelparallel.torch.compat.private.compiled import never_compiled
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 from smdistributed.modelparallel.torch.sharding.unit import Unit
@@ -52,6 +53,7 @@ def saving_places(homes: Sequence[Gathered]) -> Iterator[SavingHooks]:
         yield KEEPING
         return
 
+    @never_compiled
     def pack(tensor: torch.Tensor) -> Any:
         key = None
         if isinstance(tensor, ShardedParameter):

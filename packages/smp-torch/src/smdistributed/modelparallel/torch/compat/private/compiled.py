@@ -8,10 +8,13 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _wrapper_class() -> Any:
@@ -80,7 +83,7 @@ class AroundCompiled:
     Args:
         module: compiled in place.
         enter: called before, with the module and its positional arguments.
-        leave: called after, also when the call raises; with the result as well.
+        leave: called after, also when either raises, as hooks are; with the result as well.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class AroundCompiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the compiled call."""
         result = None
-        self._enter(self._module, args)
         try:
+            self._enter(self._module, args)
             result = self.call(*args, **kwargs)
             return result
         finally:
@@ -121,7 +124,7 @@ def around_compiled(
     Args:
         module: compiled in place, or the wrapper of a compiled one.
         enter: called before, with the module and its positional arguments.
-        leave: called after, also when the call raises; with the result as well.
+        leave: called after, also when either raises; with the result as well.
 
     Returns:
         handles, whose ``remove`` ends that.
@@ -137,6 +140,18 @@ def hooked(module: nn.Module, enter: Callable[..., None], leave: Callable[..., N
         module.register_forward_pre_hook(enter),
         module.register_forward_hook(leave, always_call=True),
     ]
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Returns a function that a compiler leaves alone where code that it compiles calls it.
+
+    Of a module of torch's own it skips the frames, and would take the first one of somebody else's
+    that runs below: a hook of autograd's, for one.
+    """
+    if "torch._dynamo" not in sys.modules:  # seconds to import, and nobody compiles yet
+        return function
+    left_alone: _Function = torch.compiler.disable(function)
+    return left_alone
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
