@@ -150,7 +150,7 @@ def never_compiled(function: _Function) -> _Function:
     """
     if "torch._dynamo" not in sys.modules:  # seconds to import, and nobody compiles yet
         return function
-    left_alone: _Function = torch.compiler.disable(function)
+    left_alone: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left_alone
 
 
