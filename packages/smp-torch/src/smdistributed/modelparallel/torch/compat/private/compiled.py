@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
