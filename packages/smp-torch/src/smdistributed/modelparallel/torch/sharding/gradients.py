@@ -1,8 +1,8 @@
 """Gradients of sharded parameters: sums over the ranks, of which each rank keeps its blocks.
 
 In each backward pass a parameter's gradient is taken when autograd has it, and goes to the ranks
-that have its blocks: once ``sdp_reduce_bucket_size`` elements of complete units have come together,
-and the rest when the pass ends. Blocks are summed in fp32, over ranks and over microbatches; at the
+that have its blocks: once enough elements of complete units have come together, at most
+``sdp_reduce_bucket_size``, and the rest when the pass ends. Blocks are summed in fp32, over ranks and over microbatches; at the
 end of a step they are averaged with those of other sharding groups.
 
 Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
@@ -30,6 +30,9 @@ from smdistributed.modelparallel.torch.sharding.unit import Unit
 
 #: Reductions whose memory is kept while later gradients are computed, at most.
 _MOST_STARTED = 1
+#: Elements of complete units that are worth a message: of half precision, the links of a host are
+#: busy for a millisecond with as many. Waiting for more would only keep more memory.
+_ENOUGH = 1 << 26
 #: What a wish to reduce complete units begins with.
 _REDUCE = 2
 _BITS = 32
@@ -134,7 +137,8 @@ class ShardedGradients:
 
     def _reduce_early(self) -> None:
         size = sum(self._units[number].num_elements for number in self._complete)
-        if not self._overlapping or not self._is_common or size < self._bucket_elements:
+        enough = min(self._bucket_elements, _ENOUGH)
+        if not self._overlapping or not self._is_common or size < enough:
             return
         wish = (_REDUCE, len(self._complete), zlib.crc32(repr(self._complete).encode()))
         if self._agreement.meet(Required.NOTHING, 0, wish) == wish:

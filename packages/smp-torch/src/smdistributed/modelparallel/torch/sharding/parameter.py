@@ -103,6 +103,7 @@ class Shard:
 
     @gradient.setter
     def gradient(self, gradient: torch.Tensor | None) -> None:
+        self._seen = None  # it would keep the block alive
         if self.is_wide:
             self._wide = gradient
         else:
