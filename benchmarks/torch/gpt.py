@@ -105,15 +105,23 @@ def device_milliseconds(step: Callable[[], Any], count: int) -> list[float]:
 
 
 def measured(milliseconds: float, flops: float) -> dict[str, float]:
-    """Returns a step's time, FLOPs a second and the peak of memory, as benchmarks print them.
+    """Returns a step's time, FLOPs a second and memory, as benchmarks print them.
+
+    ``gib`` is the peak of what tensors took, ``outside_gib`` what the GPU holds besides what
+    PyTorch has reserved for them: its context, buffers of NCCL, memory that other GPUs read.
 
     Args:
         milliseconds: of a step.
         flops: that a rank computes in it.
     """
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    peak = outside = 0
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
     return {
         "ms": round(milliseconds, 1),
         "tflops_per_rank": round(flops / milliseconds / 1e9, 2),
         "gib": round(peak / 2**30, 1),
+        "outside_gib": round(outside / 2**30, 1),
     }

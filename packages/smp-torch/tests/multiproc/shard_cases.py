@@ -393,7 +393,8 @@ def case_a_rank_keeps_its_share() -> None:
         each.shard.values.untyped_storage().data_ptr(): each.shard.values.untyped_storage().nbytes()
         for each in model.parameters()
     }
-    assert sum(memory.values()) == 4 * rows
+    # Memory that others read is aligned.
+    assert 0 <= sum(memory.values()) - 4 * rows <= 256 * len(home.units)
     assert all(each.untyped_storage().nbytes() == 4 for each in _vacant(model))
     optimizer.step()
     state = sum(
@@ -727,7 +728,8 @@ def gathered_between_hosts() -> None:
 
     from smdistributed.modelparallel.common.topology import Topology
     from smdistributed.modelparallel.torch.sharding.groups import build_groups
-    from smdistributed.modelparallel.torch.sharding.transport import gather_shards, is_hierarchical
+    from smdistributed.modelparallel.torch.sharding.shard_memory import gather_shards
+    from smdistributed.modelparallel.torch.sharding.transport import is_hierarchical
 
     assert is_hierarchical("aabb")
     assert not is_hierarchical("abab")
@@ -743,6 +745,7 @@ def gathered_between_hosts() -> None:
             lambda members: dist.new_group(list(members)),
             lambda members, doing: contextlib.nullcontext(),
             hosts,
+            lambda group, collectives: None,
         )
         assert (groups.within_host is None) is (hosts is None)
         shards = torch.empty(4, 3)

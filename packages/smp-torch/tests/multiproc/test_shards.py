@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import read_cases
 import shard_cases
 import shard_population
 from world import run, world_of
@@ -155,3 +156,59 @@ def hierarchical() -> None:
 
 def test_gathering_between_hosts(worlds: Worlds) -> None:
     run(worlds, COMBINED["tp2-sdp2"], hierarchical)
+
+
+def run_read(name: str) -> None:
+    read_cases.shards(name)
+
+
+#: All but what ranks may do that read.
+READING = [case for case in shard_cases.CASES if case != "ranks_that_differ_are_told"]
+#: Of these, what runs by default.
+READ = ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps", "tied")
+
+
+@read_cases.by_files
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in READ else pytest.mark.slow) for case in READING],
+)
+def test_shards_that_are_read(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["sdp2-little"], run_read, case)
+
+
+@read_cases.by_files
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*READING, "nobody_writes", "read_less"])
+def test_four_ranks_that_read(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["sdp4"], run_read_or_else, case)
+
+
+def run_read_or_else(name: str) -> None:
+    bodies = {
+        "nobody_writes": read_cases.nobody_writes_what_others_read,
+        "read_less": read_cases.ranks_may_read_less,
+    }
+    bodies[name]() if name in bodies else read_cases.shards(name)
+
+
+@read_cases.by_files
+@pytest.mark.parametrize("case", ["nobody_writes", "read_less"])
+def test_when_ranks_read(worlds: Worlds, case: str) -> None:
+    run(worlds, WORLDS["sdp2-little"], run_read_or_else, case)
+
+
+@read_cases.by_files
+@pytest.mark.parametrize("case", [*shard_cases.HALF, *shard_cases.FP16])
+def test_half_precision_that_is_read(worlds: Worlds, case: str) -> None:
+    run(worlds, sharded(2, 2, fp16=True), run_read, case)
+
+
+@read_cases.by_files
+@pytest.mark.slow
+def test_a_population_that_reads_is_exact_or_refused(worlds: Worlds) -> None:
+    found = run(worlds, WORLDS["sdp2-little"], read_cases.survey, timeout=280)[0]
+    print(found)
+    assert not found["wrong"]
+    assert found["refused"] == ["data_writes", "reads", "writes"]
+    assert sum(found["counts"].values()) == 324

@@ -152,10 +152,11 @@ class _WholeModelFunctions:
         models = self._runtime.live_models()
         split = {id(each) for model in models for each in model.split_parameters()}
         if self._runtime.sharding_groups is not None:
+            speaks = who_speaks(models)
             gradients = [
                 (each, gradient)
                 for each, gradient in gradients
-                if each is None or speaks_for(models, each, is_slice=id(each) in split)
+                if each is None or speaks(each, id(each) in split)
             ]
         return norm_over_ranks(
             self._runtime,
@@ -167,13 +168,23 @@ class _WholeModelFunctions:
         )
 
 
-def speaks_for(models: Iterable[Model], parameter: torch.Tensor, *, is_slice: bool) -> bool:
-    """Tells whether this rank is the first of those that have the same of a parameter."""
-    return any(
-        model.data_parallel.speaks_for(parameter, is_slice=is_slice)
-        for model in models
-        if any(parameter is each for each in model.parameters())
-    )
+def who_speaks(models: Iterable[Model]) -> Callable[[torch.Tensor, bool], bool]:
+    """Returns what tells whether this rank is the first of those that have the same of a parameter.
+
+    It takes the parameter, and whether that is a slice.
+    """
+    homes: dict[int, list[Model]] = {}
+    for model in models:
+        for each in model.parameters():
+            homes.setdefault(id(each), []).append(model)
+
+    def speaks(parameter: torch.Tensor, is_slice: bool) -> bool:
+        return any(
+            model.data_parallel.speaks_for(parameter, is_slice=is_slice)
+            for model in homes.get(id(parameter), ())
+        )
+
+    return speaks
 
 
 def _plain(parameter: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class Shards:
                 passes=passes,
                 num_copies=(topology.dp_size, topology.rdp_size),
             ),
+            runtime.device,
             may_gather=_method_or_false(self._may_gather),
             has_begun=_method_or_false(self._arm),
         )
@@ -90,7 +91,7 @@ class Shards:
             replicas.broadcast([values], 0)
             return values
 
-        self.model.take(list(parameters), slices, self._runtime.device, whole)
+        self.model.take(list(parameters), slices, whole)
 
     def enter_pass(self) -> None:
         """Starts a backward pass of a step."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.tensors import multiply_all, norms_of_all
-from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks, speaks_for
+from smdistributed.modelparallel.torch.gradients.norm import norm_over_ranks, who_speaks
 from smdistributed.modelparallel.torch.precision import fused_update
 from smdistributed.modelparallel.torch.precision.casting import half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
@@ -122,23 +122,19 @@ class MasterUpdate:
         """
         self.take_gradients()
         slices = {id(each) for model in self._models() for each in model.split_parameters()}
+        is_whole = self._runtime.sharding_groups is None
+        speaks = None if is_whole else who_speaks(self._runtime.live_models())
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for group in self._optimizer.param_groups:
             for each in group["params"]:
                 parameter = self.store.parameter_of(each)
                 is_slice = id(parameter) in slices
-                if each.grad is not None and self._counts(parameter, is_slice):
+                if each.grad is not None and (speaks is None or speaks(parameter, is_slice)):
                     tensors[is_slice].append(each.grad)
         norm = norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]
         nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
         return norm
-
-    def _counts(self, parameter: torch.Tensor, is_slice: bool) -> bool:
-        """Tells whether this rank gives what it has of a gradient to the norm of all."""
-        if self._runtime.sharding_groups is None:
-            return True
-        return speaks_for(self._runtime.live_models(), parameter, is_slice=is_slice)
 
     @torch.no_grad()
     def _take(self) -> None:

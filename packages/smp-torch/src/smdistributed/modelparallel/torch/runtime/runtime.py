@@ -44,6 +44,8 @@ from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -52,6 +54,7 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
+from smdistributed.modelparallel.torch.runtime.readable_memory import readable_memory
 from smdistributed.modelparallel.torch.runtime.tensor_exchange import build_tensor_group
 from smdistributed.modelparallel.torch.sharding.groups import build_groups
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
@@ -229,7 +232,7 @@ def start(
             device,
             data_plane_timeout(timeout_seconds),
         ),
-        sharding_groups=_sharding_groups(settings, topology, transport.rank, peers),
+        sharding_groups=_sharding_groups(settings, topology, transport.rank, peers, device),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
     )
@@ -356,13 +359,18 @@ def _process_groups(
 
 
 def _sharding_groups(
-    settings: Config, topology: Topology, rank: int, peers: Peers
+    settings: Config, topology: Topology, rank: int, peers: Peers, device: torch.device
 ) -> ShardingGroups | None:
     """Returns the groups of sharded data parallelism. Collective: WORLD."""
     degree = settings.sharded_data_parallel_degree
     if degree == 1:
         return None
     timeout = data_plane_timeout(settings.communication_timeout)
+
+    def readable(group: dist.ProcessGroup, collectives: Collectives) -> MakeMemory | None:
+        what = "ranks of a sharding group get parameters"
+        return readable_memory(group, collectives, device, peers.hosts[rank], timeout, what)
+
     with peers.connecting():
         return build_groups(
             topology,
@@ -371,6 +379,7 @@ def _sharding_groups(
             lambda members: dist.new_group(list(members), timeout=timeout),
             peers.blaming,
             peers.hosts if settings.sdp_hierarchical_allgather else None,
+            readable,
         )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,18 +19,10 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream, OnOneStream
-from smdistributed.modelparallel.torch.collectives.symmetric_memory import SymmetricMemory, why_not
-from smdistributed.modelparallel.torch.compat.private.symmetric import SymmetricBuffer
 from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.runtime.readable_memory import readable_memory
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-
-logger = logging.getLogger(__name__)
-
-#: ``0`` has GPUs exchange tensors by NCCL even where they could read each other's memory.
-COPY_ENGINE_VARIABLE = "SMP_COPY_ENGINE"
-
-_Blaming = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def build_tensor_group(
@@ -64,9 +54,8 @@ def build_tensor_group(
     collectives: Collectives = ProcessGroupCollectives(own, blaming)
     stream = ExchangeStream(device)
     if device.type == "cuda":
-        place = _place(peers.hosts[rank], device)
         with stream.entered():
-            collectives = _fastest(collectives, own, device, blaming, place, timeout)
+            collectives = _fastest(collectives, own, device, blaming, peers.hosts[rank], timeout)
     return TensorGroup(
         ShapesOfFakes(OnOneStream(collectives, stream)),
         random,
@@ -80,27 +69,14 @@ def _fastest(
     backend: Collectives,
     group: dist.ProcessGroup,
     device: torch.device,
-    blaming: _Blaming,
-    place: str,
+    blaming: Callable[[], contextlib.AbstractContextManager[Any]],
+    host: str,
     timeout: timedelta,
 ) -> Collectives:
     """Returns what exchanges tensors of GPUs the fastest here. Collective: TP_GROUP."""
-
-    def make(size_bytes: int) -> SymmetricMemory:
-        return SymmetricBuffer(size_bytes, device, group, timeout.total_seconds())
-
-    synchronize = functools.partial(torch.cuda.synchronize, device)
-    reason = why_not(make, backend, place, synchronize)
-    if backend.rank == 0:
-        how = f"NCCL: {reason}" if reason else "copies from each other's memory"
-        logger.info("tensor-parallel ranks exchange tensors by %s.", how)
-    if reason:
+    what = "tensor-parallel ranks exchange tensors"
+    make = readable_memory(group, backend, device, host, timeout, what)
+    if make is None:
         return backend
+    synchronize = functools.partial(torch.cuda.synchronize, device)
     return CopyEngineCollectives(backend, make, device, synchronize, blaming)
-
-
-def _place(host: str, device: torch.device) -> str:
-    """Returns what names a host and a GPU; empty if memory is not to be read by others."""
-    if not host or os.environ.get(COPY_ENGINE_VARIABLE) == "0":
-        return ""
-    return f"{host.replace(' ', '_')} {torch.cuda.get_device_properties(device).uuid}"

@@ -21,8 +21,10 @@ class Required(enum.IntEnum):
     """What a rank cannot go on without."""
 
     NOTHING = 0
-    GATHER = 1
-    END_OF_PASS = 2
+    BEGIN = 1
+    GATHER = 2
+    END_OF_PASS = 3
+    END = 4
 
 
 #: Numbers that a wish beyond what is required may have.

@@ -2,8 +2,8 @@
 
 In each backward pass a parameter's gradient is taken when autograd has it, and goes to the ranks
 that have its blocks: once enough elements of complete units have come together, at most
-``sdp_reduce_bucket_size``, and the rest when the pass ends. Blocks are summed in fp32, over ranks and over microbatches; at the
-end of a step they are averaged with those of other sharding groups.
+``sdp_reduce_bucket_size``, and the rest when the pass ends. Blocks are summed in fp32, over ranks
+and over microbatches; at the end of a step they are averaged with those of other sharding groups.
 
 Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
 """

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, is_hierarchical
 
 Members = tuple[int, ...]
@@ -28,6 +30,7 @@ def build_groups(
     new_group: Callable[[Members], dist.ProcessGroup],
     blaming: Callable[[Members, str], AbstractContextManager[Any]],
     hosts: Sequence[object] | None,
+    readable: Callable[[dist.ProcessGroup, Collectives], MakeMemory | None],
 ) -> ShardingGroups:
     """Makes all groups, in one order on all ranks, and returns the own ones. Collective: WORLD.
 
@@ -38,6 +41,8 @@ def build_groups(
         new_group: makes one of torch's.
         blaming: gives a context in which errors of torch name ranks, for what is being done.
         hosts: of each rank; None to gather without regard to hosts.
+        readable: gives what makes memory that the ranks of a group read from each other, if they
+            can; it gets torch's group, and what talks in it.
     """
 
     def own(kinds: Sequence[Members]) -> tuple[Members, dist.ProcessGroup]:
@@ -72,17 +77,19 @@ def build_groups(
             withins += [tuple(part) for part in parts.values()]
             acrosses += [tuple(row) for row in zip(*parts.values(), strict=True)]
         within, across = own(withins)[1], own(acrosses)[1]
+    collectives = ProcessGroupCollectives(
+        reducing, lambda: blaming(members, "sharing parameters and gradients with")
+    )
     return ShardingGroups(
         members,
         members.index(rank),
         gathering,
-        ProcessGroupCollectives(
-            reducing, lambda: blaming(members, "sharing parameters and gradients with")
-        ),
+        collectives,
         within,
         across,
         with_copies(CommGroup.DP_GROUP),
         with_copies(CommGroup.RDP_GROUP),
+        readable(gathering, collectives),
         lambda doing: blaming(members, doing),
     )
 

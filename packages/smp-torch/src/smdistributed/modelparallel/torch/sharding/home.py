@@ -15,15 +15,22 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
 from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients
-from smdistributed.modelparallel.torch.sharding.layout import group_names
+from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
 from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
 from smdistributed.modelparallel.torch.sharding.residency import Residency
+from smdistributed.modelparallel.torch.sharding.shard_memory import shard_memory
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
 #: A unit has at most this part of what may be gathered, and of the model, so that some fit.
 _PART_OF_LIMIT = 4
 _PART_OF_MODEL = 8
+_DOING = {
+    Required.NOTHING: "waits",
+    Required.BEGIN: "begins a step or a call of the model",
+    Required.END_OF_PASS: "is done with a backward pass",
+    Required.END: "is done with a step or a call of the model",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ class ShardedModel:
     Args:
         groups: who exchanges.
         options: how.
+        device: where the parameters are.
         may_gather: tells whether the model runs, so that parameters are used by all ranks.
         has_begun: called before the first gradient of a backward pass.
 
@@ -63,6 +71,7 @@ class ShardedModel:
         self,
         groups: ShardingGroups,
         options: ShardingOptions,
+        device: torch.device,
         may_gather: Callable[[], bool],
         has_begun: Callable[[], object],
     ) -> None:
@@ -70,7 +79,8 @@ class ShardedModel:
         self._options = options
         self._may_gather = may_gather
         agreement = Agreement(groups.collectives, groups.members, self._describe)
-        self.residency = Residency(groups, agreement, options.most_live)
+        memory = shard_memory(groups, device)
+        self.residency = Residency(memory, device, agreement, options.most_live)
         self.gradients = ShardedGradients(
             groups,
             agreement,
@@ -94,17 +104,15 @@ class ShardedModel:
         self,
         named: Sequence[tuple[str, nn.Parameter]],
         slices: Mapping[str, object],
-        device: torch.device,
         whole: Callable[[str, nn.Parameter], torch.Tensor],
     ) -> None:
         """Cuts parameters, and lets what is not of this rank go, one at a time.
 
-        Collective: as ``whole``.
+        Collective: the sharding group, and as ``whole``.
 
         Args:
             named: the parameters with their names, in the order of the model; each once.
             slices: has the names of those that are slices.
-            device: where the shards are.
             whole: gives the values of one, the same on all ranks that hold it.
         """
         parameters = dict(named)
@@ -114,25 +122,31 @@ class ShardedModel:
         def kind(name: str) -> tuple[torch.dtype, bool]:
             return parameters[name].dtype, name in slices
 
-        for names in group_names([(name, each.numel()) for name, each in named], budget):
-            for (_, is_sliced), group in itertools.groupby(sorted(names, key=_stable(kind)), kind):
-                chosen = [(name, parameters[name]) for name in group]
-                unit = Unit(
-                    len(self.units),
-                    chosen,
-                    self._groups.degree,
-                    self._groups.index,
-                    device,
-                    is_sliced,
-                )
-                for place, (name, parameter) in enumerate(chosen):
-                    unit.take(place, whole(name, parameter), self)
-                self.residency.units.append(unit)
+        kinds = [
+            [(name, parameters[name]) for name in group]
+            for names in group_names([(name, each.numel()) for name, each in named], budget)
+            for _, group in itertools.groupby(sorted(names, key=_stable(kind)), kind)
+        ]
+        layouts = [
+            UnitLayout(tuple(tuple(each.shape) for _, each in chosen), self._groups.degree)
+            for chosen in kinds
+        ]
+        dtypes = [chosen[0][1].dtype for chosen in kinds]
+        shards = self.residency.shard_memory.take(
+            [(layout.width, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+        )
+        for chosen, layout, shard in zip(kinds, layouts, shards, strict=True):
+            is_sliced = chosen[0][0] in slices
+            number = len(self.units)
+            unit = Unit(number, chosen, layout, self._groups.index, is_sliced, shard)
+            for place, (name, parameter) in enumerate(chosen):
+                unit.take(place, whole(name, parameter), self)
+            self.residency.units.append(unit)
 
     def _describe(self, kind: Required, number: int) -> str:
         if kind is Required.GATHER:
             return f"uses {self.units[number].names[0]}"
-        return "is done with a backward pass" if kind is Required.END_OF_PASS else "waits"
+        return _DOING[kind]
 
     # ------------------------------------------------------------------ use
 
@@ -175,10 +189,11 @@ class ShardedModel:
     # ------------------------------------------------------------------ steps
 
     def begin(self) -> None:
-        """Starts a step, or a call outside of steps."""
+        """Starts a step, or a call outside of steps. Collective: the sharding group."""
         self._is_in_pass = False
-        self.residency.begin()
-        self.gradients.begin()
+        if self.units:
+            self.residency.begin()
+            self.gradients.begin()
 
     def enter_pass(self) -> None:
         """Starts a backward pass."""
@@ -203,11 +218,11 @@ class ShardedModel:
         self.residency.empty()
 
     def close(self, *, failed: bool) -> None:
-        """Lets all that is gathered go."""
+        """Lets all that is gathered go. Collective: the sharding group, unless it failed."""
         if failed:
             self.residency.abandon()
-        else:
-            self.residency.empty()
+        elif self.units:
+            self.residency.end()
 
     # ------------------------------------------------------------------ memory
 

@@ -84,9 +84,19 @@ class UnitLayout:
             shards: of all ranks. Shape: (degree, width).
         """
         for rank in range(self.degree):
-            for number, (part, start) in enumerate(self.places(rank)):
-                flat = shards[rank, start : start + part.num_elements]
-                yield number, part, flat.view(part.sizes)
+            yield from self.blocks_of(rank, shards[rank])
+
+    def blocks_of(
+        self, rank: int, shard: torch.Tensor
+    ) -> Iterator[tuple[int, Rectangle, torch.Tensor]]:
+        """Yields number of the parameter, block and view of it, of one rank.
+
+        Args:
+            rank: whose.
+            shard: of that rank. Shape: (width,).
+        """
+        for number, (part, start) in enumerate(self.places(rank)):
+            yield number, part, shard[start : start + part.num_elements].view(part.sizes)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Returns the whole parameters in a flat tensor that holds them one after another."""

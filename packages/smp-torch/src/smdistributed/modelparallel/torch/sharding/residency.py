@@ -1,5 +1,8 @@
 """Which units are whole on this rank now, and which will be needed next.
 
+Shards are read only between the beginning of a step, or of a call outside of steps, and its end:
+both are agreed on, so that no rank writes to what another one reads.
+
 A unit is gathered when something uses one of its parameters, and stays until its memory is needed:
 then the one that goes is used last, as far as the order of the last step tells. In that order units
 are also gathered ahead, as many as ``sdp_max_live_parameters`` leaves room for.
@@ -16,8 +19,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.shard_memory import ShardMemory
 from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
-from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, gather_shards
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
 #: Units that are gathered ahead at most.
@@ -31,19 +34,28 @@ class Residency:
     """The gathered units of one model.
 
     Args:
-        groups: who exchanges.
+        shard_memory: where the shards are.
+        device: where the units become whole.
         agreement: with the ranks of the sharding group.
         most_elements: that may be gathered at a time; a larger unit is gathered alone.
 
     Attributes:
+        shard_memory: where the shards are.
         units: of the model, by number.
         owner_of: unit by what its gathered memory is known by.
         live: elements that are gathered now, or on their way.
         most_live: the most that were, since the rank started.
     """
 
-    def __init__(self, groups: ShardingGroups, agreement: Agreement, most_elements: int) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        shard_memory: ShardMemory,
+        device: torch.device,
+        agreement: Agreement,
+        most_elements: int,
+    ) -> None:
+        self.shard_memory = shard_memory
+        self._device = device
         self._agreement = agreement
         self._most_elements = most_elements
         self.units: list[Unit] = []
@@ -60,8 +72,12 @@ class Residency:
         self._position = 0
 
     def begin(self) -> None:
-        """Starts a step: what it uses is expected to be what the last one used."""
+        """Starts a step: what it uses is expected to be what the last one used.
+
+        Collective: the sharding group.
+        """
         self.empty()
+        self._meet(Required.BEGIN)
         self._expected, self._order = self._order, []
         self._places = {}
         for place, number in enumerate(self._expected):
@@ -93,20 +109,34 @@ class Residency:
         self._latest = number
         self._follow(number)
         if unit.memory is None and number not in self._coming:
-            ahead = self._ahead(unit.num_elements)
-            agreed = self._agreement.meet(
-                Required.GATHER, number, (_GATHER_AHEAD, *ahead) if ahead else ()
-            )
+            agreed = self._agreed(Required.GATHER, number, self._ahead(unit.num_elements))
             self._make_room(unit.num_elements)
             self._start(number)
             self._start_all(agreed)
         elif ahead := self._ahead(0):
-            self._start_all(self._agreement.meet(Required.NOTHING, 0, (_GATHER_AHEAD, *ahead)))
+            self._start_all(self._agreed(Required.NOTHING, 0, ahead))
         if number in self._coming:
             key = unit.fill(self._arrived(number))
             self.owner_of[key], self._key_of[number] = unit, key
         assert unit.memory is not None
         return unit.memory
+
+    def _agreed(self, required: Required, number: int, ahead: Sequence[int]) -> Sequence[int]:
+        """Returns the units that are gathered ahead, now that one is required, or nothing is."""
+        if not self.shard_memory.is_common:
+            return ahead
+        wish = (_GATHER_AHEAD, *ahead) if ahead else ()
+        return self._agreement.meet(required, number, wish)[1:]
+
+    def _meet(self, what: Required) -> None:
+        """Waits until all ranks begin or end what reads shards; on the device, too."""
+        self._agreement.meet(what)
+        self._beside.run(self._device, self.shard_memory.barrier, ()).wait()
+
+    def end(self) -> None:
+        """Ends a step: nobody reads shards any more. Collective: the sharding group."""
+        self.empty()
+        self._meet(Required.END)
 
     def empty(self) -> None:
         """Lets all units go."""
@@ -134,14 +164,9 @@ class Residency:
         unit = self.units[number]
         self.live += unit.num_elements
         self.most_live = max(self.most_live, self.live)
-        shards = unit.shard.new_empty((self._groups.degree, unit.shard.numel()))
         memory = unit.shard.new_empty(unit.num_elements)
-
-        def gather() -> None:
-            gather_shards(self._groups, unit.shard, shards)
-            unit.lay_out(shards, memory)
-
-        self._coming[number] = memory, self._beside.run(memory.device, gather, [shards, memory])
+        gather, used = self.shard_memory.gathering(unit, memory)
+        self._coming[number] = memory, self._beside.run(self._device, gather, [memory, *used])
 
     def _arrived(self, number: int) -> torch.Tensor:
         memory, gathering = self._coming.pop(number)
@@ -149,8 +174,8 @@ class Residency:
         return memory
 
     def _start_all(self, agreed: Sequence[int]) -> None:
-        """Gathers ahead what all ranks agreed on, after the number that says so."""
-        for number in agreed[1:]:
+        """Gathers ahead what all ranks agreed on."""
+        for number in agreed:
             if self.units[number].memory is None and number not in self._coming:
                 self._make_room(self.units[number].num_elements, self._next_use(number))
                 self._start(number)

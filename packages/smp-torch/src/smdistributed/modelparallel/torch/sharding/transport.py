@@ -1,4 +1,4 @@
-"""How shards reach the ranks of a sharding group, and gradients the shards."""
+"""The groups of sharded data parallelism, and how gradients reach the shards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
-from smdistributed.modelparallel.torch.compat.private.distributed import (
-    all_gather_into,
-)
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
+from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class ShardingGroups:
         across_hosts: those of the sharding group with the same number on each host.
         copies: those that have the same block of a parameter; None if nobody else has.
         copies_of_slices: those that have the same block of a slice.
+        make_memory: makes memory that the ranks of the sharding group read from each other; None
+            where they cannot.
         blaming: a context in which errors of torch name who is missing.
     """
 
@@ -42,34 +43,13 @@ class ShardingGroups:
     across_hosts: dist.ProcessGroup | None
     copies: dist.ProcessGroup | None
     copies_of_slices: dist.ProcessGroup | None
+    make_memory: MakeMemory | None
     blaming: Callable[[str], AbstractContextManager[Any]]
 
     @property
     def degree(self) -> int:
         """How many ranks share a parameter."""
         return len(self.members)
-
-
-def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Tensor) -> None:
-    """Gathers the shards of all ranks. Collective: the sharding group.
-
-    Args:
-        groups: who exchanges.
-        shard: of this rank. Shape: (width,).
-        shards: takes those of all ranks. Shape: (degree, width).
-    """
-    with groups.blaming("gathering parameters with"):
-        if groups.within_host is None or groups.across_hosts is None:
-            all_gather_into(shards.view(-1), shard, groups.gathering)
-            return
-        # A shard crosses between hosts once for each rank, not once for each pair.
-        num_hosts = dist.get_world_size(groups.across_hosts)
-        across = shard.new_empty((num_hosts, shard.numel()))
-        all_gather_into(across.view(-1), shard, groups.across_hosts)
-        found = shard.new_empty((groups.degree // num_hosts, *across.shape))
-        all_gather_into(found.view(-1), across.view(-1), groups.within_host)
-        # Which has ranks of a host outside, and hosts inside.
-        shards.copy_(found.transpose(0, 1).reshape(shards.shape))
 
 
 def scatter_sum(
@@ -88,10 +68,16 @@ def scatter_sum(
     for start in range(0, given.shape[1], most_columns):
         columns = given[:, start : start + most_columns]
         received = groups.collectives.exchange_rows(columns)
-        target = total[start : start + most_columns]
-        target.copy_(received[0])
-        for each in received[1:]:
-            target += each
+        _sum_rows(received, total[start : start + most_columns])
+
+
+@fused
+def _sum_rows(rows: torch.Tensor, total: torch.Tensor) -> None:
+    """Writes the sum of rows, in their order, in the type of what it is written to."""
+    found = rows[0].to(total.dtype)
+    for row in rows[1:]:
+        found = found + row.to(total.dtype)
+    total.copy_(found)
 
 
 def is_hierarchical(hosts: Sequence[object]) -> bool:

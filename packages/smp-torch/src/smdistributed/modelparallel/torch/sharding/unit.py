@@ -20,13 +20,12 @@ class Unit:
     Args:
         number: of the unit in its model.
         named: the parameters with their names; they are cut by ``take``.
-        degree: over how many ranks they are cut.
-        index: which of them this is.
-        device: where they are.
+        layout: how their blocks lie.
+        index: which rank of the sharding group this is.
         is_sliced: whether they are slices, which other tensor-parallel ranks hold otherwise.
+        shard: for the blocks of this rank. Shape: (width,).
 
     Attributes:
-        shard: the blocks of this rank. Shape: (width,).
         parameters: in the order of the model.
         memory: the whole parameters one after another while the unit is gathered; else None.
     """
@@ -35,20 +34,20 @@ class Unit:
         self,
         number: int,
         named: Sequence[tuple[str, nn.Parameter]],
-        degree: int,
+        layout: UnitLayout,
         index: int,
-        device: torch.device,
         is_sliced: bool,
+        shard: torch.Tensor,
     ) -> None:
         self.number = number
         self.is_sliced = is_sliced
         self.parameters: list[Any] = [parameter for _, parameter in named]
         self.names = [name for name, _ in named]
-        self._degree, self._index, self._device = degree, index, device
+        self._index = index
         self.dtype = self.parameters[0].dtype
-        self.layout = UnitLayout(tuple(tuple(each.shape) for each in self.parameters), degree)
-        self.num_elements = self.layout.num_elements
-        self.shard = torch.zeros(self.layout.width, dtype=self.dtype, device=device)
+        self.layout = layout
+        self.num_elements = layout.num_elements
+        self.shard = shard
         self.memory: torch.Tensor | None = None
 
     @torch.no_grad()

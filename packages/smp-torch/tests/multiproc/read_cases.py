@@ -1,0 +1,132 @@
+"""Shards that ranks read from each other's memory, on the CPU from files."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import shard_cases
+import shard_population
+import torch
+from copy_cases import folder
+from half_cases import net
+from shared_files import FileMemory
+from torch import nn
+from world import generator
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.sharding import home
+from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
+
+#: Files stand for memory of GPUs.
+by_files = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have memory of their own")
+BATCH = torch.linspace(-1, 1, 64).view(8, 8)
+
+
+@contextlib.contextmanager
+def read() -> Iterator[list[ReadShards]]:
+    """Has models made inside read each other's shards; gives what they lie in."""
+    made = []
+    with folder() as where:
+
+        def memory(groups: ShardingGroups, device: torch.device) -> ReadShards:
+            talk = groups.collectives
+            made.append(
+                ReadShards(lambda size: FileMemory(size, where, talk), groups.degree, groups.index)
+            )
+            return made[-1]
+
+        with mock.patch.object(home, "shard_memory", memory):
+            yield made
+
+
+def shards(name: str) -> None:
+    """A case of shards, with shards that are read."""
+    with read() as made:
+        {**shard_cases.CASES, **shard_cases.HALF, **shard_cases.FP16}[name]()
+        assert made
+
+
+def survey() -> dict[str, Any]:
+    with read():
+        return shard_population.survey()
+
+
+@contextlib.contextmanager
+def slow_copies(is_slow: bool) -> Iterator[None]:
+    """Every copy takes its time on a rank that is slow."""
+    copy = torch.Tensor.copy_
+
+    def copy_slowly(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        time.sleep(0.005)
+        return copy(self, *args)
+
+    with mock.patch.object(torch.Tensor, "copy_", copy_slowly if is_slow else copy):
+        yield
+
+
+def write_own(model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Writes what this rank has, and waits for nobody."""
+    with torch.no_grad():
+        for name, each in model.get_module().named_parameters():
+            part = each.shard.part
+            each.shard.values.copy_(state[name][part.within(type(part).whole(each.shape))])
+
+
+def nobody_writes_what_others_read() -> None:
+    """Values change between two calls without a backward pass; each call sees those of its time."""
+    with read():
+        reference, model = net(), smp.DistributedModel(net())
+    draws = generator(3)
+    states = [
+        {
+            name: torch.randn(each.shape, generator=draws)
+            for name, each in reference.state_dict().items()
+        }
+        for _ in range(3)
+    ]
+    forward = smp.step(lambda model, inputs: model(inputs))
+    for number in range(8):
+        state, is_slow = states[number % 3], smp.rank() == number // 2 % 2
+        reference.load_state_dict(state)
+        with slow_copies(is_slow and number % 4 == 0):
+            write_own(model, state)
+        with slow_copies(is_slow):
+            got = forward(model, BATCH).concat() if number % 2 else model(BATCH)
+        assert torch.allclose(got.detach(), reference(BATCH).detach(), rtol=1e-5, atol=1e-6), number
+
+
+def ranks_may_read_less() -> None:
+    """What a rank does not use it does not read, and its peers need not wait for it."""
+    with read():
+        model = smp.DistributedModel(shard_cases.Turned())
+    module = model.get_module()
+    whole = shard_cases.Turned()
+    whole.load_state_dict(model.state_dict())
+
+    def loss_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs).square().mean()
+
+    @smp.step
+    def train(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, inputs)
+        model.backward(loss)
+        return loss
+
+    forward = smp.step(lambda model, inputs: model(inputs))
+    orders = [[1], [2, 0, 3, 1], [], [0]][: smp.dp_size()]
+    for _ in range(3):
+        module.order = whole.order = orders[smp.dp_rank()]
+        got = forward(model, BATCH).concat()
+        assert torch.allclose(got.detach(), whole(BATCH).detach(), rtol=1e-5, atol=1e-6)
+    train(model, BATCH)
+    for order in orders:
+        whole.order = order
+        (loss_of(whole, BATCH) / len(orders)).backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, whole)]
+    assert torch.allclose(*norms, rtol=1e-5)
