@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ def scatter_sum(
 ) -> None:
     """Sums over the ranks of a sharding group; each gets its own row. Collective: that group.
 
-    It is summed in the order of the ranks; what travels has the given type.
+    It is summed in the type of the total, in an order that their number alone decides; what travels
+    has the given type.
 
     Args:
         groups: who exchanges.
@@ -68,16 +68,7 @@ def scatter_sum(
     for start in range(0, given.shape[1], most_columns):
         columns = given[:, start : start + most_columns]
         received = groups.collectives.exchange_rows(columns)
-        _sum_rows(received, total[start : start + most_columns])
-
-
-@fused
-def _sum_rows(rows: torch.Tensor, total: torch.Tensor) -> None:
-    """Writes the sum of rows, in their order, in the type of what it is written to."""
-    found = rows[0].to(total.dtype)
-    for row in rows[1:]:
-        found = found + row.to(total.dtype)
-    total.copy_(found)
+        torch.sum(received, 0, dtype=total.dtype, out=total[start : start + most_columns])
 
 
 def is_hierarchical(hosts: Sequence[object]) -> bool:
