@@ -162,16 +162,17 @@ def run_read(name: str) -> None:
     read_cases.shards(name)
 
 
-#: All but what ranks may do that read.
-READING = [case for case in shard_cases.CASES if case != "ranks_that_differ_are_told"]
-#: Of these, what runs by default.
+#: Cases of shards that are read which run by default.
 READ = ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps", "tied")
 
 
 @read_cases.by_files
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in READ else pytest.mark.slow) for case in READING],
+    [
+        pytest.param(case, marks=() if case in READ else pytest.mark.slow)
+        for case in shard_cases.CASES
+    ],
 )
 def test_shards_that_are_read(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["sdp2-little"], run_read, case)
@@ -179,7 +180,7 @@ def test_shards_that_are_read(worlds: Worlds, case: str) -> None:
 
 @read_cases.by_files
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*READING, "nobody_writes", "read_less"])
+@pytest.mark.parametrize("case", [*shard_cases.CASES, "nobody_writes", "read_less"])
 def test_four_ranks_that_read(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["sdp4"], run_read_or_else, case)
 
