@@ -13,12 +13,16 @@ import shard_cases
 import shard_population
 import torch
 from copy_cases import folder
-from half_cases import net
+from half_cases import batches, fused, net
+from reference import own_share
 from shared_files import FileMemory
 from torch import nn
+from trained_beside import body
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.precision import master_update
+from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.sharding import home
 from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
@@ -130,3 +134,33 @@ def ranks_may_read_less() -> None:
         (loss_of(whole, BATCH) / len(orders)).backward()
     norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e9) for each in (model, whole)]
     assert torch.allclose(*norms, rtol=1e-5)
+
+
+def updated_in_one_pass() -> None:
+    """An update in one pass over memory is one by torch's kernel, to rounding."""
+    takes, losses, norms = OnePassAdam.takes, [], []
+    used: list[int] = []
+
+    def check(optimizer: Any, device: torch.device) -> bool:
+        return takes(optimizer, torch.device("cuda"))
+
+    def smaller(copies: Any, factor: Any) -> OnePassAdam:
+        used.append(len(copies))
+        return OnePassAdam(copies, factor, smallest=8)
+
+    for one_pass in (False, True):
+        model = smp.DistributedModel(net())
+        optimizer = smp.DistributedOptimizer(fused(model.parameters()))
+        step = smp.step(body)
+        smaller.takes = check if one_pass else lambda *_: False  # type: ignore[attr-defined]
+        with mock.patch.object(master_update, "OnePassAdam", smaller):
+            for data in batches(6):
+                optimizer.zero_grad()
+                losses.append(step(model, *own_share(data, [0, 0])).reduce_mean().item())
+                optimizer.step()
+        norms += [each.float().norm() for each in model.state_dict().values()]
+    assert len(used) == 6
+    half = len(losses) // 2
+    torch.testing.assert_close(losses[:half], losses[half:], rtol=1e-3, atol=1e-4)
+    half = len(norms) // 2
+    torch.testing.assert_close(norms[:half], norms[half:], rtol=1e-2, atol=1e-4)

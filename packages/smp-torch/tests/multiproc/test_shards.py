@@ -205,6 +205,15 @@ def test_half_precision_that_is_read(worlds: Worlds, case: str) -> None:
     run(worlds, sharded(2, 2, fp16=True), run_read, case)
 
 
+def one_pass() -> None:
+    read_cases.updated_in_one_pass()
+
+
+@pytest.mark.parametrize("kind", [{"bf16": True}, pytest.param({}, marks=pytest.mark.slow)])
+def test_updates_in_one_pass(worlds: Worlds, kind: dict[str, Any]) -> None:
+    run(worlds, sharded(2, 2, sdp_gradient_clipping=0.05, **kind), one_pass)
+
+
 @read_cases.by_files
 @pytest.mark.slow
 def test_a_population_that_reads_is_exact_or_refused(worlds: Worlds) -> None:

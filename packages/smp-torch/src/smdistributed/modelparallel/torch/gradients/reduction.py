@@ -343,7 +343,8 @@ class GradientReduction:
         if self._replicas.size == 1:
             return lambda parameter: parameter not in self._without
         flags = [parameter not in self._without for parameter in self._reduced]
-        used = torch.tensor(flags, dtype=torch.uint8, device=self._replicas.device)
+        # On the host, so that no GPU is waited for.
+        used = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         with self._replicas.blaming(_REDUCING):
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
         if not self._without:

@@ -12,7 +12,7 @@ model-parallel-extended-features-pytorch-optimizer-state-sharding.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,11 +181,16 @@ class MasterStore:
         ]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Writes the masters to their parameters."""
+    def publish(self, written: Collection[int] = ()) -> None:
+        """Writes the masters to their parameters.
+
+        Args:
+            written: ids of what the wrapped optimizer updates that are there already.
+        """
         copies = [master for master in self if master.is_copy]
-        if copies:
-            copy_all([each.source for each in copies], [each.tensor for each in copies])
+        missing = [each for each in copies if id(each.tensor) not in written]
+        if missing:
+            copy_all([each.source for each in missing], [each.tensor for each in missing])
         for master in copies:
             master.version = master.source._version
 
@@ -207,6 +212,10 @@ class MasterStore:
                 master.tensor.grad = None
 
     # ------------------------------------------------------------------ state
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Returns what masters with memory of their own are written to, by the master's id."""
+        return {id(each.tensor): each.source for each in self if each.is_copy}
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns what the masters hold, by parameter, of those with memory of their own."""

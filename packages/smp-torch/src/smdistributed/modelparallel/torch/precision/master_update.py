@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.precision import fused_update
 from smdistributed.modelparallel.torch.precision.casting import half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.precision.master_store import MasterStore
+from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -84,20 +85,33 @@ class MasterUpdate:
             with torch.enable_grad():
                 loss = closure()
         self._take()
-        bound = self._runtime.config.sdp_gradient_clipping
-        if self._runtime.sharding_groups is not None and bound < float("inf"):
-            self.clip(bound, 2.0)
         found = self._found()
+        bound = self._runtime.config.sdp_gradient_clipping
+        clips = self._runtime.sharding_groups is not None and bound < float("inf")
         self._is_updating = True
         try:
-            if fused_update.update(self._optimizer, found):
-                self.store.publish()
+            if found is None and OnePassAdam.takes(self._optimizer, self._runtime.device):
+                self._update_in_one_pass(bound if clips else None)
+            else:
+                if clips:
+                    self.clip(bound, 2.0)
+                if fused_update.update(self._optimizer, found):
+                    self.store.publish()
         finally:
             self._is_updating = False
         for model in self._models():
             model.data_parallel.share_updates()
         self._end(found)
         return loss
+
+    @torch.no_grad()
+    def _update_in_one_pass(self, bound: float | None) -> None:
+        """Updates with gradients whose norm is bounded, or with all of them."""
+        # As torch's clip_grads_with_norm_.
+        factor = None if bound is None else (bound / (self._norm(2.0) + 1e-6)).clamp(max=1.0)
+        with OnePassAdam(self.store.copies(), factor) as one_pass:
+            self._optimizer.step()
+        self.store.publish(one_pass.copied)
 
     def _found(self) -> torch.Tensor | None:
         return None if self.loss_scale is None else self.loss_scale.found
@@ -121,6 +135,13 @@ class MasterUpdate:
             The norm before, over the whole model. Shape: scalar.
         """
         self.take_gradients()
+        norm = self._norm(norm_type)
+        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
+        nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
+        return norm
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
+        """Returns the norm of the masters' gradients, over the whole model. Collective: WORLD."""
         slices = {id(each) for model in self._models() for each in model.split_parameters()}
         is_whole = self._runtime.sharding_groups is None
         speaks = None if is_whole else who_speaks(self._runtime.live_models())
@@ -131,10 +152,7 @@ class MasterUpdate:
                 is_slice = id(parameter) in slices
                 if each.grad is not None and (speaks is None or speaks(parameter, is_slice)):
                     tensors[is_slice].append(each.grad)
-        norm = norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
-        updated = [each for group in self._optimizer.param_groups for each in group["params"]]
-        nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
-        return norm
+        return norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
 
     @torch.no_grad()
     def _take(self) -> None:

@@ -53,6 +53,11 @@ from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.joining import meet
+from smdistributed.modelparallel.torch.runtime.process_groups import (
+    backends,
+    new_group,
+    serves_host,
+)
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
 from smdistributed.modelparallel.torch.runtime.readable_memory import readable_memory
 from smdistributed.modelparallel.torch.runtime.tensor_exchange import build_tensor_group
@@ -267,7 +272,7 @@ def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
     peers = Peers(rank, meet(store, rank, size, timeout_seconds))
     with peers.connecting():
         dist.init_process_group(
-            _backend(), store=store, rank=rank, world_size=size, timeout=timeout
+            backends(), store=store, rank=rank, world_size=size, timeout=timeout
         )
         return TorchTransport(timeout_seconds), peers
 
@@ -286,10 +291,6 @@ def data_plane_timeout(timeout_seconds: float) -> timedelta:
     """
     grace_seconds = 5.0 if torch.cuda.is_available() else 0.0
     return timedelta(seconds=timeout_seconds + grace_seconds)
-
-
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _bind_device(transport: Transport) -> torch.device:
@@ -332,7 +333,7 @@ def _join_data_plane(
         master_listen_fd=descriptor,
     )
     dist.init_process_group(
-        _backend(),
+        backends(),
         store=store,
         rank=transport.rank,
         world_size=transport.size,
@@ -344,15 +345,15 @@ def _process_groups(
     topology: Topology, transport: Transport, timeout_seconds: float
 ) -> dict[CommGroup, dist.ProcessGroup]:
     """Builds torch's groups of every kind, in one order on all ranks, and keeps the own ones."""
-    timeout = data_plane_timeout(timeout_seconds)  # torch does not take over that of the world
+    timeout = data_plane_timeout(timeout_seconds)
     own: dict[CommGroup, dist.ProcessGroup] = {}
     world = dist.group.WORLD
     assert world is not None
-    built = {tuple(range(transport.size)): world}
+    built = {tuple(range(transport.size)): world} if serves_host(world) else {}
     for kind in CommGroup:
         for members in topology.groups(kind):
             if members not in built:
-                built[members] = dist.new_group(list(members), timeout=timeout)
+                built[members] = new_group(members, timeout)
             if transport.rank in members:
                 own[kind] = built[members]
     return own
@@ -376,7 +377,7 @@ def _sharding_groups(
             topology,
             degree,
             rank,
-            lambda members: dist.new_group(list(members), timeout=timeout),
+            lambda members: new_group(members, timeout),
             peers.blaming,
             peers.hosts if settings.sdp_hierarchical_allgather else None,
             readable,

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream, OnOneStream
 from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.runtime.process_groups import new_group
 from smdistributed.modelparallel.torch.runtime.readable_memory import readable_memory
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
@@ -43,7 +44,7 @@ def build_tensor_group(
     if topology.tp_size > 1:
         with peers.connecting():
             for each in topology.groups(CommGroup.TP_GROUP):
-                group = dist.new_group(list(each), timeout=timeout)
+                group = new_group(each, timeout)
                 own = group if each == members else own
     if own is None:
         return TensorGroup()

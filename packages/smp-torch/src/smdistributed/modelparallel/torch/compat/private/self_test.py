@@ -50,6 +50,11 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     set_grad_enabled,
     without_function_modes,
 )
+from smdistributed.modelparallel.torch.compat.private.optimizers import (
+    FUSED_ADAM,
+    FUSED_ADAMW,
+    has_step_hooks,
+)
 from smdistributed.modelparallel.torch.compat.private.tensors import (
     ABOUT_TENSORS,
     copy_all,
@@ -77,6 +82,7 @@ def self_test() -> list[str]:
             _checkpointing,
             _norms,
             _many_tensors,
+            _optimizers,
             _buckets,
             _ends_of_backward_passes,
             _subclasses,
@@ -237,6 +243,33 @@ def _many_tensors() -> None:
     multiply_all(halves, torch.tensor(0.5))
     _expect(norms_of_all([halves[0].float()]).tolist() == [5.0], "functions of many tensors")
     _expect(halves[1].tolist() == [2.0] * 3, "functions of many tensors")
+
+
+def _optimizers() -> None:
+    called = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in (FUSED_ADAM, FUSED_ADAMW):
+                called.append((func, len(args), sorted(kwargs)))
+            return func(*args, **(kwargs or {}))
+
+    options = ("amsgrad", "beta1", "beta2", "eps", "found_inf", "grad_scale", "lr", "maximize")
+    for kind, kernel in ((torch.optim.Adam, FUSED_ADAM), (torch.optim.AdamW, FUSED_ADAMW)):
+        weight = nn.Parameter(torch.ones(4))
+        weight.grad = torch.ones(4)
+        optimizer = kind([weight], fused=True)
+        with Watch():
+            optimizer.step()
+        _expect(
+            called.pop() == (kernel, 6, [*options, "weight_decay"]),
+            "a fused Adam calls its kernel with six lists",
+        )
+        _expect(not has_step_hooks(optimizer), "without hooks it has none")
+        optimizer.register_step_pre_hook(print)
+        _expect(has_step_hooks(optimizer), "a hook before its step is known")
 
 
 def _buckets() -> None:

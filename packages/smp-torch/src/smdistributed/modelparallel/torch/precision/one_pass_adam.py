@@ -1,0 +1,162 @@
+"""Adam of large tensors of a GPU in one pass over their memory: clipped, updated and cast.
+
+An update moves all state of a model through a GPU, so it takes as long as that memory takes.
+Torch's fused kernel is bound by its arithmetic in double precision, and clipping before and casting
+after it go over memory again. Here the optimizer of the script runs as it is, with its groups, its
+state and its hooks; what it calls for the work itself is done by one kernel, in single precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.private.optimizers import (
+    FUSED_ADAM,
+    FUSED_ADAMW,
+    has_step_hooks,
+)
+from smdistributed.modelparallel.torch.compat.private.tensors import multiply_all
+
+#: Elements of a tensor that is worth a kernel of its own.
+SMALLEST = 1 << 16
+#: Numbers of a tensor's update, as many as keep them aligned.
+_NUMBERS = 4
+
+Tensors = Sequence[torch.Tensor]
+
+
+class OnePassAdam(TorchFunctionMode):
+    """Inside, torch's fused kernel of Adam and AdamW is left to small tensors.
+
+    Args:
+        copies: what takes the new values of a tensor, in another type, by the tensor's id.
+        factor: what gradients are multiplied by; None leaves them. Shape: scalar.
+        smallest: elements of a tensor that is large.
+
+    Attributes:
+        copied: ids of the tensors whose new values have been copied.
+    """
+
+    def __init__(
+        self,
+        copies: Mapping[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        smallest: int = SMALLEST,
+    ) -> None:
+        super().__init__()
+        self._copies = copies
+        self._factor = factor
+        self._smallest = smallest
+        self.copied: set[int] = set()
+
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+        """Tells whether it can do the work of an optimizer.
+
+        Args:
+            optimizer: of the script.
+            device: where its tensors are.
+        """
+        return (
+            device.type == "cuda"
+            and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and all(_is_plain(group) for group in optimizer.param_groups)
+            and not has_step_hooks(optimizer)
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes the place of torch's kernel."""
+        if func not in (FUSED_ADAM, FUSED_ADAMW):
+            return func(*args, **(kwargs or {}))
+        return self._update(func, *args, **kwargs)
+
+    def _update(self, func: Any, *lists: Tensors, **options: Any) -> None:
+        """Makes one update.
+
+        Args:
+            func: torch's kernel.
+            lists: parameters, gradients, first and second moments, their maxima (none), steps.
+            options: as torch's.
+        """
+        parameters, gradients, _, _, _, steps = lists
+        chosen = [
+            number
+            for number, tensors in enumerate(zip(*lists[:4], strict=True))
+            if tensors[0].numel() >= self._smallest and all(map(_is_single, tensors))
+        ]
+        large = frozenset(chosen)
+        rest = [number for number in range(len(parameters)) if number not in large]
+        if rest:
+            if self._factor is not None:
+                multiply_all([gradients[number] for number in rest], self._factor)
+            func(
+                *([each[number] for number in rest] if each else each for each in lists), **options
+            )
+        if not chosen:
+            return
+        beta1, beta2 = float(options["beta1"]), float(options["beta2"])
+        decay, lr = options["weight_decay"], options["lr"]
+        is_decoupled = func is FUSED_ADAMW
+        past = torch.stack([steps[number] for number in chosen]).double()
+        numbers = past.new_zeros((len(chosen), _NUMBERS))
+        numbers[:, 0] = lr / (1 - beta1**past)
+        numbers[:, 1] = (1 - beta2**past).rsqrt()
+        numbers[:, 2] = 1 - lr * decay if is_decoupled else 1
+        numbers[:, 3] = 1 if self._factor is None else self._factor
+        for number, row in zip(chosen, numbers.float(), strict=True):
+            parameter = parameters[number]
+            copy = self._copies.get(id(parameter))
+            _adam(
+                *(each[number].detach().view(-1) for each in lists[:4]),
+                row,
+                None if copy is None else copy.detach().view(-1),
+                beta1,
+                beta2,
+                float(options["eps"]),
+                0.0 if is_decoupled else float(decay),
+            )
+            if copy is not None:
+                self.copied.add(id(parameter))
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Tells whether a parameter group is updated by torch's fused kernel, in the usual way."""
+    return bool(group.get("fused")) and not (
+        group.get("amsgrad") or group.get("maximize") or group.get("differentiable")
+    )
+
+
+def _is_single(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+@fused
+def _adam(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    numbers: torch.Tensor,
+    copy: torch.Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    step_size, root, kept, factor = numbers.unbind()
+    gradient = gradient * factor
+    if decay:
+        gradient = gradient + decay * parameter
+    new_mean = mean * beta1 + gradient * (1 - beta1)
+    new_square = square * beta2 + gradient * gradient * (1 - beta2)
+    new = parameter * kept - step_size * new_mean / (new_square.sqrt() * root + eps)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+    parameter.copy_(new)
+    if copy is not None:
+        copy.copy_(new)
