@@ -197,11 +197,6 @@ def functions_that_wait() -> Iterator[None]:
         _is_putting_off = False
 
 
-def is_putting_off() -> bool:
-    """Whether they compute so now."""
-    return _is_putting_off
-
-
 def may_wait(input: Any, weight: Any, bias: Any, *, dim: int) -> bool:
     """Whether these are plain tensors whose product autograd alone sees.
 
