@@ -237,11 +237,16 @@ class CompiledOtherwise:
 def _call_of(module: nn.Module) -> Any:
     """Returns the compiled function of a module that is compiled; what is around it left out."""
     if isinstance(module, _wrapper_class()):
-        return vars(module)["forward"]
+        return vars(module)[_attribute_of(module)]
     call = vars(module).get("_compiled_call_impl")
     while isinstance(call, AroundCompiled):
         call = call.call
     return call
+
+
+def _attribute_of(wrapper: nn.Module) -> str:
+    """Returns where a wrapper has the compiled function; around a lazy module a check is first."""
+    return "_forward" if "_forward" in vars(wrapper) else "forward"
 
 
 def _give_call(module: nn.Module, former: Any, call: Callable[..., Any]) -> None:
@@ -250,7 +255,7 @@ def _give_call(module: nn.Module, former: Any, call: Callable[..., Any]) -> None
         return
     outer = vars(module).get("_compiled_call_impl")
     if isinstance(module, _wrapper_class()):
-        vars(module)["forward"] = call
+        vars(module)[_attribute_of(module)] = call
     elif isinstance(outer, AroundCompiled):
         while isinstance(outer.call, AroundCompiled):
             outer = outer.call
