@@ -15,13 +15,12 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from gpt import GPT, SIZES
 
-from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
+from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
@@ -70,6 +69,7 @@ def main() -> None:
     given = torch.randn(shape, device=device, dtype=next(model.parameters()).dtype)
     start = torch.randn_like(given)
     clock = Clock(device)
+    calls = WaitingCalls(model.blocks)
     held: list[float] = []
 
     def memory() -> float:
@@ -95,9 +95,11 @@ def main() -> None:
     for kind in ("whole", "halves") * options.rounds:
         before = memory()
         x = given.clone().requires_grad_()
-        around: Callable[[], Any] = putting_off if kind == "halves" else contextlib.nullcontext
         points = [clock.now()]
-        with around(), whose_gradients_wait(model.blocks[0]) or contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if kind == "halves":
+                stack.enter_context(putting_off())
+                stack.enter_context(calls.in_place())
             out = model(x)
             points += whole(out) if kind == "whole" else halves(out, before)
         del out, x

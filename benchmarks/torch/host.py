@@ -18,26 +18,37 @@ partitioning and planning cost.
 models of Transformers, beside a forward pass of the same model in PyTorch; both at widths at
 which computing costs next to nothing. With ``static`` it is left out but for a check.
 
+``causes``: milliseconds of the host that a training step takes, by what takes them, with gradients
+of weights that wait; blocks eager and compiled, the Python of the step in lockstep and static.
+There are 24 blocks so narrow that computing costs next to nothing. On the CPU it is CPU time of the
+thread. ``--cuda`` tells what it takes to keep GPUs busy: there it is time of the clock, because
+backward passes are submitted by another thread, and it ends before the device does.
+
 Everything is paired within a run; medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from gpt_step import GPT, Size, loss_of
+from gpt import GPT, Size, loss_of
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
 from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.optimizer.distributed import DistributedOptimizer
+from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 
@@ -273,9 +284,98 @@ def python(options: argparse.Namespace) -> dict[str, float]:
     return row
 
 
+#: What takes the host's time in a step: whose method it is, and what it is called here.
+CAUSES: dict[str, tuple[tuple[type, str], ...]] = {
+    "refresh": ((smp.DistributedModel, "refresh"),),
+    "agree": ((StepInputs, "agree"),),
+    "python": ((Lockstep, "_run"), (Lockstep, "_follow")),
+    "inputs": ((StepInputs, "exchange"),),
+    "forward": ((Executor, "_forward"),),
+    "input_gradients": ((Executor, "_input_gradients"),),
+    "weight_gradients": ((Executor, "_weight_gradients"),),
+    "transfers": ((Links, "send"), (Links, "receive"), (Transfer, "wait")),
+    "executor": ((Executor, "run"),),
+    "optimizer": ((DistributedOptimizer, "step"), (DistributedOptimizer, "zero_grad")),
+}
+
+
+def causes(options: argparse.Namespace) -> dict[str, float]:
+    """Measures what takes the host's time in a step: of the slowest rank, and of each cause."""
+    clock = time.perf_counter if options.cuda else time.thread_time
+    spent: Counter[str] = Counter()
+    inner: list[float] = []
+
+    def counted(cause: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            inner.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = clock() - start
+                spent[cause] += whole - inner.pop()
+                if inner:
+                    inner[-1] += whole
+
+        return run
+
+    row = {}
+    with contextlib.ExitStack() as stack:
+        for cause, methods in CAUSES.items():
+            for owner, name in methods:
+                replaced = counted(cause, getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, replaced))
+        for kind in ("eager", "compiled", "static", "static_compiled"):
+            step = _trained("compiled" in kind, "static" in kind, options.device)
+            for _ in range(4):
+                step()
+            found = []
+            for _ in range(4 * options.rounds):
+                if options.cuda:
+                    torch.cuda.synchronize()
+                smp.barrier()
+                spent.clear()
+                counted("rest", step)()
+                found.append(dict(spent))
+            own = {
+                cause: 1e3 * statistics.median(each.get(cause, 0.0) for each in found)
+                for cause in (*CAUSES, "rest")
+            }
+            own["whole"] = 1e3 * statistics.median(sum(each.values()) for each in found)
+            slowest = max(smp.allgather(own, smp.WORLD), key=lambda each: each["whole"])
+            row |= {f"{kind}_{cause}_ms": value for cause, value in slowest.items()}
+            del step
+            gc.collect()  # a model that lives on is looked after in every step
+    return row
+
+
+def _trained(compiled: bool, static: bool, device: torch.device) -> Callable[[], object]:
+    """Returns a training step with an optimizer."""
+    model, x, y = make(Size(24, 32, 4, 64, 16), 1, device)
+    for block in model.blocks if compiled else ():
+        block.compile()
+    wrapped = smp.DistributedModel(model)
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(wrapped.parameters(), fused=device.type == "cuda")
+    )
+
+    @smp.step(static=static)
+    def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x), y)
+        model.backward(loss)
+        return loss
+
+    def step() -> None:
+        train(wrapped, x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def main() -> None:
     """Makes the measurements that the command line names."""
-    measurements = {each.__name__: each for each in (throughput, overhead, first, python)}
+    measurements = {each.__name__: each for each in (throughput, overhead, first, python, causes)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=measurements)
     parser.add_argument("--rounds", type=int, default=5)
@@ -283,7 +383,8 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true", help="compute on GPUs, but for python")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    pipeline = "zero_bubble" if options.names == ["causes"] else "interleaved"
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "pipeline": pipeline})
     options.device = torch.device("cuda", smp.local_rank()) if options.cuda else torch.device("cpu")
     for name in options.names:
         row = measurements[name](options)

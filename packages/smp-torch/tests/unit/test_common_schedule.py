@@ -24,6 +24,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
 from smdistributed.modelparallel.torch.plan.common_schedule import (
     common_schedule,
     fastest,
+    lean_or_fastest,
     one_by_one,
 )
 from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
@@ -112,6 +113,23 @@ def test_an_order_is_chosen_that_transfers_do_not_hold_up() -> None:
     assert simulate(graph, busy.schedule, 16, transfers).makespan > 49
     found = fastest(graph, 16, "zero_bubble", 4)
     assert found.makespan == simulate(graph, found.schedule, 16, transfers).makespan < 48.6
+
+
+@pytest.mark.parametrize(("num_ranks", "in_flight"), [(2, 2), (4, 5)])
+def test_memory_is_kept_for_what_it_gains(num_ranks: int, in_flight: int) -> None:
+    segments = (
+        Segment(rank, rank, 1.0, 1.0, has_backward=True, activation_bytes=1, weight_cost=1.0)
+        for rank in range(num_ranks)
+    )
+    edges = tuple(Edge(rank, rank + 1, 0, has_grad=True) for rank in range(num_ranks - 1))
+    graph = SegmentGraph(tuple(segments), edges, num_ranks)
+    best = fastest(graph, 8, "zero_bubble", num_ranks + 2)
+    found = lean_or_fastest(graph, 8, "zero_bubble", num_ranks + 2)
+    assert max(found.peak_active_microbatches) == in_flight
+    assert best.makespan <= found.makespan < 1.01 * best.makespan
+    assert lean_or_fastest(graph, 8, "interleaved", num_ranks + 2) == fastest(
+        graph, 8, "interleaved", num_ranks + 2
+    )
 
 
 @pytest.mark.parametrize(

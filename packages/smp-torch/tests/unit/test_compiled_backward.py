@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.torch.compat.private.compiled import (
+    around_compiled,
     backend_of,
     compiled_call,
     uses_cuda_graphs,
@@ -20,7 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
 from smdistributed.modelparallel.torch.execute import compiled_backward
 from smdistributed.modelparallel.torch.execute.compiled_backward import (
     Differentiating,
-    whose_gradients_wait,
+    WaitingCalls,
 )
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
@@ -173,14 +175,11 @@ def run(block: Block, *, waits: bool, compiled: bool, num: int = 2) -> tuple[lis
     """
     torch.manual_seed(1)
     inputs = [torch.randn(2, 3, WIDTH, requires_grad=True) for _ in range(num)]
-    around = whose_gradients_wait(block) if compiled else None
+    calls = WaitingCalls([block])
     results = []
     with putting_off():
         for x in inputs:
-            if around is not None and waits:
-                with around:
-                    results.append(block(x))
-            else:
+            with calls.in_place() if compiled and waits else contextlib.nullcontext():
                 results.append(block(x))
         all_waiting = []
         for result in results:
@@ -242,9 +241,8 @@ def test_gradients_that_are_looked_at_come_at_once() -> None:
 
 def test_gradients_that_user_code_asks_for_come_at_once() -> None:
     block, x = made(gelu, backend="aot_eager"), torch.ones(2, 3, WIDTH, requires_grad=True)
-    around = whose_gradients_wait(block)
-    assert around is not None
-    with putting_off(), around:
+    calls = WaitingCalls([block])
+    with putting_off(), calls.in_place():
         out = block(x)
     with put_off_in(WaitingGradients([out.sum()])):  # another pass than the one that asks
         (gradient,) = torch.autograd.grad((out * 2).sum(), [block.first.weight])
@@ -270,9 +268,8 @@ class Reading(nn.Module):
 def test_what_multiplies_a_buffer_does_not_wait() -> None:
     module, x = Reading(), torch.ones(2, WIDTH, requires_grad=True)
     module.compile(backend="aot_eager")
-    around = whose_gradients_wait(module)
-    assert around is not None
-    with putting_off(), around:
+    calls = WaitingCalls([module])
+    with putting_off(), calls.in_place():
         loss = module(x).sum()
     waiting = WaitingGradients([loss])
     with put_off_in(waiting):
@@ -300,22 +297,48 @@ def test_sizes_that_vary_do_not_wait(caplog: pytest.LogCaptureFixture) -> None:
     assert "has sizes that are not known" in caplog.text
 
 
-def test_what_no_gradient_waits_for_is_compiled_as_ever() -> None:
-    graphs = Graphs()
-    block = made(gelu, backend=graphs)
-    around = whose_gradients_wait(block)
-    assert around is not None
-    with around:
+@pytest.mark.parametrize("wraps", [False, True])
+def test_outside_the_user_s_own_calls_are_made(wraps: bool) -> None:
+    graphs, others = Graphs(), Graphs()
+    plain = made(gelu)
+    block: Any = plain
+    if wraps:
+        block = torch.compile(plain, backend=graphs)
+    else:
+        block.compile(backend=graphs)
+    calls, x = WaitingCalls([block]), torch.ones(2, 3, WIDTH)
+    for num_graphs in (2, 2):
+        with putting_off(), calls.in_place():
+            block(x)
+        block(x)
+        assert len(graphs.sizes) == num_graphs  # one by each compiler
+    if not wraps:
+        block.compile(backend=others)
+        for _ in range(2):
+            with putting_off(), calls.in_place():
+                block(x)
+        assert (len(graphs.sizes), len(others.sizes)) == (2, 1)
+
+
+def test_what_stands_around_compiled_calls_stays() -> None:
+    block = made(gelu, backend="aot_eager")
+    calls, seen = WaitingCalls([block]), []
+    handles = around_compiled(block, lambda *_: seen.append(1), lambda *_: seen.append(2))
+    with putting_off(), calls.in_place():
         block(torch.ones(2, 3, WIDTH))
-    assert len(graphs.sizes) == 1
+        handles[0].remove()
+        (inner,) = around_compiled(block, lambda *_: seen.append(3), lambda *_: seen.append(4))
+        block(torch.ones(2, 3, WIDTH))
+    inner.remove()
+    assert seen == [1, 2, 3, 4]
+    assert not isinstance(backend_of(compiled_call(block)), Differentiating)
 
 
 def test_the_stance_that_a_user_chose_stays() -> None:
     graphs = Graphs()
     block = made(gelu, backend=graphs)
-    around = whose_gradients_wait(block)
-    assert around is not None
-    with torch.compiler.set_stance("force_eager"), putting_off(), around:
+    calls = WaitingCalls([block])
+    with torch.compiler.set_stance("force_eager"), putting_off(), calls.in_place():
         block(torch.ones(2, 3, WIDTH))
     assert not graphs.sizes
 
@@ -336,8 +359,11 @@ def test_cuda_graphs_are_told_by_the_mode(mode: str, records: bool) -> None:
     assert uses_cuda_graphs(backend_of(call)) is records
 
 
-def test_what_was_not_compiled_has_no_compiler() -> None:
-    assert whose_gradients_wait(made(gelu)) is None
+def test_what_was_not_compiled_runs_as_it_is() -> None:
+    expected, _ = run(made(gelu), waits=False, compiled=False)
+    found, num_waiting = run(made(gelu), waits=True, compiled=True)
+    assert all(map(torch.equal, found, expected))
+    assert num_waiting == 2
 
 
 def test_buffers_that_a_compiler_uses_again_do_not_reach_waiting_gradients() -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
+from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off, that_can_wait
 from smdistributed.modelparallel.torch.execute.weight_gradients import WaitingGradients, put_off_in
 
@@ -402,11 +402,10 @@ def compiled_use(
     torch.compiler.reset()
     module = Used(use, layer)
     module.compile(backend="aot_eager")
-    around = whose_gradients_wait(module)
-    assert around is not None
+    calls = WaitingCalls([module])
 
     def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        with around if halves else contextlib.nullcontext():
+        with calls.in_place() if halves else contextlib.nullcontext():
             return module(x)  # type: ignore[no-any-return]
 
     return run

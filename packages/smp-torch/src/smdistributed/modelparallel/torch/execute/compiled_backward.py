@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,19 @@ import torch
 from torch import fx
 
 from smdistributed.modelparallel.torch.compat.private.compiled import (
+    CompiledOtherwise,
     backend_of,
-    backend_replaced,
     backward_compilers_replaced,
     boxed,
     call_compiled,
     compiled_call,
+    has_stance,
     leaves_of_this_pass,
     uses_cuda_graphs,
 )
 from smdistributed.modelparallel.torch.execute.waiting_products import add_product
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     Waiting,
-    is_putting_off,
     waiting_for,
 )
 from smdistributed.modelparallel.torch.record.nested import tensors_in
@@ -47,29 +47,36 @@ _GIVEN = re.compile(r"primals_(?P<number>[0-9]+)")
 _CONVERSIONS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
-def whose_gradients_wait(module: Any) -> contextlib.AbstractContextManager[None] | None:
-    """Returns what lets gradients of a module's compiled call wait; None if it is not compiled."""
-    call = compiled_call(module)
-    return None if call is None else _Compiling(Differentiating(backend_of(call)))
-
-
-class _Compiling:
-    """Has what is compiled inside compiled so that gradients of weights can wait, if they do.
+class WaitingCalls:
+    """Compiled calls that let gradients of weights wait, in place of those of modules.
 
     Args:
-        backend: what compiles.
+        modules: what is called; those that are compiled count, however often that changes.
     """
 
-    def __init__(self, backend: Differentiating) -> None:
-        self._backend = backend
-        self._stack = contextlib.ExitStack()
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._modules = list(modules)
+        self._made: dict[Any, CompiledOtherwise] = {}
 
-    def __enter__(self) -> None:
-        if is_putting_off():
-            self._stack.enter_context(backend_replaced(self._backend))
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, these are made; where the user has chosen a stance, his own are."""
+        made = [] if has_stance() else [self._of(each) for each in self._compiled()]
+        with contextlib.ExitStack() as stack:
+            for each in made:
+                each.begin()
+                stack.callback(each.end)
+            yield
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    def _compiled(self) -> Iterator[Any]:
+        return (each for each in self._modules if compiled_call(each) is not None)
+
+    def _of(self, module: Any) -> CompiledOtherwise:
+        made = self._made.get(module)
+        if made is None or not made.is_current:
+            backend = Differentiating(backend_of(compiled_call(module)))
+            made = self._made[module] = CompiledOtherwise(module, backend)
+        return made
 
 
 @dataclass

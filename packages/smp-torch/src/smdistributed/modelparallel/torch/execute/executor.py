@@ -16,6 +16,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.torch.execute.clock import clock_of
+from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
 from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Message
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
@@ -81,7 +82,10 @@ class Executor:
             Kind.WEIGHT_GRADIENTS: self._weight_gradients,
         }
         halves = any(each.kind is Kind.WEIGHT_GRADIENTS for each in itinerary.actions)
-        self._around = putting_off if halves else contextlib.nullcontext
+        leaves = {
+            leaf for segments in programs for each in segments.values() for leaf in each.leaves
+        }
+        self._waiting_calls = WaitingCalls(leaves) if halves else None
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -109,11 +113,20 @@ class Executor:
             CommError: a peer died or did not take part in time.
         """
         step = _StepState(inputs, root_scales)
-        with self._around():
+        with self._putting_off():
             marks = self._run(step, enter_pass)
         for transfer in step.outgoing:
             transfer.wait()
         return step.results, marks
+
+    @contextlib.contextmanager
+    def _putting_off(self) -> Iterator[None]:
+        """Inside, modules compute so that gradients of weights can wait, if the schedule has it."""
+        with contextlib.ExitStack() as stack:
+            if self._waiting_calls is not None:
+                stack.enter_context(putting_off())
+                stack.enter_context(self._waiting_calls.in_place())
+            yield
 
     def _run(self, step: _StepState, enter_pass: Callable[[Kind, int], None]) -> list[Any]:
         marks = []

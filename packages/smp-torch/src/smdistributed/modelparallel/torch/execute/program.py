@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.execute.compiled_backward import whose_gradients_wait
 from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
@@ -141,6 +140,7 @@ class Program:
 
     Attributes:
         source: the generated code, for people who debug.
+        leaves: the modules that it calls.
     """
 
     def __init__(
@@ -152,6 +152,7 @@ class Program:
     ) -> None:
         self._device = device
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
+        self.leaves = {node.target for node in segment.nodes if node.kind is NodeKind.LEAF}
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
         self._names: dict[str, Any] = {
             "torch": torch,
@@ -267,9 +268,6 @@ class Program:
             seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r})"
             if node.decides:
                 seeded += f", {self._constant(self._known_changes(node))}"
-            compiling = whose_gradients_wait(node.target)
-            if compiling is not None:
-                seeded += f", {self._constant(compiling)}"
             seeded += ": "
         target, results = self._constant(that_can_wait(node.target)), "result"
         if node.taps:

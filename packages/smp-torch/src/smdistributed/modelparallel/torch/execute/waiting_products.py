@@ -140,7 +140,6 @@ class _WaitingProduct(Waiting):
             add(self.bias, gradient.sum(0))
 
 
-@torch.no_grad()
 def add_product(weight: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
     """Adds the product of two matrices to the gradient of a leaf."""
     known = sum_of(weight, one.dtype)

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     hooks_after_accumulation,
     hooks_on_gradient,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import is_watched
+from smdistributed.modelparallel.torch.compat.private.modes import is_any_autocast, is_watched
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
 
@@ -60,6 +60,7 @@ class WaitingGradients:
         """Keeps what gradients are computed from."""
         self._waiting.append(waiting)
 
+    @torch.no_grad()
     def compute(self) -> None:
         """Adds the gradients to those of the weights.
 
@@ -111,14 +112,13 @@ class Waiting(ABC):
 
     @abstractmethod
     def add(self, *kept: torch.Tensor) -> None:
-        """Computes the gradients, and adds them.
+        """Computes the gradients, and adds them; inside ``no_grad``.
 
         Args:
             kept: what they are computed from.
         """
 
 
-@torch.no_grad()
 def add(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds to the gradient of a leaf what autograd would add."""
     gradient = gradient.to(leaf.dtype)
@@ -197,11 +197,6 @@ def functions_that_wait() -> Iterator[None]:
         _is_putting_off = False
 
 
-def is_putting_off() -> bool:
-    """Whether they compute so now."""
-    return _is_putting_off
-
-
 def may_wait(input: Any, weight: Any, bias: Any, *, dim: int) -> bool:
     """Whether these are plain tensors whose product autograd alone sees.
 
@@ -211,25 +206,32 @@ def may_wait(input: Any, weight: Any, bias: Any, *, dim: int) -> bool:
         bias: its bias, or None.
         dim: how many dimensions the weight has.
     """
+    # Every layer of every microbatch asks: first what is asked soonest and says no most often.
     if not (_is_putting_off and torch.is_grad_enabled()) or is_watched():
         return False
-    if not (_is_plain(weight) and weight.requires_grad and weight.is_leaf and weight.dim() == dim):
-        return False
-    if not (_is_plain(input) and input.dim() >= dim and input.device == weight.device):
-        return False
-    if not input.requires_grad:
+    if type(input) not in _PLAIN or not input.requires_grad:
         # The weight's gradient is all that the pass computes; and modules write to their buffers.
         return False
-    if bias is not None and not (_is_plain(bias) and bias.is_leaf and bias.dim() == 1):
+    if input.layout is not torch.strided or input.dim() < dim:
         return False
-    if torch.is_autocast_enabled(input.device.type):
-        return torch.float64 not in (input.dtype, weight.dtype)
+    if not (_is_leaf(weight, dim) and weight.requires_grad and input.device == weight.device):
+        return False
+    if bias is not None and not _is_leaf(bias, 1):
+        return False
+    if is_any_autocast() and torch.is_autocast_enabled(input.device.type):
+        return torch.float64 not in (input.dtype, weight.dtype) and input.is_floating_point()
     return bool(input.dtype is weight.dtype)
 
 
-def _is_plain(tensor: Any) -> bool:
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+def _is_leaf(tensor: Any, dim: int) -> bool:
+    """Whether something is a plain tensor of real numbers with so many dimensions, and a leaf."""
     return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
+        type(tensor) in _PLAIN
+        and tensor.is_leaf
+        and tensor.dim() == dim
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
     )
@@ -237,5 +239,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def type_of_autocast(input: torch.Tensor) -> torch.dtype | None:
     """Returns what a layer computes in under autocast; None without."""
+    if not is_any_autocast():
+        return None
     device = input.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

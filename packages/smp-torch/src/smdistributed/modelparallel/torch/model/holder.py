@@ -436,8 +436,14 @@ class Holder:
         }
 
     def holds(self, slot: Slot) -> bool:
-        """Tells whether some of a parameter or buffer is on this rank."""
-        return self._is_whole or self._runtime.rank in self.piece(slot).ranks
+        """Tells whether some of a parameter or buffer is on this rank.
+
+        Asked of every slot in every step: slices and shards only deal out what a partition has.
+        """
+        if self._is_whole:
+            return True
+        placement = self.placement
+        return placement.is_everywhere(slot) or placement.owner_of(slot) == self._own
 
     def holds_module(self, module: nn.Module) -> bool:
         """Tells whether a module, or what it holds itself if it is split, is on this rank."""

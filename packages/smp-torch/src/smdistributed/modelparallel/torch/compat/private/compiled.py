@@ -191,16 +191,77 @@ def backend_of(call: Any) -> Callable[..., Any]:
     return backend
 
 
-@contextlib.contextmanager
-def backend_replaced(backend: Callable[..., Any]) -> Iterator[None]:
-    """Has all graphs compiled by another backend, unless the user has chosen a stance."""
+def has_stance() -> bool:
+    """Whether the user has said what compiled code is to do, by ``torch.compiler.set_stance``."""
     from torch._dynamo import eval_frame
 
-    if eval_frame._stance == type(eval_frame._stance)():
+    return eval_frame._stance != type(eval_frame._stance)()
+
+
+class CompiledOtherwise:
+    """Calls of a compiled module, compiled by another backend; the rest of how it was stays.
+
+    It is made once: what compiles is looked up by the compiler's guards in every call.
+
+    Args:
+        module: by ``compiled_call``, it is compiled.
+        backend: the other one.
+    """
+
+    def __init__(self, module: nn.Module, backend: Callable[..., Any]) -> None:
+        from torch._dynamo import eval_frame
+
+        self._module = module
+        self._call = _call_of(module)
+        context = _context_of(compiled_call(module))
+        other = object.__new__(type(context))
+        vars(other).update(vars(context))
         with torch.compiler.set_stance("default", force_backend=backend):
-            yield
+            other.callback = eval_frame._callback_from_stance(context.callback)
+        self._other: Callable[..., Any] = other(as_written(self._call))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the module is compiled as it was."""
+        return _call_of(self._module) is self._call
+
+    def begin(self) -> None:
+        """Makes these calls from now on."""
+        _give_call(self._module, self._call, self._other)
+
+    def end(self) -> None:
+        """Makes the user's calls again, unless the module was compiled anew."""
+        _give_call(self._module, self._other, self._call)
+
+
+def _call_of(module: nn.Module) -> Any:
+    """Returns the compiled function of a module that is compiled; what is around it left out."""
+    if isinstance(module, _wrapper_class()):
+        return vars(module)[_attribute_of(module)]
+    call = vars(module).get("_compiled_call_impl")
+    while isinstance(call, AroundCompiled):
+        call = call.call
+    return call
+
+
+def _attribute_of(wrapper: nn.Module) -> str:
+    """Returns where a wrapper has the compiled function; around a lazy module a check is first."""
+    return "_forward" if "_forward" in vars(wrapper) else "forward"
+
+
+def _give_call(module: nn.Module, former: Any, call: Callable[..., Any]) -> None:
+    """Puts a compiled function in the place of another one, if that is there."""
+    if _call_of(module) is not former:
+        return
+    outer = vars(module).get("_compiled_call_impl")
+    if isinstance(module, _wrapper_class()):
+        vars(module)[_attribute_of(module)] = call
+    elif isinstance(outer, AroundCompiled):
+        while isinstance(outer.call, AroundCompiled):
+            outer = outer.call
+        outer.call = call
     else:
-        yield
+        vars(module)["_compiled_call_impl"] = call
 
 
 def uses_cuda_graphs(backend: Any) -> bool:

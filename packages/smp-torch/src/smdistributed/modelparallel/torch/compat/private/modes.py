@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd import forward_ad
 from torch.overrides import (
     TorchFunctionMode,
     _pop_mode_temporarily,
@@ -44,6 +45,14 @@ __all__ = [
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 _innermost_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
+
+#: Asked at each call of a layer.
+_num_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+_innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+_tracing_state: Callable[[], Any] = _C._get_tracing_state
+#: Whether autocast is on for any type of device.
+is_any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 
 #: What ``torch.no_grad`` and the like call.
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
@@ -90,7 +99,7 @@ def past_transforms() -> contextlib.AbstractContextManager[Any]:
 
 def inside_transform() -> bool:
     """Whether code runs inside a transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _innermost_transform() is not None
 
 
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:
@@ -121,11 +130,11 @@ def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
 def is_watched() -> bool:
     """Whether operations go to somebody else before they go to autograd: modes, transforms."""
     return bool(
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or inside_transform()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        _num_function_modes()
+        or _num_dispatch_modes()
+        or _innermost_transform() is not None
+        or forward_ad._current_level >= 0
+        or _tracing_state() is not None
     )
 
 

@@ -21,9 +21,9 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
 )
 from smdistributed.modelparallel.torch.compat.private.compiled import (
     AroundCompiled,
+    CompiledOtherwise,
     as_written,
     backend_of,
-    backend_replaced,
     backward_compilers_replaced,
     boxed,
     call_compiled,
@@ -191,7 +191,7 @@ def _compiled_backward() -> None:
 
     def backend(graph: Any, inputs: Any) -> Any:
         with backward_compilers_replaced(replace):
-            return backend_of(compiled_call(own))(graph, inputs)
+            return users(graph, inputs)
 
     class Own(nn.Module):  # one of torch's own alone is not worth compiling
         def __init__(self) -> None:
@@ -204,8 +204,12 @@ def _compiled_backward() -> None:
 
     own = Own()
     own.compile(backend="aot_eager")
-    with backend_replaced(backend):
-        own(torch.ones(1, 2)).backward()
+    users = backend_of(compiled_call(own))
+    other = CompiledOtherwise(own, backend)
+    other.begin()
+    own(torch.ones(1, 2)).backward()
+    other.end()
+    _expect(backend_of(compiled_call(own)) is users, "and are again as the user had them")
     _expect(module.weight.grad is not None, "backward passes can be compiled in another way")
     _expect(any(each is module.weight for each in leaves), "and know whose gradients they compute")
     torch.compiler.reset()
