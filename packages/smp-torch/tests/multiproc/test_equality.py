@@ -149,7 +149,10 @@ def test_transformers_with_padding_in_some_microbatches(worlds: Worlds) -> None:
     run(worlds, WORLDS["pp2-copies"], run_case, "transformers_cases", case)
 
 
-@pytest.mark.parametrize("world", ["pp2", pytest.param("pp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world",
+    ["pp2-copies", *(pytest.param(world, marks=pytest.mark.slow) for world in ("pp2", "pp4"))],
+)
 @pytest.mark.parametrize(
     ("module", "case"),
     [
@@ -166,7 +169,9 @@ def test_random_numbers_of_split_modules_do_not_depend_on_the_partition(
     assert run(worlds, WORLDS[world], *call)[0] == run(worlds, WORLDS["one"], *call)[0]
 
 
-@pytest.mark.parametrize("world", ["pp2", "pp2-simple", "pp4"])
+@pytest.mark.parametrize(
+    "world", ["pp2-copies", "pp2-simple", "pp4", pytest.param("pp2", marks=pytest.mark.slow)]
+)
 def test_dropout_masks_do_not_depend_on_the_partition(worlds: Worlds, world: str) -> None:
     call = (run_case, "equality_cases", "dropout")
     (expected,) = run(worlds, WORLDS["one"], *call)
