@@ -216,14 +216,15 @@ def check_with_tensorflow(session: Runner) -> None:
     check_docs(session)
     check_builds(session, "-m", "not slow")
     check_processes(session, "smp-tf")
-    check_conformance(session, "tensorflow", "--quick")
     # Last, since every process of TensorFlow would import some of it.
     install_groups(session, "examples")
     check_examples(session)
 
 
 def check_the_rest(session: Runner) -> None:
-    """A third lane: Keras 2 in an environment of its own, and what else starts PyTorch."""
+    """A third lane: conformance, Keras 2 in an environment of its own, and the documentation's."""
+    # First, before the other lane installs what processes of TensorFlow would import.
+    check_conformance(session, "tensorflow", "--quick")
     session.run(sys.executable, "-m", "nox", "-s", "keras2", external=True)
     check_conformance(session, "torch", "--quick")
     check_snippets(session, "-m", "not slow")

@@ -132,16 +132,23 @@ def transformer(**options: Any) -> nn.Module:
     return smp.nn.DistributedTransformer(**{**SIZES, "num_layers": 3, **options})
 
 
-def population() -> dict[str, int]:
-    """Tries all combinations, each with some batches; returns how many ran in slices and not."""
+def population(first: int = 0, stride: int = 1) -> dict[str, int]:
+    """Tries combinations, each with some batches; returns how many ran in slices and not.
+
+    Args:
+        first: of those to try.
+        stride: from one to the next.
+    """
     found: Counter[str] = Counter()
     batches = itertools.cycle(BATCHES)
-    cases = itertools.product(
-        ROUNDING, (language_model, transformer), NORMS, (0.0, 0.2), (None, "each", "contiguous")
-    )
-    for dtype, build, norms, dropout, strategy in cases:
-        if dtype != torch.float32 and norms is not CAUSAL:
-            continue
+    cases = [
+        case
+        for case in itertools.product(
+            ROUNDING, (language_model, transformer), NORMS, (0.0, 0.2), (None, "each", "contiguous")
+        )
+        if case[0] == torch.float32 or case[2] is CAUSAL
+    ]
+    for dtype, build, norms, dropout, strategy in cases[first::stride]:
         torch.manual_seed(3)
         module = build(**norms, hidden_dropout_prob=dropout).to(dtype)
         model = smp.DistributedModel(module)

@@ -200,10 +200,13 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
 @pytest.mark.parametrize(
     ("world", "ways"),
     [
-        ("pp2", list(WAYS)),
+        # Every way in halves, which are a pipeline, and in shards.
         ("halves", list(WAYS)),
         ("shards", list(WAYS)),
-        ("pp2-shards", ["each_block", "part_of_each_block", "distributed_wrapped", "late_blocks"]),
+        ("pp2", ["each_block", "whole"]),
+        ("pp2-shards", ["part_of_each_block", "late_blocks"]),
+        pytest.param("pp2", list(WAYS), marks=pytest.mark.slow),
+        pytest.param("pp2-shards", ["each_block", "distributed_wrapped"], marks=pytest.mark.slow),
         pytest.param("one", list(WAYS), marks=pytest.mark.slow),
     ],
 )

@@ -25,14 +25,22 @@ WORLDS = {
 }
 
 
-def run_population() -> dict[str, int]:
-    return slice_cases.population()
+def run_population(first: int, stride: int) -> dict[str, int]:
+    return slice_cases.population(first, stride)
 
 
-@pytest.mark.parametrize("world", ["speed", "memory", pytest.param("tp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(each, marks=pytest.mark.slow) for each in WORLDS])
 def test_slices_give_what_whole_batches_give(worlds: Worlds, world: str) -> None:
-    found = run(worlds, WORLDS[world], run_population, timeout=500)
+    found = run(worlds, WORLDS[world], run_population, 0, 1, timeout=500)
     assert set(map(str, found)) == {str({"sliced": 70, "whole": 26})}
+
+
+@pytest.mark.parametrize(("world", "first"), [("speed", 0), ("memory", 2)])
+def test_some_slices_give_what_whole_batches_give(worlds: Worlds, world: str, first: int) -> None:
+    """A stride that meets each value of each option, and each batch."""
+    found = run(worlds, WORLDS[world], run_population, first, 5)
+    assert len(set(map(str, found))) == 1
+    assert found[0]["sliced"] > found[0]["whole"] > 0
 
 
 def run_changed() -> list[str]:

@@ -158,7 +158,9 @@ def run(kills: int, seed: int, asynchronous: bool, folder: Path) -> dict[str, in
     """
     draw = random.Random(seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "smdistributed.modelparallel.torch", __name__])
+    # What a first step imports, too.
+    preload = ["torch._dynamo", "torch.profiler", "smdistributed.modelparallel.torch", __name__]
+    context.set_forkserver_preload(preload)
     undisturbed = Job(
         context, folder / "none", folder / "undisturbed", saves=False, asynchronous=False
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,3 +37,21 @@ def test_only_caches_with_fakes_are_cleared() -> None:
         caches.clear()
         assert given.cache_info().currsize == int(not is_fake)
     given.cache_clear()
+
+
+def test_caches_are_found_that_the_collector_does_not_tell_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches = FunctionCaches()
+    caches.look_for_new()
+    later = functools.lru_cache(given.__wrapped__)
+    monkeypatch.setattr(functools, "made_later", later, raising=False)
+    with FakeTensorMode():
+        later(0, Holder(torch.ones(2)))
+    gc.freeze()
+    try:
+        caches.look_for_new()
+        caches.clear()
+    finally:
+        gc.unfreeze()
+    assert not later.cache_info().currsize
