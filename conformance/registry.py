@@ -72,7 +72,10 @@ def add(case: Case) -> None:
 
 
 def case(
-    *rows: str, worlds: tuple[str, ...] = ("pipeline",), frameworks: tuple[str, ...] = FRAMEWORKS
+    *rows: str,
+    worlds: tuple[str, ...] = ("pipeline",),
+    frameworks: tuple[str, ...] = FRAMEWORKS,
+    quick_with: tuple[str, ...] = FRAMEWORKS,
 ) -> Callable[[Body], Body]:
     """Makes a case of a function that takes an adapter.
 
@@ -80,10 +83,11 @@ def case(
         rows: of the specification that it comes from.
         worlds: where it runs.
         frameworks: whose packages it runs against.
+        quick_with: frameworks whose quick runs try it.
     """
 
     def register(body: Body) -> Body:
-        add(Case(body.__name__, rows, worlds, frameworks, body))
+        add(Case(body.__name__, rows, worlds, frameworks, body, quick_with=quick_with))
         return body
 
     return register

@@ -175,7 +175,8 @@ def fail(framework: str) -> None:
     smp.barrier()
 
 
-@case("common.no_bad_partner", worlds=("new",))
+# The tests of smp-tf's failures start such jobs, too.
+@case("common.no_bad_partner", worlds=("new",), quick_with=("torch",))
 def a_failure_ends_the_whole_job_and_is_told(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 

@@ -163,7 +163,7 @@ def run_read(name: str) -> None:
 
 
 #: Cases of shards that are read which run by default.
-READ = ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps", "tied")
+READ = ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps")
 
 
 @read_cases.by_files
@@ -200,6 +200,7 @@ def test_when_ranks_read(worlds: Worlds, case: str) -> None:
 
 
 @read_cases.by_files
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*shard_cases.HALF, *shard_cases.FP16])
 def test_half_precision_that_is_read(worlds: Worlds, case: str) -> None:
     run(worlds, sharded(2, 2, fp16=True), run_read, case)
