@@ -21,7 +21,7 @@ from trained_beside import body
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.precision import master_update
+from smdistributed.modelparallel.torch.precision import master_update, one_pass_adam
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.sharding import home
 from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
@@ -153,7 +153,10 @@ def updated_in_one_pass() -> None:
         optimizer = smp.DistributedOptimizer(fused(model.parameters()))
         step = smp.step(body)
         smaller.takes = check if one_pass else lambda *_: False  # type: ignore[attr-defined]
-        with mock.patch.object(master_update, "OnePassAdam", smaller):
+        with (
+            mock.patch.object(master_update, "OnePassAdam", smaller),
+            mock.patch.object(one_pass_adam, "can_compile", lambda: True),
+        ):
             for data in batches(6):
                 optimizer.zero_grad()
                 losses.append(step(model, *own_share(data, [0, 0])).reduce_mean().item())

@@ -442,6 +442,22 @@ def case_ranks_that_differ_are_told() -> None:
         smp.step(body)(model, *given)
 
 
+def case_a_rank_that_gathers_less_is_told() -> None:
+    """In a step without a backward pass, where nothing else would say so."""
+    model = smp.DistributedModel(seeded(Turned)())
+    inputs = own_share(batches(1)[0], [0, 0])[0]
+    calls = 1 + smp.dp_rank()
+    forward = smp.step(lambda model, inputs: sum(model(inputs) for _ in range(calls)))
+    memory = model.data_parallel.shards.model.residency.shard_memory
+    fits_at_once = smp.state.cfg.sdp_max_live_parameters > 1000
+    if fits_at_once or not memory.is_common:
+        forward(model, inputs)
+        return
+    done = "is done with a step or a call of the model"
+    with pytest.raises(SMPError, match=rf"rank \d {done}; rank \d uses|uses \S+; rank \d {done}"):
+        forward(model, inputs)
+
+
 class Partly(nn.Module):
     """One rank leaves out a parameter that is gathered with others."""
 
@@ -615,6 +631,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a_state_comes_back": case_a_state_comes_back,
     "a_rank_keeps_its_share": case_a_rank_keeps_its_share,
     "ranks_that_differ_are_told": case_ranks_that_differ_are_told,
+    "a_rank_that_gathers_less_is_told": case_a_rank_that_gathers_less_is_told,
     "a_gradient_on_some_ranks": case_a_gradient_on_some_ranks,
     "only_what_works_number_by_number": case_only_what_works_number_by_number,
     "delayed_parameters": case_delayed_parameters,

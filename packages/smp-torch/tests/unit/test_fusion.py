@@ -61,5 +61,5 @@ def test_functions_compute_what_they_say(name: str, is_compiled: bool) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiler may work")
 def test_the_log_says_why_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert not fusion._can_compile.__wrapped__()
+        assert not fusion.can_compile.__wrapped__()
     assert "run one by one, since PyTorch's compiler does not work here: " in caplog.text

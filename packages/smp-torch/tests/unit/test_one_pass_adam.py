@@ -60,8 +60,9 @@ def test_it_does_what_torch_does(
     assert sorted(set(calls)) == [16, 17, 120]
 
 
-def test_what_it_leaves_to_torch() -> None:
+def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
+    monkeypatch.setattr(one_pass_adam, "can_compile", lambda: True)
     for kind, given in itertools.product(KINDS, ({}, {"amsgrad": True}, {"maximize": True})):
         _, optimizer = made(kind, given)
         assert OnePassAdam.takes(optimizer, device) is (not given)
@@ -77,3 +78,8 @@ def test_what_it_leaves_to_torch() -> None:
         pass
 
     assert not OnePassAdam.takes(Own(parameters, fused=True), device)
+
+    _, optimizer = made(torch.optim.AdamW, {})
+    assert OnePassAdam.takes(optimizer, device)
+    monkeypatch.setattr(one_pass_adam, "can_compile", lambda: False)
+    assert not OnePassAdam.takes(optimizer, device)

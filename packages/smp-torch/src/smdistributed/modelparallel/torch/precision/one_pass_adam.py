@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.private.fusion import can_compile, fused
 from smdistributed.modelparallel.torch.compat.private.optimizers import (
     FUSED_ADAM,
     FUSED_ADAMW,
@@ -56,7 +56,7 @@ class OnePassAdam(TorchFunctionMode):
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-        """Tells whether it can do the work of an optimizer.
+        """Tells whether it can do the work of an optimizer, better than torch's kernel.
 
         Args:
             optimizer: of the script.
@@ -67,6 +67,7 @@ class OnePassAdam(TorchFunctionMode):
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and all(_is_plain(group) for group in optimizer.param_groups)
             and not has_step_hooks(optimizer)
+            and can_compile()
         )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,7 +42,7 @@ def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
             or isinstance(first, FakeTensor)
             or torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack()
-            or not _can_compile()
+            or not can_compile()
         ):
             return function(*args)
         if compiled is None:
@@ -69,7 +69,7 @@ def _probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _can_compile() -> bool:
+def can_compile() -> bool:
     """Whether the compiler makes kernels for the GPU of this process; says in the log why not."""
     try:
         from torch.utils._triton import has_triton
