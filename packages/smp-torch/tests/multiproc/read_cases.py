@@ -155,7 +155,7 @@ def updated_in_one_pass() -> None:
         smaller.takes = check if one_pass else lambda *_: False  # type: ignore[attr-defined]
         with (
             mock.patch.object(master_update, "OnePassAdam", smaller),
-            mock.patch.object(one_pass_adam, "can_compile", lambda: True),
+            mock.patch.object(one_pass_adam, "can_compile", return_value=True),
         ):
             for data in batches(6):
                 optimizer.zero_grad()
