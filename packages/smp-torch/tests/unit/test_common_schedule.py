@@ -118,7 +118,7 @@ def test_an_order_is_chosen_that_transfers_do_not_hold_up() -> None:
 @pytest.mark.parametrize(("num_ranks", "in_flight"), [(2, 2), (4, 5)])
 def test_memory_is_kept_for_what_it_gains(num_ranks: int, in_flight: int) -> None:
     segments = (
-        Segment(rank, rank, 1.0, 1.0, has_backward=True, activation_bytes=1, weight_cost=1.0)
+        Segment(rank, rank, 1.0, 1.0, has_backward=True, weight_cost=1.0)
         for rank in range(num_ranks)
     )
     edges = tuple(Edge(rank, rank + 1, 0, has_grad=True) for rank in range(num_ranks - 1))

@@ -131,7 +131,7 @@ def lean_or_fastest(
     if kind != "zero_bubble" or active_microbatches <= graph.num_ranks:
         return best
     lean = fastest(graph, num_microbatches, kind, graph.num_ranks)
-    keeps_less = max(lean.peak_activation_bytes) < max(best.peak_activation_bytes)
+    keeps_less = max(lean.peak_active_microbatches) < max(best.peak_active_microbatches)
     return lean if keeps_less and best.makespan > WORTH * lean.makespan else best
 
 
