@@ -60,6 +60,16 @@ def test_it_does_what_torch_does(
     assert sorted(set(calls)) == [16, 17, 120]
 
 
+def test_copies_with_gaps_are_left() -> None:
+    parameters, optimizer = made(torch.optim.AdamW, {})
+    parameters[0].grad = torch.ones(40, 3)
+    gaps = torch.zeros(40, 6, dtype=torch.bfloat16)[:, :3]
+    with OnePassAdam({id(parameters[0]): gaps}, None, smallest=16) as one_pass:
+        optimizer.step()
+    assert not one_pass.copied
+    assert not gaps.any()
+
+
 def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     monkeypatch.setattr(one_pass_adam, "can_compile", lambda: True)

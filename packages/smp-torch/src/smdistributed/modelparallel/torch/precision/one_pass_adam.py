@@ -113,6 +113,8 @@ class OnePassAdam(TorchFunctionMode):
         for number, row in zip(chosen, numbers.float(), strict=True):
             parameter = parameters[number]
             copy = self._copies.get(id(parameter))
+            if copy is not None and not copy.is_contiguous():
+                copy = None  # a parameter with gaps, whose master has none
             _adam(
                 *(each[number].detach().view(-1) for each in lists[:4]),
                 row,
