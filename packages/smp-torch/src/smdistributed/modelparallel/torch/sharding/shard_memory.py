@@ -113,7 +113,6 @@ class ReadShards:
         self._make = make
         self._degree = degree
         self._index = index
-        self._memories: list[SymmetricMemory] = []
         #: Memory and its first byte, by number of the unit.
         self._places: list[tuple[SymmetricMemory, int]] = []
         self._sources: dict[int, list[tuple[int, Rectangle, torch.Tensor]]] = {}
@@ -127,7 +126,6 @@ class ReadShards:
         if not sizes:
             return []
         memory = self._make(end)
-        self._memories.append(memory)
         self._places += [(memory, start) for start in starts]
         return [
             memory.piece(self._index, start, count, dtype).zero_()
@@ -140,7 +138,7 @@ class ReadShards:
         """See ``ShardMemory.gathering``."""
         sources = self._sources.get(unit.number)
         if sources is None:
-            sources = self._sources[unit.number] = list(self._blocks(unit))
+            sources = self._sources[unit.number] = self._blocks(unit)
         views = unit.layout.views(memory)
 
         def gather() -> None:
@@ -164,8 +162,8 @@ class ReadShards:
 
     def barrier(self) -> None:
         """See ``ShardMemory.barrier``: of one memory it is a barrier of the device."""
-        if self._memories:
-            self._memories[0].barrier()
+        if self._places:
+            self._places[0][0].barrier()
 
 
 def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Tensor) -> None:
