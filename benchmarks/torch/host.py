@@ -275,7 +275,7 @@ def python(options: argparse.Namespace) -> dict[str, float]:
             step = smp.step(body, static=passes is StaticPasses)
             for _ in range(3):
                 step(model, batch)
-            with mock.patch.object(passes, "first_round", timed(passes.first_round)):
+            with mock.patch.object(passes, "passes", timed(passes.passes)):
                 for _ in range(4 * options.rounds):
                     step(model, batch)
             milliseconds = [1e3 * each / MICROBATCHES for each in times] or [0.0]
@@ -288,7 +288,7 @@ def python(options: argparse.Namespace) -> dict[str, float]:
 CAUSES: dict[str, tuple[tuple[type, str], ...]] = {
     "refresh": ((smp.DistributedModel, "refresh"),),
     "agree": ((StepInputs, "agree"),),
-    "python": ((Lockstep, "_run"), (Lockstep, "_follow")),
+    "python": ((Lockstep, "_lead"), (Lockstep, "_follow")),
     "inputs": ((StepInputs, "exchange"),),
     "forward": ((Executor, "_forward"),),
     "input_gradients": ((Executor, "_input_gradients"),),

@@ -240,6 +240,20 @@ def case_another_call_than_from_first_names_both() -> None:
     assert communicator.from_first(smp.rank(), smp.WORLD) == 0
 
 
+def case_what_is_told_is_heard_in_order() -> None:
+    communicator = slot.get().communicator
+    # Small, larger than what arrives alone, and more of them than may be on their way.
+    news = [*range(200), b"x" * 5000, "last"]
+    if smp.rank() == 0:
+        for each in news:
+            communicator.tell(each, smp.WORLD)
+        assert communicator.from_first("next", smp.WORLD) == "next"
+    else:
+        time.sleep(0.1)
+        assert [communicator.hear(smp.WORLD) for _ in news] == news
+        assert communicator.from_first(None, smp.WORLD) == "next"
+
+
 def case_the_last_a_rank_that_never_comes_is_named() -> float:
     """Last, since its calls stay without their partners."""
     began = time.monotonic()

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.comm.transport import PeersMissingError
 from smdistributed.modelparallel.common.errors import CommError, ConfigError
 from smdistributed.modelparallel.torch.execute import peers as peers_module
 from smdistributed.modelparallel.torch.execute.peers import Peers
-from smdistributed.modelparallel.torch.runtime.control_plane import _Deadline
+from smdistributed.modelparallel.torch.runtime.control_plane import _Works
 
 HERE = Presence.own()
 GONE = dataclasses.replace(HERE, started="0")
@@ -103,7 +103,7 @@ def test_what_cannot_even_be_started_names_the_rank() -> None:
         return [_Work()]  # type: ignore[list-item]
 
     with pytest.raises(PeersMissingError) as raised:
-        _Deadline(5).for_all([1, 2, 3], start)
+        _Works([1, 2, 3], start).wait(5)
     assert raised.value.missing_ranks == (2,)
     assert raised.value.reason == "has ended (Connection closed by peer [::1]:4)"
 

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE, Seal, SealError
-from smdistributed.modelparallel.common.comm.transport import PeersMissingError, Transport
+from smdistributed.modelparallel.common.comm.transport import (
+    PeersMissingError,
+    Posted,
+    Transport,
+)
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.common.topology import Topology
 
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
+_NEWS_CHANNELS = {group: 1 + len(CommGroup) + index for index, group in enumerate(CommGroup)}
+
+
+#: Messages that nobody waits for.
+_MOST_TOLD = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Communicator:
         self._codec = codec or Codec()
         self._seal = seal or Seal.of(os.environ)
         self._calls = dict.fromkeys(CommGroup, 0)
+        self._told: deque[tuple[str, Posted]] = deque()
 
     def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
         """Sends a picklable object to one process; returns when that process has received it.
@@ -169,6 +180,35 @@ class Communicator:
         first = self._exchange(call, payload, group)[0]
         return obj if is_first else self._codec.loads(first)
 
+    def tell(self, obj: object, group: CommGroup) -> None:
+        """Gives all other members an object; waits for them only if it has to, or is far ahead.
+
+        Called by the group's first rank alone; the others call ``hear`` as often.
+
+        Raises:
+            CommError: ``obj`` cannot be pickled (nothing was sent), or a member did not receive
+                this or what it was told before.
+        """
+        members = self._members(group)
+        call = f"tell(..., {_name(group, CommGroup)})"
+        payload = self._encode(call, obj)
+        if len(members) > 1:
+            posted = self._post(payload, members[1:], _NEWS_CHANNELS[group])
+            self._told.append((call, posted))
+            most = _MOST_TOLD if len(payload) <= self._transport.largest_alone else 0
+            while len(self._told) > most:
+                self._wait(*self._told.popleft())
+
+    def hear(self, group: CommGroup) -> Any:
+        """Returns the next object that the group's first rank tells; see ``tell``.
+
+        Raises:
+            CommError: it died or did not tell in time.
+        """
+        call = f"hear({_name(group, CommGroup)})"
+        first = self._members(group)[0]
+        return self._codec.loads(self._receive(call, [first], _NEWS_CHANNELS[group])[0])
+
     def _exchange(
         self, call: str, payload: bytes, group: CommGroup, *, to_first: bool = False
     ) -> Sequence[bytes]:
@@ -201,11 +241,16 @@ class Communicator:
         return payloads
 
     def _send(self, call: str, payload: bytes, ranks: Sequence[int], channel: int) -> None:
-        if not ranks:
-            return
+        if ranks:
+            self._wait(call, self._post(payload, ranks, channel))
+
+    def _post(self, payload: bytes, ranks: Sequence[int], channel: int) -> Posted:
+        sealed = self._seal.close(payload, self._transport.rank, channel)
+        return self._transport.post(sealed, ranks, channel)
+
+    def _wait(self, call: str, posted: Posted) -> None:
         try:
-            sealed = self._seal.close(payload, self._transport.rank, channel)
-            self._transport.send(sealed, ranks, channel, self._timeout_seconds)
+            posted.wait(self._timeout_seconds)
         except PeersMissingError as error:
             self._fail_missing(call, error)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from smdistributed.modelparallel.common.comm.transport import (
     FAREWELL_SECONDS,
     PeersMissingError,
+    Posted,
     Transport,
 )
 from smdistributed.modelparallel.common.errors import CommError
@@ -33,6 +34,10 @@ class MPITransport(Transport):
 
     Collective: every rank of the world constructs it.
     """
+
+    #: Larger ones may need the sender in MPI while they travel; the least that libraries send at
+    #: once is 4 KiB.
+    largest_alone = 2048
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,19 +61,13 @@ class MPITransport(Transport):
         host.Free()
         self._ended: dict[int, bytes] = {}
 
-    def send(
-        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
-    ) -> None:
-        """See ``Transport.send``."""
+    def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
+        """See ``Transport.post``."""
         buffer = [payload, self._mpi.BYTE]
-        waiting = {rank: self._comm.Issend(buffer, dest=rank, tag=channel) for rank in destinations}
-
-        def step() -> bool:
-            for rank in [rank for rank, request in waiting.items() if request.Test()]:
-                del waiting[rank]
-            return not waiting
-
-        self._poll(step, waiting, lambda: set(waiting), timeout_seconds)
+        requests = {
+            rank: self._comm.Issend(buffer, dest=rank, tag=channel) for rank in destinations
+        }
+        return _Requests(requests, payload, self._poll)
 
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
@@ -158,6 +157,32 @@ class MPITransport(Transport):
             message.Recv([words, self._mpi.BYTE])
             self._ended[status.Get_source()] = bytes(words)
         return self._ended
+
+
+class _Requests:
+    """Messages that are being sent.
+
+    Args:
+        waiting: the request of each destination.
+        payload: stays in memory until all have it.
+        poll: repeats a step until it returns True, or its time is up.
+    """
+
+    def __init__(
+        self, waiting: dict[int, MPI.Request], payload: bytes, poll: Callable[..., None]
+    ) -> None:
+        self._waiting = waiting
+        self._payload = payload
+        self._poll = poll
+
+    def wait(self, timeout_seconds: float) -> None:
+        """See ``Posted.wait``."""
+        self._poll(self._test, self._waiting, lambda: set(self._waiting), timeout_seconds)
+
+    def _test(self) -> bool:
+        for rank in [rank for rank, request in self._waiting.items() if request.Test()]:
+            del self._waiting[rank]
+        return not self._waiting
 
 
 def check_size(size: int, environ: Mapping[str, str], library: str) -> None:

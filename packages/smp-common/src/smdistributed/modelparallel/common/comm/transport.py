@@ -2,7 +2,7 @@
 
 A transport moves byte strings between global ranks over numbered channels; everything above it
 (objects, groups, collectives) is written once, in ``communicator``. Messages of one sender on one
-channel arrive in sending order. Sending is synchronous: it ends when the receiver has the message.
+channel arrive in sending order. Sending ends when the receiver has the message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from smdistributed.modelparallel.common.errors import ConfigError
 
@@ -33,6 +33,17 @@ class PeersMissingError(Exception):
         self.reason = reason
 
 
+class Posted(Protocol):
+    """A message that is being sent."""
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Returns when all destinations have received it.
+
+        Raises:
+            PeersMissingError: some destination died or did not receive in time.
+        """
+
+
 class Transport(ABC):
     """A way between processes.
 
@@ -42,25 +53,21 @@ class Transport(ABC):
         local_rank: rank among the processes of this host.
         local_size: number of processes on this host.
         hostname: name of this host.
+        largest_alone: bytes of a message that arrives although its sender does not wait for it.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    largest_alone: int
 
     def __init__(self) -> None:
         self.hostname = socket.gethostname()
 
     @abstractmethod
-    def send(
-        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
-    ) -> None:
-        """Sends one message to each destination and returns when all have received it.
-
-        Raises:
-            PeersMissingError: some destination died or did not receive in time.
-        """
+    def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
+        """Starts sending one message to each destination; must be waited for."""
 
     @abstractmethod
     def receive(
@@ -96,11 +103,10 @@ class SingleProcessTransport(Transport):
     """A world of one process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    largest_alone = 0
 
-    def send(
-        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
-    ) -> None:
-        """See ``Transport.send``."""
+    def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
+        """See ``Transport.post``."""
         self._refuse(destinations)
 
     def receive(

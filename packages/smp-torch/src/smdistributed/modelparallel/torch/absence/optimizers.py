@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,14 +41,24 @@ def gradients_hidden_from_optimizers() -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def cleared_unseen(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Takes the gradients of absent parameters away, and shows none of them inside.
+
+    One that nobody has seen is not made for it: that takes longer than all that is cleared.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, AbsentTensor):
+            clear_gradient(parameter)
+    with gradients_hidden():
+        yield
+
+
 def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
-    """Calls an optimizer's ``zero_grad``; gradients that nobody has seen are not made for it."""
+    """Calls an optimizer's ``zero_grad``."""
     is_torchs = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad
     if not (set_to_none and is_torchs):
         optimizer.zero_grad(set_to_none)
         return
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if isinstance(parameter, AbsentTensor):
-            clear_gradient(parameter)
-    with gradients_hidden():
+    with cleared_unseen(each for group in optimizer.param_groups for each in group["params"]):
         optimizer.zero_grad(set_to_none)

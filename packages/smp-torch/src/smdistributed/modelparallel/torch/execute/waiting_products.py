@@ -40,10 +40,9 @@ def _multiply(rows: Any, weight: Any, bias: Any, *, is_linear: bool) -> Any:
     if dtype is not None:
         rows = rows.to(dtype)
     # Outside the function: views that one makes cannot be changed in place.
-    out: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        rows.flatten(0, -2), weight, bias, dtype, is_linear
-    )
-    return out.view(*rows.shape[:-1], out.shape[-1])
+    flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
+    out: torch.Tensor = _Product.apply(flat, weight, bias, dtype, is_linear)  # type: ignore[no-untyped-call]
+    return out if flat is rows else out.view(rows.shape[:-1] + out.shape[1:])
 
 
 def _compute(

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.execute.starts import differentiate
 from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
@@ -127,6 +128,14 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self._follow_compiled(has_changed=False)
         with shards.called_outside_steps():
             return self.get_module()(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as torch's."""
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        with cleared_unseen(self.parameters()):
+            super().zero_grad()
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Computes gradients over all partitions; takes the place of ``tensor.backward()``.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -154,6 +155,8 @@ def give_state(obj: Any, other: Any) -> None:
         vars(obj).update(vars(other))
 
 
+_PLAIN = (dict, list)
+_chained = itertools.chain.from_iterable
 _WITHOUT_CONTENTS = (torch.Tensor, bool, int, float, str, type(None), torch.nn.Module, type)
 
 
@@ -179,14 +182,23 @@ class Contents:
                 self._nodes.append(obj)
                 pending += _items(obj).values()
         self._before = [_items(node) for node in self._nodes]
+        self._keyed = [
+            place for place, node in enumerate(self._nodes) if not isinstance(node, list)
+        ]
 
     def is_current(self) -> bool:
         """Whether nothing has been put into them, or taken out, since."""
-        for node, before in zip(self._nodes, self._before, strict=True):
-            now = _items(node)
-            if not _same_items(before, now):
-                return False
-        return True
+        # In one go over all: a cache of Transformers has an object for each layer, and each layer
+        # is given it.
+        before = self._before
+        now = [each if isinstance(each, _PLAIN) else vars(each) for each in self._nodes]
+        if list(map(len, before)) != list(map(len, now)):
+            return False
+        values = [each if isinstance(each, list) else dict.values(each) for each in now]
+        if not all(map(operator.is_, _chained(map(dict.values, before)), _chained(values))):
+            return False
+        keys = (_chained(map(each.__getitem__, self._keyed)) for each in (before, now))
+        return all(map(operator.is_, *keys))
 
     def effects(self) -> list[tuple[int, dict[Any, Any]]]:
         """Returns what has been put into them since; new objects as copies.
@@ -230,7 +242,7 @@ class _Place(NamedTuple):
 def _has_contents(obj: Any) -> bool:
     if isinstance(obj, _WITHOUT_CONTENTS):
         return False
-    return isinstance(obj, dict | list) or (
+    return isinstance(obj, _PLAIN) or (
         not callable(obj) and not is_plain_value(obj) and hasattr(obj, "__dict__")
     )
 

@@ -2,13 +2,15 @@
 
 It uses a gloo group of its own, so that jobs need no MPI and messages never meet the data plane's.
 Waiting happens inside gloo, with a time-out; a peer's death closes its connection and ends the wait
-at once. Sending is synchronous by an acknowledgement.
+at once. Sending ends with an acknowledgement.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from smdistributed.modelparallel.common.comm.transport import (
     FAREWELL_SECONDS,
     PeersMissingError,
+    Posted,
     Transport,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import (
@@ -40,6 +43,9 @@ class TorchTransport(Transport):
         timeout_seconds: how long joining the group may take.
     """
 
+    #: Gloo has a thread of its own.
+    largest_alone = sys.maxsize
+
     def __init__(self, timeout_seconds: float) -> None:
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -47,19 +53,8 @@ class TorchTransport(Transport):
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def send(
-        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
-    ) -> None:
-        """See ``Transport.send``."""
-        with _on_host():
-            self._send(payload, destinations, channel, timeout_seconds)
-
-    def _send(
-        self, payload: bytes, destinations: Sequence[int], channel: int, timeout_seconds: float
-    ) -> None:
-        wait = _Deadline(timeout_seconds)
-        header = torch.tensor([len(payload)], dtype=torch.int64)
-        body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+    def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
+        """See ``Transport.post``."""
         data, acknowledgement = 2 * channel, 2 * channel + 1
 
         def start(rank: int) -> Iterator[dist.Work]:
@@ -69,7 +64,10 @@ class TorchTransport(Transport):
             received = torch.empty(1, dtype=torch.uint8)
             yield self._group.recv([received], rank, acknowledgement)
 
-        wait.for_all(destinations, start)
+        with _on_host():
+            header = torch.tensor([len(payload)], dtype=torch.int64)
+            body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+            return _Works(destinations, start)
 
     def receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
@@ -81,17 +79,21 @@ class TorchTransport(Transport):
     def _receive(
         self, sources: Sequence[int], channel: int, timeout_seconds: float
     ) -> list[bytes | bytearray]:
-        wait = _Deadline(timeout_seconds)
+        end = time.monotonic() + timeout_seconds
+
+        def all_of(ranks: Sequence[int], start: Callable[[int], Iterable[dist.Work]]) -> None:
+            _Works(ranks, start).wait(timeout_seconds, end)
+
         data, acknowledgement = 2 * channel, 2 * channel + 1
         headers = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
-        wait.for_all(sources, lambda rank: [self._group.recv([headers[rank]], rank, data)])
+        all_of(sources, lambda rank: [self._group.recv([headers[rank]], rank, data)])
         buffers = {rank: bytearray(int(header)) for rank, header in headers.items()}
-        wait.for_all(
+        all_of(
             [rank for rank, buffer in buffers.items() if buffer],
             lambda rank: [self._group.recv([_view(buffers[rank])], rank, data)],
         )
         done = torch.zeros(1, dtype=torch.uint8)
-        wait.for_all(sources, lambda rank: [self._group.send([done], rank, acknowledgement)])
+        all_of(sources, lambda rank: [self._group.send([done], rank, acknowledgement)])
         return [buffers[rank] for rank in sources]
 
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
@@ -104,7 +106,7 @@ class TorchTransport(Transport):
 
         peers = [rank for rank in range(self.size) if rank != self.rank]
         with _on_host(), contextlib.suppress(PeersMissingError):
-            _Deadline(FAREWELL_SECONDS).for_all(peers, start)
+            _Works(peers, start).wait(FAREWELL_SECONDS)
         release()
 
 
@@ -123,41 +125,46 @@ def _view(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-class _Deadline:
-    """Waits for gloo's works until one point in time and says which ranks failed, and how."""
+class _Works:
+    """Works of gloo with several ranks, which are waited for together.
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._end = time.monotonic() + timeout_seconds
+    Args:
+        ranks: with which they are.
+        start: starts those with one rank.
+    """
 
-    def for_all(self, ranks: Sequence[int], start: Callable[[int], Iterable[dist.Work]]) -> None:
-        """Starts what concerns each rank, then waits for all of it.
+    def __init__(self, ranks: Sequence[int], start: Callable[[int], Iterable[dist.Work]]) -> None:
+        self._started: list[tuple[int, dist.Work]] = []
+        self._problems: dict[int, str] = {}
+        for rank in ranks:
+            # Gloo refuses to start anything with a rank that it knows to be gone.
+            with self._noting(rank):
+                self._started.extend((rank, work) for work in start(rank))
+
+    def wait(self, timeout_seconds: float, end: float | None = None) -> None:
+        """Waits until all are done; see ``Posted.wait``.
+
+        Args:
+            timeout_seconds: how long all may take.
+            end: when they have to be done, on the monotonic clock; by default so long from now.
 
         Raises:
             PeersMissingError: something could not be started, or did not end.
         """
-        started: list[tuple[int, dist.Work]] = []
-        problems: dict[int, str] = {}
-        for rank in ranks:
-            # Gloo refuses to start anything with a rank that it knows to be gone.
-            with self._noting(problems, rank):
-                started.extend((rank, work) for work in start(rank))
-        for rank, work in started:
-            with self._noting(problems, rank):
+        end = time.monotonic() + timeout_seconds if end is None else end
+        too_late = f"did not answer within {timeout_seconds:g} s"
+        for rank, work in self._started:
+            with self._noting(rank, end, too_late):
                 # Never zero: gloo reads that as its own default.
-                left = max(0.001, self._end - time.monotonic())
-                work.wait(timedelta(seconds=left))
-        if problems:
-            raise PeersMissingError(sorted(problems), next(iter(problems.values())))
+                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        if self._problems:
+            raise PeersMissingError(sorted(self._problems), next(iter(self._problems.values())))
 
     @contextlib.contextmanager
-    def _noting(self, problems: dict[int, str], rank: int) -> Iterator[None]:
+    def _noting(self, rank: int, end: float = math.inf, too_late: str = "") -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            problems.setdefault(rank, self._reason(error))
-
-    def _reason(self, error: RuntimeError) -> str:
-        if time.monotonic() >= self._end:
-            return f"did not answer within {self._timeout_seconds:g} s"
-        return f"has ended ({reason_of(error)})"
+            is_late = time.monotonic() >= end
+            reason = too_late if is_late else f"has ended ({reason_of(error)})"
+            self._problems.setdefault(rank, reason)

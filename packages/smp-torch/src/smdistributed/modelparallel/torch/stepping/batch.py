@@ -77,7 +77,7 @@ class CallKind:
 
 @dataclass(frozen=True)
 class Round:
-    """What rank 0 of the pipeline tells of microbatches whose Python it has run.
+    """What rank 0 of the pipeline tells of some microbatches whose Python it has run.
 
     Attributes:
         answers: for each microbatch, what it answered about its inputs.
@@ -86,9 +86,6 @@ class Round:
         is_new: some way was not known before.
         is_open: the last microbatch shows what the partition may be, which is decided next.
         failure: what was raised by the last microbatch.
-        repeats: the number of a static call whose microbatches are taken again, without their
-            Python.
-        checks: the number of a static call that this one must be like.
     """
 
     answers: tuple[Sequence[Any], ...]
@@ -96,8 +93,19 @@ class Round:
     is_new: bool
     is_open: bool
     failure: Failure | None
-    repeats: int | None = None
-    checks: int | None = None
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A call of a static step that one like it was made before.
+
+    Attributes:
+        number: of that call.
+        is_checked: the Python runs, and must do the same.
+    """
+
+    number: int
+    is_checked: bool
 
 
 @dataclass(frozen=True)
@@ -107,12 +115,12 @@ class Header:
     Attributes:
         kind: what it was called with.
         seed: of the random numbers of this step.
-        first: what its first microbatches did.
+        recalled: what is known of a static step; None if the Python has to run.
     """
 
     kind: CallKind
     seed: int
-    first: Round
+    recalled: Recalled | None = None
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,11 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     CallKind,
     Header,
     MiniBatch,
-    Round,
+    Recalled,
     State,
     TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
-
-#: Before anything has run.
-_NOTHING = Round((), (), is_new=False, is_open=False, failure=None)
 
 
 class StepInputs:
@@ -80,14 +77,14 @@ class StepInputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seed: int,
-        run: Callable[[MiniBatch], Round],
+        recall: Callable[[MiniBatch], Recalled | None],
     ) -> MiniBatch:
         """Agrees with the other ranks of the pipeline on what is called. Collective: PP_GROUP.
 
         Args:
             args, kwargs: what this rank was called with.
             seed: of the random numbers of the step; that of rank 0 of the pipeline counts.
-            run: runs the Python of the first microbatches; called on rank 0 of the pipeline.
+            recall: tells whether the call is known; asked on rank 0 of the pipeline.
 
         Raises:
             SMPError: this rank was called in another way.
@@ -103,8 +100,8 @@ class StepInputs:
                 call = in_order(signature, args, kwargs)
                 mine = self._kind(*call)
                 calls, weights = self._split(call)
-                batch = MiniBatch(Header(mine, seed, _NOTHING), call, calls, weights)
-                header = Header(mine, seed, run(batch))
+                batch = MiniBatch(Header(mine, seed), call, calls, weights)
+                header = Header(mine, seed, recall(batch))
                 made.append(MiniBatch(header, call, calls, weights))
                 return header
 

@@ -1,9 +1,9 @@
 """The Python of a step: it runs for every microbatch, on every rank, before anything is computed.
 
 Rank 0 of the pipeline runs first: it alone has the inputs, so it answers what the code asks about
-them. It tells the others its answers and the way that each microbatch went; they run the same code
-and must go the same ways. An exception of the user's is raised on every rank, before anything of
-the step was sent.
+them. It tells the others its answers and the way that each microbatch went, in rounds of some
+milliseconds, so that they run beside it; they run the same code and must go the same ways. An
+exception of the user's is raised on every rank, before anything of the step was sent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
@@ -32,8 +34,13 @@ from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.stepping.batch import Call, MiniBatch, Round, TensorKind
-from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
+from smdistributed.modelparallel.torch.stepping.batch import (
+    Call,
+    MiniBatch,
+    Recalled,
+    Round,
+    TensorKind,
+)
 from smdistributed.modelparallel.torch.stepping.placing import place_models
 from smdistributed.modelparallel.torch.stepping.tracing import Tracing
 
@@ -45,6 +52,9 @@ _MOST_TRACES = 64
 _MOST_WAYS = 32
 #: Plans kept in all.
 _MOST_PLANS = 64
+#: A round ends with the microbatch in which it becomes so long; to tell of it takes tenths of a
+#: millisecond.
+_ROUND_SECONDS = 2e-3
 
 
 class Lockstep:
@@ -74,15 +84,14 @@ class Lockstep:
         self._plans: OrderedDict[str, list[Plan]] = OrderedDict()
         self._passed: list[Passed] = []
         self._new: dict[int, Way] = {}
-        #: What the user's code raised here, with its traceback.
-        self._raised: Exception | None = None
+        #: What rank 0 of the pipeline has told of this step.
+        self._said: list[Round] = []
 
     # ------------------------------------------------------------------ a step
 
-    def first_round(self, batch: MiniBatch) -> Round:
-        """Runs the Python of the first microbatches; on rank 0 of the pipeline."""
-        self._passed, self._new = [], {}
-        return self._run(batch)
+    def recall(self, batch: MiniBatch) -> Recalled | None:
+        """Returns None: no call is known before its Python has run."""
+        return None
 
     def passes(self, batch: MiniBatch) -> list[Passed]:
         """Runs the Python of all microbatches. Collective: PP_GROUP; in a first call WORLD.
@@ -91,72 +100,108 @@ class Lockstep:
             SMPError: the ranks of the pipeline do not go the same ways.
             Exception: the user's.
         """
-        if not self._is_first:
-            self._passed, self._new = [], {}
-        communicator = self._runtime.communicator
-        round_ = batch.header.first
-        ways: list[int | None] = []
-        is_new = False
-        while True:
-            ways += round_.ways
-            is_new = is_new or round_.is_new
-            failure = None if self._is_first else self._follow(batch, round_)
-            if round_.failure is not None:
-                raised, self._raised = failure or self._raised, None
-                raise raised or round_.failure.error()
-            if round_.is_open:
+        self._passed, self._new, self._said = [], {}, []
+        run = self._lead if self._is_first else self._follow
+        is_whole = False
+        while not is_whole:
+            failure = run(batch)
+            last = self._said[-1]
+            if last.failure is not None:
+                raise failure or last.failure.error()
+            if last.is_open:
                 self._compare(failure)
                 self._compare(self._closed(batch))
-                ways[-1] = None
-            elif failure is not None:
-                if is_new:
-                    self._agree(failure)
-                self._check(ways)
-                raise failure
-            if len(self._passed) == len(batch.calls):
-                break
-            if self._is_first:
-                round_ = self._run(batch)
-                said = round_
-                say(communicator, lambda: said)  # noqa: B023 - called at once
-            else:
-                round_ = hear(communicator)
-        if is_new:
-            self._agree()
+            is_whole = self._num_said == len(batch.calls)
+        if any(each.is_new for each in self._said):
+            self._agree(failure)
         elif not self._is_first:
-            self._check(ways)
+            self._check()
+        if failure is not None:
+            raise failure
         self._forget()
         return self._passed
 
-    def _run(self, batch: MiniBatch) -> Round:
-        """Runs microbatches up to the last, or to one that shows what the partition may be."""
+    @property
+    def _num_said(self) -> int:
+        """Of how many microbatches rank 0 of the pipeline has told."""
+        return sum(len(each.answers) for each in self._said)
+
+    def _lead(self, batch: MiniBatch) -> Exception | None:
+        """Runs microbatches up to the last, or to one that shows what the partition may be.
+
+        Returns:
+            what the user's code raised.
+        """
+        communicator, num_calls = self._runtime.communicator, len(batch.calls)
         answers: list[Sequence[Any]] = []
         ways: list[int | None] = []
         known = len(self._new)
-        failure = None
-        is_open = False
+        raised: Exception | None = None
+        is_open = is_saying = False
+
+        def say() -> None:
+            nonlocal is_saying
+            is_new = is_open or len(self._new) > known
+            failure = None if raised is None else Failure.of(raised)
+            said = Round(tuple(answers), tuple(ways), is_new, is_open, failure)
+            self._said.append(said)
+            is_saying = True
+            communicator.tell(said, CommGroup.PP_GROUP)
+            is_saying = False
+
+        began = time.perf_counter()
         try:
             with self._on_fakes() as recorder:
-                while len(self._passed) < len(batch.calls) and not is_open:
+                while len(self._passed) < num_calls and not is_open:
+                    if ways and time.perf_counter() - began > _ROUND_SECONDS:
+                        with past_recording():
+                            say()
+                        answers, ways, known = [], [], len(self._new)
+                        began = time.perf_counter()
                     decisions = OwnDecisions()
                     answers.append(decisions.answers)
                     passed = self._pass(recorder, batch, decisions)
                     ways.append(None if passed.way is None else passed.way.number)
                     is_open = passed.way is None
         except Exception as error:
-            failure, self._raised = Failure.of(error), error
-        is_new = is_open or len(self._new) > known
-        return Round(tuple(answers), tuple(ways), is_new, is_open, failure)
+            if is_saying:
+                raise
+            raised = error
+        say()
+        return raised
 
-    def _follow(self, batch: MiniBatch, round_: Round) -> Exception | None:
-        """Runs the microbatches that rank 0 of the pipeline has run; returns what they raised."""
+    def _follow(self, batch: MiniBatch) -> Exception | None:
+        """Runs the microbatches that rank 0 of the pipeline runs.
+
+        Returns:
+            what was raised here; what rank 0 says was heard to the end all the same.
+        """
+        raised: Exception | None = None
+        is_last = is_hearing = False
         try:
             with self._on_fakes() as recorder:
-                for answers in round_.answers:
-                    self._pass(recorder, batch, GivenDecisions(functools.partial(tuple, answers)))
+                while not is_last:
+                    is_hearing = True
+                    with past_recording():
+                        is_last = self._hear(batch)
+                    is_hearing = False
+                    for answers in self._said[-1].answers:
+                        given = GivenDecisions(functools.partial(tuple, answers))
+                        self._pass(recorder, batch, given)
         except Exception as error:
-            return error
-        return None
+            if is_hearing:
+                raise
+            raised = error
+        while not is_last:
+            is_last = self._hear(batch)
+        return raised
+
+    def _hear(self, batch: MiniBatch) -> bool:
+        """Hears of some microbatches; returns whether no more follow for now."""
+        said: Round = self._runtime.communicator.hear(CommGroup.PP_GROUP)
+        self._said.append(said)
+        is_whole = self._num_said == len(batch.calls)
+        return is_whole or said.is_open or said.failure is not None
 
     def _pass(
         self, recorder: Recorder, batch: MiniBatch, decisions: OwnDecisions | GivenDecisions
@@ -346,8 +391,9 @@ class Lockstep:
                 rank,
             )
 
-    def _check(self, ways: Sequence[int | None]) -> None:
+    def _check(self) -> None:
         """Makes sure that microbatches went the ways that they went on rank 0 of the pipeline."""
+        ways = [way for each in self._said for way in each.ways]
         for passed, theirs in zip(self._passed, ways, strict=False):
             if passed.way is None or theirs is None or passed.way.number == theirs:
                 continue

@@ -99,7 +99,7 @@ class PipelinedStep:
                 args,
                 kwargs,
                 self.runtime.tensor_group.agreed(draw_step_seed()),
-                self._passes.first_round,
+                self._passes.recall,
             )
             passed = self._passes.passes(batch)
         finally:

@@ -13,7 +13,7 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.record.nested import same, template, value_paths
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace import EntryKind
-from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch, Round
+from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch, Recalled
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 
 #: The Python of a static step runs in one of so many calls of a kind.
@@ -60,12 +60,12 @@ class StaticPasses:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._numbers = itertools.count()
 
-    def first_round(self, batch: MiniBatch) -> Round:
-        """Runs the Python of the first microbatches if it is due; on rank 0 of the pipeline."""
+    def recall(self, batch: MiniBatch) -> Recalled | None:
+        """Returns the call that this one is like, if there is one; on rank 0 of the pipeline."""
         number = self._find(batch)
-        if number is not None and self._kept[number].calls + 1 < CHECKED_EVERY:
-            return Round((), (), is_new=False, is_open=False, failure=None, repeats=number)
-        return replace(self._lockstep.first_round(batch), checks=number)
+        if number is None:
+            return None
+        return Recalled(number, is_checked=self._kept[number].calls + 1 >= CHECKED_EVERY)
 
     def passes(self, batch: MiniBatch) -> list[Passed]:
         """Returns what all microbatches do. Collective: PP_GROUP; in a first call WORLD.
@@ -74,12 +74,12 @@ class StaticPasses:
             SMPError: the Python did something else than before.
             Exception: the user's.
         """
-        first = batch.header.first
-        if first.repeats is not None:
-            return self._kept[first.repeats].again()
+        recalled = batch.header.recalled
+        if recalled is not None and not recalled.is_checked:
+            return self._kept[recalled.number].again()
         passed = self._lockstep.passes(batch)
-        if first.checks is not None:
-            self._check(self._kept[first.checks], passed)
+        if recalled is not None:
+            self._check(self._kept[recalled.number], passed)
         elif not _has_objects(batch.given) and not any(map(_depends_on_data, passed)):
             kept = _Kept(batch.header.kind, _without_tensors(batch.given), passed)
             self._kept[next(self._numbers)] = kept

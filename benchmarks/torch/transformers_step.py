@@ -1,0 +1,230 @@
+"""Time of one training step of an unchanged model of Transformers over the ranks of a pipeline.
+
+Start it with one process a GPU (or with several on the CPU, for a look at the code paths):
+
+    torchrun --nproc-per-node 2 benchmarks/torch/transformers_step.py --model gpt2_xl one smp
+
+``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
+without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
+behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
+(``smp.step(static=True)``). The library decides the partition; with ``--trace`` by measured costs,
+and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
+tokens. Times are medians of device events, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from gpt import device_milliseconds
+from kernels import kernel_milliseconds
+
+import smdistributed.modelparallel.torch as smp
+
+#: By name: the class, its configuration, where its blocks are, and the length of a sequence.
+MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
+    "tiny": (
+        "GPT2LMHeadModel",
+        transformers.GPT2Config(
+            vocab_size=512,
+            n_embd=64,
+            n_layer=4,
+            n_head=4,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        ),
+        "transformer.h",
+        64,
+    ),
+    "gpt2_xl": (
+        "GPT2LMHeadModel",
+        transformers.GPT2Config(
+            n_embd=1600, n_layer=48, n_head=25, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        ),
+        "transformer.h",
+        1024,
+    ),
+    "llama_1.3b": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32
+        ),
+        "model.layers",
+        2048,
+    ),
+}
+
+
+class Prediction(logging.Handler):
+    """Keeps what the library has said that it expects of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.milliseconds: float | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Looks for it in a line of the log."""
+        if found := re.search(r"predicted to take ([\d.]+) ms", record.getMessage()):
+            self.milliseconds = float(found[1])
+
+
+class Bench:
+    """What all runs share."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.kind, self.config, self.blocks, length = MODELS[options.model]
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", smp.local_rank())
+        generator = torch.Generator().manual_seed(5)
+        shape = (options.microbatches * options.microbatch_size, length)
+        self.tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
+        self.tokens = self.tokens.to(self.device)
+        self.one_ms = 0.0
+        self.prediction = Prediction()
+        library = logging.getLogger("smdistributed")
+        library.setLevel(logging.INFO)
+        library.addHandler(self.prediction)
+
+    def build(self, *, compiled: bool) -> Any:
+        """Returns the model on the device."""
+        torch.manual_seed(1)
+        with self.device:
+            model = getattr(transformers, self.kind)(self.config)
+        for block in model.get_submodule(self.blocks) if compiled else ():
+            block.compile()
+        return model.to(torch.bfloat16) if self.device.type == "cuda" else model
+
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """Returns AdamW."""
+        cuda = self.device.type == "cuda"
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+
+    def one(self, changes: list[str]) -> Callable[[], torch.Tensor]:
+        """Returns a step on one device, without this library."""
+        model = self.build(compiled="compile" in changes).train()
+        optimizer = self.optimizer(model)
+        count = self.options.microbatches
+
+        def step() -> torch.Tensor:
+            total = torch.zeros((), device=self.device)
+            for part in self.tokens.chunk(count):
+                loss = model(input_ids=part, labels=part).loss
+                (loss / count).backward()
+                total += loss.detach() / count
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    def smp(self, changes: list[str]) -> Callable[[], torch.Tensor]:
+        """Returns a step of this library."""
+        model = smp.DistributedModel(
+            self.build(compiled="compile" in changes),
+            trace_device="gpu" if self.options.trace else "cpu",
+            trace_execution_times=self.options.trace,
+        )
+        optimizer = smp.DistributedOptimizer(self.optimizer(model))
+
+        @smp.step(static="static" in changes)
+        def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            model.backward(loss)
+            return loss
+
+        def step() -> torch.Tensor:
+            loss: torch.Tensor = train(model, self.tokens).reduce_mean()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    def run(self, name: str) -> None:
+        """Makes one run and prints a line."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        kind, *changes = name.split(":")
+        step = {"smp": self.smp, "one": self.one}[kind](changes)
+        losses = [step().item()]
+        for _ in range(self.options.warmup):
+            step()
+        times = device_milliseconds(step, self.options.steps)
+        losses.append(step().item())
+        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
+        own = {"ms": statistics.median(times), "gib": memory}
+        ranks = smp.allgather(own, smp.WORLD)
+        row = {key: round(max(each[key] for each in ranks), 2) for key in own}
+        if kind == "one":
+            self.one_ms = row["ms"]
+        if smp.rank() == 0:
+            size, count = smp.size(), self.options.microbatches
+            row |= {
+                "no_bubble_ms": round(self.one_ms / size, 2),
+                "ideal_1f1b_ms": round(self.one_ms / size * (count + size - 1) / count, 2),
+                "predicted_ms": self.prediction.milliseconds if kind == "smp" else None,
+                "loss": losses,
+            }
+            print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
+        if self.options.profile and self.device.type == "cuda":
+            for each in smp.allgather(kernel_milliseconds(step), smp.WORLD):
+                if smp.rank() == 0:
+                    print(json.dumps(each), flush=True)
+
+
+def run_name(word: str) -> str:
+    """Returns the name of a run that there is.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    kind, *changes = word.split(":")
+    if kind in ("one", "smp") and set(changes) <= {"compile", "static"}:
+        return word
+    raise ValueError(word)
+
+
+def main() -> None:
+    """Makes the runs that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=run_name)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--pipeline", default="zero_bubble")
+    parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
+    options = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
+    smp.init(
+        {
+            "pipeline_parallel_degree": ranks,
+            "microbatches": options.microbatches,
+            "pipeline": options.pipeline,
+        }
+    )
+    bench = Bench(options)
+    for name in options.runs:
+        bench.run(name)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
