@@ -21,9 +21,11 @@ from trained_beside import body
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
 from smdistributed.modelparallel.torch.precision import master_update, one_pass_adam
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.sharding import home
+from smdistributed.modelparallel.torch.sharding.row_sums import ReadRowSums
 from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
@@ -33,19 +35,31 @@ BATCH = torch.linspace(-1, 1, 64).view(8, 8)
 
 
 @contextlib.contextmanager
-def read() -> Iterator[list[ReadShards]]:
-    """Has models made inside read each other's shards; gives what they lie in."""
-    made = []
+def read() -> Iterator[list[ReadShards | ReadRowSums]]:
+    """Has models made inside read each other's shards and gradients; gives what these lie in."""
+    made: list[ReadShards | ReadRowSums] = []
     with folder() as where:
 
         def memory(groups: ShardingGroups, device: torch.device) -> ReadShards:
             talk = groups.collectives
-            made.append(
-                ReadShards(lambda size: FileMemory(size, where, talk), groups.degree, groups.index)
+            found = ReadShards(
+                lambda size: FileMemory(size, where, talk), groups.degree, groups.index
             )
+            made.append(found)
+            return found
+
+        def sums(groups: ShardingGroups, device: torch.device, most: int) -> ReadRowSums:
+            talk = groups.collectives
+            buffers = AlternatingBuffers(
+                lambda size: FileMemory(size, where, talk), talk, lambda: None
+            )
+            made.append(ReadRowSums(groups, buffers))
             return made[-1]
 
-        with mock.patch.object(home, "shard_memory", memory):
+        with (
+            mock.patch.object(home, "shard_memory", memory),
+            mock.patch.object(home, "row_sums", sums),
+        ):
             yield made
 
 
@@ -109,6 +123,10 @@ def ranks_may_read_less() -> None:
     """What a rank does not use it does not read, and its peers need not wait for it."""
     with read():
         model = smp.DistributedModel(shard_cases.Turned())
+        _read_less(model)
+
+
+def _read_less(model: Any) -> None:
     module = model.get_module()
     whole = shard_cases.Turned()
     whole.load_state_dict(model.state_dict())

@@ -3,9 +3,6 @@
 A rank writes what others need into memory that they can read, all meet at a barrier, and each
 copies what it needs. Copies hold no multiprocessor, so what computes beside them is not slowed
 down. Sums are made in single precision, in the order of the ranks.
-
-There are two buffers in turn and one barrier an exchange: who has passed the barrier of the next
-exchange knows that all have read what they needed in this one. So all exchanges run on one stream.
 """
 
 from __future__ import annotations
@@ -16,18 +13,14 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
 from smdistributed.modelparallel.torch.collectives.delegating import DelegatingCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
-from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
-    MakeMemory,
-    SymmetricMemory,
-)
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
-#: Of a buffer; what is larger goes another way.
+#: Of what a rank writes; what is larger goes another way.
 LARGEST_BYTES = 256 << 20
-_SMALLEST_BYTES = 1 << 20
-_ALIGNMENT = 256
 
 
 class CopyEngineCollectives(DelegatingCollectives):
@@ -39,7 +32,7 @@ class CopyEngineCollectives(DelegatingCollectives):
         device: where the memory is.
         synchronize: waits until the device has done everything.
         blaming: a context in which errors of torch become errors that name who is missing.
-        largest_bytes: of a buffer.
+        largest_bytes: of what a rank writes in an exchange.
     """
 
     def __init__(
@@ -52,14 +45,10 @@ class CopyEngineCollectives(DelegatingCollectives):
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
         super().__init__(backend)
-        self._make = make
         self._device = device
-        self._synchronize = synchronize
         self._blaming = blaming
         self._largest_bytes = largest_bytes
-        self._memory: SymmetricMemory | None = None
-        self._buffer_bytes = 0
-        self._turn = 0
+        self._buffers = AlternatingBuffers(make, backend, synchronize)
 
     def gather(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.gather``."""
@@ -70,7 +59,7 @@ class CopyEngineCollectives(DelegatingCollectives):
         out = tensor.new_empty((sum(sizes), *rest))
         parts = [part.view(-1) for part in torch.split(out, list(sizes))]
         with self._blaming():
-            memory, start = self._next(max(counts) * tensor.dtype.itemsize)
+            memory, start = self._buffers.next(max(counts) * tensor.dtype.itemsize)
             if counts[self.rank]:
                 own = memory.piece(self.rank, start, counts[self.rank], tensor.dtype)
                 own.view(tensor.shape).copy_(tensor)
@@ -88,7 +77,7 @@ class CopyEngineCollectives(DelegatingCollectives):
         own = parts[self.rank]
         item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
         with self._blaming():
-            memory, start = self._next(tensor.numel() * item)
+            memory, start = self._buffers.next(tensor.numel() * item)
             mine = memory.piece(self.rank, start, tensor.numel(), tensor.dtype).view(tensor.shape)
             for rank, part in enumerate(torch.split(mine, list(sizes))):
                 if rank != self.rank:
@@ -118,27 +107,6 @@ class CopyEngineCollectives(DelegatingCollectives):
     def _others(self) -> list[int]:
         """Returns the other ranks, in an order in which not all read from one at a time."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
-
-    def _next(self, size_bytes: int) -> tuple[SymmetricMemory, int]:
-        """Returns memory, and where in it the next buffer begins."""
-        if self._memory is None or size_bytes > self._buffer_bytes:
-            self._grow(size_bytes)
-        assert self._memory is not None
-        self._turn = 1 - self._turn
-        return self._memory, self._turn * self._buffer_bytes
-
-    def _grow(self, size_bytes: int) -> None:
-        """Makes larger buffers; all ranks do so in the same exchange."""
-        if self._memory is not None:
-            # Nobody may read what is given back.
-            self._synchronize()
-            self._backend.compare([size_bytes])
-            self._memory = None
-        size = _SMALLEST_BYTES
-        while size < size_bytes:
-            size *= 2
-        self._buffer_bytes = -(-min(size, self._largest_bytes) // _ALIGNMENT) * _ALIGNMENT
-        self._memory = self._make(2 * self._buffer_bytes)
 
 
 @fused

@@ -24,14 +24,15 @@ import torch.distributed as dist
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.row_sums import Rows, RowSums
 from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
-from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, scatter_sum
+from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
 #: Reductions whose memory is kept while later gradients are computed, at most.
 _MOST_STARTED = 1
 #: Elements of complete units that are worth a message: of half precision, the links of a host are
-#: busy for a millisecond with as many. Waiting for more would only keep more memory.
+#: busy for a millisecond with as many. More would only keep more memory.
 _ENOUGH = 1 << 26
 #: What a wish to reduce complete units begins with.
 _REDUCE = 2
@@ -43,6 +44,7 @@ class ShardedGradients:
 
     Args:
         groups: who exchanges.
+        row_sums: sums over the ranks of the sharding group.
         agreement: with the ranks of the sharding group.
         units: of the model, by number; they are there when the first gradient comes.
         bucket_elements: that travel in one message.
@@ -58,6 +60,7 @@ class ShardedGradients:
     def __init__(
         self,
         groups: ShardingGroups,
+        row_sums: RowSums,
         agreement: Agreement,
         units: list[Unit],
         *,
@@ -68,9 +71,10 @@ class ShardedGradients:
         has_begun: Callable[[], object],
     ) -> None:
         self._groups = groups
+        self._row_sums = row_sums
         self._agreement = agreement
         self._units = units
-        self._bucket_elements = bucket_elements
+        self._message_elements = min(bucket_elements, _ENOUGH)
         self._overlapping = overlapping
         self._passes = passes
         self._passes_done = 0
@@ -137,8 +141,7 @@ class ShardedGradients:
 
     def _reduce_early(self) -> None:
         size = sum(self._units[number].num_elements for number in self._complete)
-        enough = min(self._bucket_elements, _ENOUGH)
-        if not self._overlapping or not self._is_common or size < enough:
+        if not self._overlapping or not self._is_common or size < self._message_elements:
             return
         wish = (_REDUCE, len(self._complete), zlib.crc32(repr(self._complete).encode()))
         if self._agreement.meet(Required.NOTHING, 0, wish) == wish:
@@ -169,12 +172,14 @@ class ShardedGradients:
             units = [self._units[number] for number in message]
             widths = [unit.shard.numel() for unit in units]
             like = units[0].shard
-            given = like.new_empty((self._groups.degree, sum(widths)))
+            gradients = [self._pending.pop(number, {}) for number in message]
+            if not sum(widths):
+                continue
+            rows = self._row_sums.rows(sum(widths), like.dtype)
             wide = torch.promote_types(like.dtype, torch.float32)
             total = like.new_empty(sum(widths), dtype=wide)
-            gradients = [self._pending.pop(number, {}) for number in message]
-            sum_up = functools.partial(self._sum, units, gradients, given, total)
-            used = [given, total, *(each for own in gradients for each in own.values())]
+            sum_up = functools.partial(self._sum, units, gradients, rows, total)
+            used = [rows.given, total, *(each for own in gradients for each in own.values())]
             self._started.append(self._beside.run(like.device, sum_up, used))
             self._settle(_MOST_STARTED)
 
@@ -186,7 +191,7 @@ class ShardedGradients:
         self,
         units: Sequence[Unit],
         gradients: Sequence[dict[int, torch.Tensor]],
-        given: torch.Tensor,
+        rows: Rows,
         total: torch.Tensor,
     ) -> None:
         """Sums the gradients of some units over the ranks.
@@ -194,14 +199,15 @@ class ShardedGradients:
         Args:
             units: of one type.
             gradients: of each unit, by place of the parameter.
-            given: takes what each rank gets. Shape: (degree, sum of widths).
+            rows: take what each rank gets.
             total: takes what this rank gets. Shape: (sum of widths,).
         """
         widths = [unit.shard.numel() for unit in units]
-        for unit, own, out in zip(units, gradients, torch.split(given, widths, 1), strict=True):
+        for unit, own, out in zip(
+            units, gradients, torch.split(rows.given, widths, 1), strict=True
+        ):
             unit.pack(own, out)
-        degree = self._groups.degree
-        scatter_sum(self._groups, given, max(self._bucket_elements // degree, 1), total)
+        rows.sum_into(total)
         for unit, part in zip(units, torch.split(total, widths), strict=True):
             if unit.number in self._sums:
                 self._sums[unit.number] += part
@@ -209,13 +215,13 @@ class ShardedGradients:
                 self._sums[unit.number] = part
 
     def _messages(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yields units of one type that have at most a bucket's elements; a larger one alone."""
+        """Yields units of one type that fit one message; a larger one alone."""
         message: list[int] = []
         size = 0
         for number in numbers:
             unit = self._units[number]
             is_other = bool(message) and self._units[message[0]].dtype is not unit.dtype
-            if message and (is_other or size + unit.num_elements > self._bucket_elements):
+            if message and (is_other or size + unit.num_elements > self._message_elements):
                 yield message
                 message, size = [], 0
             message.append(number)

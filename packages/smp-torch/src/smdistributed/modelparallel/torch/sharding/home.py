@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradient
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
 from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
 from smdistributed.modelparallel.torch.sharding.residency import Residency
+from smdistributed.modelparallel.torch.sharding.row_sums import row_sums
 from smdistributed.modelparallel.torch.sharding.shard_memory import shard_memory
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
@@ -83,6 +84,7 @@ class ShardedModel:
         self.residency = Residency(memory, device, agreement, options.most_live)
         self.gradients = ShardedGradients(
             groups,
+            row_sums(groups, device, options.bucket_elements),
             agreement,
             self.residency.units,
             bucket_elements=options.bucket_elements,

@@ -1,4 +1,4 @@
-"""The groups of sharded data parallelism, and how gradients reach the shards."""
+"""The groups of torch that sharded data parallelism exchanges in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
@@ -49,26 +48,6 @@ class ShardingGroups:
     def degree(self) -> int:
         """How many ranks share a parameter."""
         return len(self.members)
-
-
-def scatter_sum(
-    groups: ShardingGroups, given: torch.Tensor, most_columns: int, total: torch.Tensor
-) -> None:
-    """Sums over the ranks of a sharding group; each gets its own row. Collective: that group.
-
-    It is summed in the type of the total, in an order that their number alone decides; what travels
-    has the given type.
-
-    Args:
-        groups: who exchanges.
-        given: one row for each rank. Shape: (degree, width).
-        most_columns: that travel in one message.
-        total: takes the own row, in its own type, fp32 at least. Shape: (width,).
-    """
-    for start in range(0, given.shape[1], most_columns):
-        columns = given[:, start : start + most_columns]
-        received = groups.collectives.exchange_rows(columns)
-        torch.sum(received, 0, dtype=total.dtype, out=total[start : start + most_columns])
 
 
 def is_hierarchical(hosts: Sequence[object]) -> bool:

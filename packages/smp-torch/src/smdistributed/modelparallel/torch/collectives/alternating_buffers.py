@@ -1,0 +1,63 @@
+"""Two buffers of memory that ranks read from each other, in turn.
+
+A rank writes into its own, all meet at a barrier, and each reads what it needs of the others'. One
+barrier an exchange is enough: who has passed that of the next exchange knows that all have read
+what they needed in this one, whose buffer is written again in the one after. So all exchanges run
+on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
+    MakeMemory,
+    SymmetricMemory,
+)
+
+_SMALLEST_BYTES = 1 << 20
+
+
+class AlternatingBuffers:
+    """See the module.
+
+    Args:
+        make: makes memory that all ranks read.
+        collectives: between the ranks.
+        synchronize: waits until the device has done everything.
+    """
+
+    def __init__(
+        self, make: MakeMemory, collectives: Collectives, synchronize: Callable[[], None]
+    ) -> None:
+        self._make = make
+        self._collectives = collectives
+        self._synchronize = synchronize
+        self._memory: SymmetricMemory | None = None
+        self._buffer_bytes = 0
+        self._turn = 0
+
+    def next(self, size_bytes: int) -> tuple[SymmetricMemory, int]:
+        """Returns memory, and where in it the next buffer begins. Collective, if it has to grow.
+
+        Args:
+            size_bytes: that it has at least; the same on all ranks.
+        """
+        if self._memory is None or size_bytes > self._buffer_bytes:
+            self._grow(size_bytes)
+        assert self._memory is not None
+        self._turn = 1 - self._turn
+        return self._memory, self._turn * self._buffer_bytes
+
+    def _grow(self, size_bytes: int) -> None:
+        """Makes larger buffers; all ranks do so in the same exchange."""
+        if self._memory is not None:
+            # Nobody may read what is given back.
+            self._synchronize()
+            self._collectives.compare([size_bytes])
+            self._memory = None
+        # By half at least: tensors of more and more elements may come.
+        wanted = max(size_bytes, self._buffer_bytes * 3 // 2)
+        self._buffer_bytes = -(-wanted // _SMALLEST_BYTES) * _SMALLEST_BYTES
+        self._memory = self._make(2 * self._buffer_bytes)
