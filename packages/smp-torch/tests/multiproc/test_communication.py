@@ -240,6 +240,40 @@ def case_another_call_than_from_first_names_both() -> None:
     assert communicator.from_first(smp.rank(), smp.WORLD) == 0
 
 
+def case_what_is_opened_is_had_by_those_who_join() -> None:
+    communicator = slot.get().communicator
+    for number, size in enumerate((1, 5000, 1, 1)):
+        if smp.rank() == 0:
+            began = time.monotonic()
+            communicator.open([number] * size, smp.WORLD, "a test")
+            if number == 0:
+                assert time.monotonic() - began < 0.2
+        else:
+            time.sleep(0.3 if number == 0 else 0)
+            assert communicator.join(smp.WORLD, "a test") == [number] * size
+        if number % 2:
+            assert communicator.from_first(number, smp.WORLD) == number
+
+
+def case_who_makes_another_call_is_told() -> None:
+    communicator = slot.get().communicator
+    for odd_rank in (0, 2):
+        if smp.rank() == odd_rank:
+            message = message_of(CommError, smp.barrier)
+        elif smp.rank() == 0:
+            communicator.open("news", smp.WORLD, "a test")
+            message = message_of(CommError, smp.barrier)
+        elif odd_rank == 0:
+            message = message_of(CommError, lambda: communicator.join(smp.WORLD, "a test"))
+        else:
+            assert communicator.join(smp.WORLD, "a test") == "news"
+            continue
+        assert "barrier(WORLD)" in message
+        assert "a test, which WORLD makes together" in message
+    # The group is in step again.
+    smp.barrier()
+
+
 def case_what_is_told_is_heard_in_order() -> None:
     communicator = slot.get().communicator
     # Small, larger than what arrives alone, and more of them than may be on their way.

@@ -70,6 +70,8 @@ class Communicator:
         self._seal = seal or Seal.of(os.environ)
         self._calls = dict.fromkeys(CommGroup, 0)
         self._told: deque[tuple[str, Posted]] = deque()
+        #: What this rank has opened and nobody is known to have joined, and its number.
+        self._unjoined: dict[CommGroup, tuple[str, int]] = {}
 
     def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
         """Sends a picklable object to one process; returns when that process has received it.
@@ -180,8 +182,57 @@ class Communicator:
         first = self._exchange(call, payload, group)[0]
         return obj if is_first else self._codec.loads(first)
 
+    def open(self, obj: object, group: CommGroup, purpose: str) -> None:
+        """Gives all other members an object, each when it comes, and does not wait for them.
+
+        Called by the group's first rank alone; the others call ``join`` for the same purpose.
+        Whether they did shows in the first rank's next call on this group.
+
+        Raises:
+            CommError: as ``allgather``, of this call and of the one before.
+        """
+        call = f"{purpose}, which {_name(group, CommGroup)} makes together"
+        payload = self._encode(call, obj)
+        self.settle(group)
+        self._calls[group] += 1
+        members, number = self._members(group), self._calls[group]
+        if len(members) > 1:
+            self._unjoined[group] = call, number
+            given = pickle.dumps((call, number, payload))
+            self._start(call, given, members[1:], _GROUP_CHANNELS[group])
+
+    def join(self, group: CommGroup, purpose: str) -> Any:
+        """Returns what the group's first rank has opened, or will; see ``open``.
+
+        Raises:
+            CommError: as ``allgather``.
+        """
+        call = f"{purpose}, which {_name(group, CommGroup)} makes together"
+        self._calls[group] += 1
+        number, first = self._calls[group], self._members(group)[0]
+        self._start(call, pickle.dumps((call, number, b"")), [first], _GROUP_CHANNELS[group])
+        return self._codec.loads(self._answer(call, number, group))
+
+    def settle(self, group: CommGroup, timeout_seconds: float | None = None) -> None:
+        """Makes sure that all members have joined what this rank has opened last, if anything.
+
+        Args:
+            group: over which.
+            timeout_seconds: how long that may take, if not as long as any call.
+
+        Raises:
+            CommError: one has not come in time, or makes another call on this group.
+        """
+        opened = self._unjoined.pop(group, None)
+        if opened is None:
+            return
+        others = self._members(group)[1:]
+        arrived = self._receive(opened[0], others, _GROUP_CHANNELS[group], timeout_seconds)
+        if problem := self._difference(*opened, group, [pickle.loads(item) for item in arrived]):
+            self._fail(problem, ())
+
     def tell(self, obj: object, group: CommGroup) -> None:
-        """Gives all other members an object; waits for them only if it has to, or is far ahead.
+        """Gives all other members one more object, and does not wait for them.
 
         Called by the group's first rank alone; the others call ``hear`` as often.
 
@@ -189,15 +240,9 @@ class Communicator:
             CommError: ``obj`` cannot be pickled (nothing was sent), or a member did not receive
                 this or what it was told before.
         """
-        members = self._members(group)
         call = f"tell(..., {_name(group, CommGroup)})"
         payload = self._encode(call, obj)
-        if len(members) > 1:
-            posted = self._post(payload, members[1:], _NEWS_CHANNELS[group])
-            self._told.append((call, posted))
-            most = _MOST_TOLD if len(payload) <= self._transport.largest_alone else 0
-            while len(self._told) > most:
-                self._wait(*self._told.popleft())
+        self._start(call, payload, self._members(group)[1:], _NEWS_CHANNELS[group])
 
     def hear(self, group: CommGroup) -> Any:
         """Returns the next object that the group's first rank tells; see ``tell``.
@@ -214,6 +259,7 @@ class Communicator:
     ) -> Sequence[bytes]:
         """Collects one byte string of every member at every member, or at the first alone."""
         members = self._members(group)
+        self.settle(group)
         self._calls[group] += 1
         if len(members) == 1:
             return [payload]
@@ -221,24 +267,49 @@ class Communicator:
         mine = pickle.dumps((call, number, payload))
         first, others = members[0], members[1:]
         if self._transport.rank != first:
-            self._send(call, mine, [first], channel)
-            answer = pickle.loads(self._receive(call, [first], channel)[0])
-            if isinstance(answer, str):
-                self._fail(answer, ())
-            return list(answer)
+            # The first rank may be in a call that waits for nobody, and says so in its answer.
+            posted = self._post(mine, [first], channel)
+            answer: list[bytes] = self._answer(call, number, group)
+            self._wait(call, posted)
+            return answer
         arrived = [pickle.loads(item) for item in self._receive(call, others, channel)]
+        if problem := self._difference(call, number, group, arrived):
+            self._send(call, pickle.dumps(problem), others, channel)
+            self._fail(problem, ())
+        payloads = [payload, *(item for _, _, item in arrived)]
+        answered = (call, number, [] if to_first else payloads)
+        self._send(call, pickle.dumps(answered), others, channel)
+        return payloads
+
+    def _answer(self, call: str, number: int, group: CommGroup) -> Any:
+        """Returns what the group's first rank has for those who make a call with it."""
+        first = self._members(group)[0]
+        answer = pickle.loads(self._receive(call, [first], _GROUP_CHANNELS[group])[0])
+        if isinstance(answer, str):
+            self._fail(answer, ())
+        its_call, its_number, given = answer
+        if (its_call, its_number) != (call, number):
+            mine = self._transport.rank, call, number
+            self._fail(_different(group, (first, its_call, its_number), mine), ())
+        return given
+
+    def _difference(
+        self, call: str, number: int, group: CommGroup, arrived: Sequence[tuple[str, int, bytes]]
+    ) -> str:
+        """Returns what is wrong with the calls of the others; empty if they make the same."""
+        first, *others = self._members(group)
         for rank, (its_call, its_number, _) in zip(others, arrived, strict=True):
             if (its_call, its_number) != (call, number):
-                problem = (
-                    f"the ranks of {group.name} make different calls: rank {first} is in {call} "
-                    f"(call {number} on this group), rank {rank} in {its_call} (call "
-                    f"{its_number}). Every member must make the same calls in the same order."
-                )
-                self._send(call, pickle.dumps(problem), others, channel)
-                self._fail(problem, ())
-        payloads = [payload, *(item for _, _, item in arrived)]
-        self._send(call, pickle.dumps([] if to_first else payloads), others, channel)
-        return payloads
+                return _different(group, (first, call, number), (rank, its_call, its_number))
+        return ""
+
+    def _start(self, call: str, payload: bytes, ranks: Sequence[int], channel: int) -> None:
+        """Sends, and waits for it only if it has to, or is far ahead."""
+        if ranks:
+            self._told.append((call, self._post(payload, ranks, channel)))
+        most = _MOST_TOLD if len(payload) <= self._transport.largest_alone else 0
+        while len(self._told) > most:
+            self._wait(*self._told.popleft())
 
     def _send(self, call: str, payload: bytes, ranks: Sequence[int], channel: int) -> None:
         if ranks:
@@ -254,9 +325,16 @@ class Communicator:
         except PeersMissingError as error:
             self._fail_missing(call, error)
 
-    def _receive(self, call: str, ranks: Sequence[int], channel: int) -> list[memoryview]:
+    def _receive(
+        self,
+        call: str,
+        ranks: Sequence[int],
+        channel: int,
+        timeout_seconds: float | None = None,
+    ) -> list[memoryview]:
+        timeout_seconds = timeout_seconds or self._timeout_seconds
         try:
-            messages = self._transport.receive(ranks, channel, self._timeout_seconds)
+            messages = self._transport.receive(ranks, channel, timeout_seconds)
         except PeersMissingError as error:
             self._fail_missing(call, error)
         return [
@@ -319,6 +397,15 @@ class Communicator:
                 "keep the object instead."
             )
         return members[rank]
+
+
+def _different(group: CommGroup, first: tuple[int, str, int], other: tuple[int, str, int]) -> str:
+    (rank, call, number), (other_rank, other_call, other_number) = first, other
+    return (
+        f"the ranks of {group.name} make different calls: rank {rank} is in {call} (call {number} "
+        f"on this group), rank {other_rank} in {other_call} (call {other_number}). Every member "
+        "must make the same calls in the same order."
+    )
 
 
 def _name(value: object, kind: type[CommGroup] | type[RankType]) -> str:

@@ -31,6 +31,7 @@ from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.comm.mpi import MPITransport
 from smdistributed.modelparallel.common.comm.presence import Presence
 from smdistributed.modelparallel.common.comm.transport import (
+    FAREWELL_SECONDS,
     SingleProcessTransport,
     Transport,
     started_by_mpi,
@@ -162,6 +163,8 @@ class TorchRuntime(Runtime):
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
         self.replacements.close()
+        with contextlib.suppress(CommError):  # of a job that fails its own error is told
+            self.communicator.settle(CommGroup.PP_GROUP, FAREWELL_SECONDS)
         self.transport.close(self._release_data_plane)
         if self.hooks is not None:
             self.hooks.uninstall()

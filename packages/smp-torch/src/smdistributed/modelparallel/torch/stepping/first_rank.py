@@ -13,20 +13,25 @@ from smdistributed.modelparallel.common.comm.communicator import Communicator
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.record.failure import Failure
 
+_PURPOSE = "a step function"
+
 
 def say(communicator: Communicator, compute: Callable[[], Any]) -> None:
-    """Computes a value on rank 0 of the pipeline and tells the others. Pairs with ``hear``."""
+    """Computes a value on rank 0 of the pipeline and tells the others. Pairs with ``hear``.
+
+    It waits for nobody: another rank may come much later, while this one computes.
+    """
     try:
         value = compute()
     except Exception as error:
-        communicator.from_first(Failure.of(error), CommGroup.PP_GROUP)
+        communicator.open(Failure.of(error), CommGroup.PP_GROUP, _PURPOSE)
         raise
-    communicator.from_first(value, CommGroup.PP_GROUP)
+    communicator.open(value, CommGroup.PP_GROUP, _PURPOSE)
 
 
 def hear(communicator: Communicator) -> Any:
     """Returns what rank 0 of the pipeline says; raises what it raised. Pairs with ``say``."""
-    value = communicator.from_first(None, CommGroup.PP_GROUP)
+    value = communicator.join(CommGroup.PP_GROUP, _PURPOSE)
     if isinstance(value, Failure):
         raise value.error()
     return value
