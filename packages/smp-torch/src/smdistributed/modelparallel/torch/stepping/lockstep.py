@@ -52,9 +52,9 @@ _MOST_TRACES = 64
 _MOST_WAYS = 32
 #: Plans kept in all.
 _MOST_PLANS = 64
-#: A round ends with the microbatch in which it becomes so long; to tell of it takes tenths of a
+#: A round ends with the microbatch in which it becomes so long; to tell of it takes half a
 #: millisecond.
-_ROUND_SECONDS = 2e-3
+_ROUND_SECONDS = 4e-3
 
 
 class Lockstep:
