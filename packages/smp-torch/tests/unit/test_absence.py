@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
-from smdistributed.modelparallel.torch.absence import following
+from smdistributed.modelparallel.torch.absence import following, tensors
+from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
@@ -215,3 +217,21 @@ def test_values_come_back() -> None:
     make_present(absent, values)
     assert type(absent) is nn.Parameter
     assert torch.equal(absent, values)
+
+
+def test_gradients_that_nobody_has_seen_are_cleared_unseen() -> None:
+    rank = Rank(0)
+    here, absent = rank.parameters
+    here.grad = torch.ones_like(here)
+    note_gradient(absent)
+    with (
+        mock.patch.object(tensors, "new_gradient", side_effect=AssertionError),
+        cleared_unseen(rank.parameters),
+    ):
+        for each in rank.parameters:
+            if each.grad is not None:
+                each.grad = None
+    assert here.grad is None
+    assert absent.grad is None
+    note_gradient(absent)
+    assert absent.grad is not None
