@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     Waiting,
     add,
@@ -39,19 +40,21 @@ def _multiply(rows: Any, weight: Any, bias: Any, *, is_linear: bool) -> Any:
     dtype = type_of_autocast(rows)
     if dtype is not None:
         rows = rows.to(dtype)
-    # Outside the function: views that one makes cannot be changed in place.
-    flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
-    out: torch.Tensor = _Product.apply(flat, weight, bias, dtype, is_linear)  # type: ignore[no-untyped-call]
-    return out if flat is rows else out.view(rows.shape[:-1] + out.shape[1:])
+    return _apply(rows, weight, bias, dtype, is_linear)
 
 
 def _compute(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_linear: bool
 ) -> torch.Tensor:
     if is_linear:
-        return plain_linear(rows, weight, bias)
+        # A view, which of more than two dimensions it is, could not be changed in place.
+        return plain_linear(rows, weight, bias).data
     assert bias is not None
     return plain_addmm(bias, rows, weight)
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.dim() == 2 else rows.flatten(0, -2)
 
 
 class _Product(torch.autograd.Function):
@@ -70,7 +73,7 @@ class _Product(torch.autograd.Function):
 
         Args:
             ctx: of autograd.
-            rows: shape (rows, inputs).
+            rows: shape (..., inputs).
             weight: shape (outputs, inputs) of ``linear``, (inputs, outputs) of ``addmm``.
             bias: shape (outputs,), or None.
             dtype: what autocast computes in; None: as the tensors are.
@@ -80,9 +83,7 @@ class _Product(torch.autograd.Function):
         # back of it may be a copy, if somebody saves tensors elsewhere.
         ctx.save_for_backward(rows, weight)
         # Its memory of now, as the layer's own view of it has: it may be given another.
-        ctx.weight = weight.detach()
-        ctx.leaves = weight, bias
-        ctx.dtype, ctx.is_linear = dtype, is_linear
+        ctx.given = weight.detach(), weight, bias, dtype, is_linear
         if dtype is None:
             return _compute(rows, weight, bias, is_linear)
         with torch.autocast(rows.device.type, enabled=False):
@@ -94,15 +95,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Computes the gradients, and puts off what may wait."""
         rows, weight = ctx.saved_tensors
-        leaf, bias = ctx.leaves
+        kept, leaf, bias, dtype, is_linear = ctx.given
         of_rows, of_weight, of_bias = ctx.needs_input_grad[:3]
-        (gradient,) = gradients
-        factors = (gradient.t(), rows) if ctx.is_linear else (rows.t(), gradient)
+        gradient, shape = _flat(gradients[0]), rows.shape
+        rows = _flat(rows)
+        factors = (gradient.t(), rows) if is_linear else (rows.t(), gradient)
         result: torch.Tensor | None = None
         if of_rows:
-            used = weight if torch.is_grad_enabled() else ctx.weight
-            used = used if ctx.dtype is None else used.to(ctx.dtype)
-            result = gradient.mm(used if ctx.is_linear else used.t())
+            used = weight if torch.is_grad_enabled() else kept
+            used = used if dtype is None else used.to(dtype)
+            result = gradient.mm(used if is_linear else used.t()).view(shape)
         here = waiting_for(leaf, bias)
         if here is not None:
             here.put_off(
@@ -118,6 +120,10 @@ class _Product(torch.autograd.Function):
             None,
             None,
         )
+
+
+#: ``may_wait`` lets nothing through that transforms of torch.func see.
+_apply = applied_alone(_Product)
 
 
 class _WaitingProduct(Waiting):

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as native_checkpoint
 
 from smdistributed.modelparallel.torch.compat.private.backward import (
+    applied_alone,
     is_in_backward,
     when_backward_ends,
 )
@@ -283,6 +284,24 @@ def _buckets() -> None:
     ]
     _expect(sum(each.numel() for each in found) == 6, "gradients have places in buckets")
     _expect(is_future(torch.futures.Future()), "futures are known")
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+def _functions_alone() -> None:
+    given = torch.ones(2, requires_grad=True)
+    made = applied_alone(_Doubled)(given)
+    _expect(made.tolist() == [2.0, 2.0], "a function is applied")
+    (found,) = torch.autograd.grad(made.sum(), given)
+    _expect(found.tolist() == [3.0, 3.0], "a function's backward pass is its own")
 
 
 def _ends_of_backward_passes() -> None:
