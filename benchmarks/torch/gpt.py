@@ -104,6 +104,11 @@ def device_milliseconds(step: Callable[[], Any], count: int) -> list[float]:
     return [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
 
 
+def peak_gib() -> float:
+    """Returns the most that tensors took of this process's GPU; 0 without one."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
 def measured(milliseconds: float, flops: float) -> dict[str, float]:
     """Returns a step's time, FLOPs a second and memory, as benchmarks print them.
 
@@ -114,14 +119,13 @@ def measured(milliseconds: float, flops: float) -> dict[str, float]:
         milliseconds: of a step.
         flops: that a rank computes in it.
     """
-    peak = outside = 0
+    outside = 0
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
     return {
         "ms": round(milliseconds, 1),
         "tflops_per_rank": round(flops / milliseconds / 1e9, 2),
-        "gib": round(peak / 2**30, 1),
+        "gib": round(peak_gib(), 1),
         "outside_gib": round(outside / 2**30, 1),
     }

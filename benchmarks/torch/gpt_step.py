@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, SIZES, device_milliseconds, loss_of
-from kernels import kernel_milliseconds
+from gpt import GPT, SIZES, device_milliseconds, loss_of, peak_gib
+from ranks import print_kernels, slowest
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
@@ -152,25 +152,20 @@ class Bench:
         times = self.milliseconds(step)
         last = step()
         host = self._host_milliseconds(step)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
         own = {
             "ms": statistics.median(times),
             "min_ms": min(times),
-            "gib": memory,
+            "gib": peak_gib(),
             "first_s": first_seconds,
             "host_ms": host,
-            "loss": None if loss is None else [loss.item(), last.item()],
         }
-        ranks = smp.allgather(own, smp.WORLD)
+        row: dict[str, Any] = slowest(own)
+        losses = smp.allgather(None if loss is None else [loss.item(), last.item()], smp.WORLD)
         if smp.rank() == 0:
-            row = {key: round(max(each[key] for each in ranks), 2) for key in own if key != "loss"}
-            row["loss"] = next(each["loss"] for each in ranks if each["loss"])
+            row["loss"] = next(filter(None, losses))
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
         if self.options.profile:
-            profiled = smp.allgather(kernel_milliseconds(step), smp.WORLD)
-            if smp.rank() == 0:
-                for each in profiled:
-                    print(json.dumps(each), flush=True)
+            print_kernels(step)
 
     def _host_milliseconds(self, step: Callable[[], Any]) -> float:
         """Returns how long the host takes to submit a step while the device is busy."""

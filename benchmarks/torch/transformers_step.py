@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 import transformers
-from gpt import device_milliseconds
-from kernels import kernel_milliseconds
+from gpt import device_milliseconds, peak_gib
+from ranks import print_kernels, slowest
 
 import smdistributed.modelparallel.torch as smp
 
@@ -164,10 +164,7 @@ class Bench:
             step()
         times = device_milliseconds(step, self.options.steps)
         losses.append(step().item())
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
-        own = {"ms": statistics.median(times), "gib": memory}
-        ranks = smp.allgather(own, smp.WORLD)
-        row = {key: round(max(each[key] for each in ranks), 2) for key in own}
+        row: dict[str, Any] = slowest({"ms": statistics.median(times), "gib": peak_gib()})
         if kind == "one":
             self.one_ms = row["ms"]
         if smp.rank() == 0:
@@ -179,10 +176,8 @@ class Bench:
                 "loss": losses,
             }
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
-        if self.options.profile and self.device.type == "cuda":
-            for each in smp.allgather(kernel_milliseconds(step), smp.WORLD):
-                if smp.rank() == 0:
-                    print(json.dumps(each), flush=True)
+        if self.options.profile:
+            print_kernels(step)
 
 
 def run_name(word: str) -> str:

@@ -27,9 +27,7 @@ from smdistributed.modelparallel.common.topology import Topology
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
 _NEWS_CHANNELS = {group: 1 + len(CommGroup) + index for index, group in enumerate(CommGroup)}
-
-
-#: Messages that nobody waits for.
+#: Messages on their way that nobody waits for.
 _MOST_TOLD = 64
 
 

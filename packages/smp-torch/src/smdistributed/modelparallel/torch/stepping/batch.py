@@ -97,7 +97,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Recalled:
-    """A call of a static step that one like it was made before.
+    """An earlier call of a static step, which a new one is like.
 
     Attributes:
         number: of that call.

@@ -8,6 +8,7 @@ tensors on the other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class StepInputs:
                 calls, weights = self._split(call)
                 batch = MiniBatch(Header(mine, seed), call, calls, weights)
                 header = Header(mine, seed, recall(batch))
-                made.append(MiniBatch(header, call, calls, weights))
+                made.append(replace(batch, header=header))
                 return header
 
             say(communicator, make)
