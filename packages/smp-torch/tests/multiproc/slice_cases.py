@@ -80,7 +80,7 @@ def compare(model: Any, train: Any, given: list[Any], about: object) -> int:
     assert got.keys() == wanted.keys()
     for name, want in wanted.items():
         difference = (got[name].float() - want.float()).norm().item()
-        allowed = 5e-6 * max(want.float().norm().item() * ROUNDING[dtype], 1e-3 * of)
+        allowed = 5e-6 * max(want.float().norm().item() * ROUNDING[dtype], 1e-2 * of)
         assert difference <= allowed, (about, name, difference, allowed)
     return sliced
 
@@ -110,7 +110,8 @@ def train_states(model: Any, ids: Any, hidden: Any, states: Any, kinds: Any) -> 
         hidden.to(dtype)[:, None, None].expand(-1, SIZES["num_attention_heads"], -1, -1) * -50,
     ]
     result, _ = model((states.to(dtype), masks[kinds.shape[0] % 3]))
-    loss = result.float().square().mean() + result.float().mean() / 3
+    # Weighed: the mean square of a normed result is a constant, and its gradient rounding alone.
+    loss = (result.float() * torch.linspace(-1, 2, WIDTH)).square().mean()
     model.backward(loss)
     return loss
 

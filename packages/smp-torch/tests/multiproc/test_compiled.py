@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import generator, start
+from world import generator, run, start
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
@@ -211,7 +211,7 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
     ],
 )
 def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str, ways: list[str]) -> None:
-    for rank in worlds.run(WORLDS[world], train_all, [None, *ways], 0.0):
+    for rank in run(worlds, WORLDS[world], train_all, [None, *ways], 0.0):
         expected, none = rank.pop(None)
         assert set(none) == {0}
         for way, (losses, counts) in rank.items():
@@ -224,17 +224,17 @@ def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str, ways: list[
 
 def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds) -> None:
     for checkpointing, ways in ((False, ["part_of_each_block"]), (True, ["each_block"])):
-        (one,) = worlds.run(WORLDS["one"], train_all, ways, 0.5, checkpointing)
-        for rank in worlds.run(WORLDS["pp2"], train_all, ways, 0.5, checkpointing):
+        (one,) = run(worlds, WORLDS["one"], train_all, ways, 0.5, checkpointing)
+        for rank in run(worlds, WORLDS["pp2"], train_all, ways, 0.5, checkpointing):
             for way in ways:
                 assert rank[way][0] == pytest.approx(one[way][0], rel=1e-6), way
 
 
 def test_compiled_code_keeps_no_gathered_parameters(worlds: Worlds) -> None:
     """By a compiler that makes backward passes, which get parameters where they are by then."""
-    for rank in worlds.run(WORLDS["shards"], train_all, [None, "each_block"], 0.0, True):
+    for rank in run(worlds, WORLDS["shards"], train_all, [None, "each_block"], 0.0, True):
         assert rank["each_block"][0] == pytest.approx(rank[None][0], rel=1e-6)
-    for compiled, plain in worlds.run(WORLDS["shards"], losses_without_what_was_gathered):
+    for compiled, plain in run(worlds, WORLDS["shards"], losses_without_what_was_gathered):
         assert compiled == pytest.approx(plain, rel=1e-6)
         assert plain[1] != plain[0]
 
@@ -271,7 +271,7 @@ def spoiled(way: Callable[..., Any]) -> list[float]:
 
 
 def test_parameters_are_in_shards_again_after_errors(worlds: Worlds) -> None:
-    for compiled, plain in worlds.run(WORLDS["shards"], losses_around_errors):
+    for compiled, plain in run(worlds, WORLDS["shards"], losses_around_errors):
         assert compiled == pytest.approx(plain, rel=1e-6)
 
 
@@ -393,9 +393,9 @@ def refused(writes: bool, options: dict[str, Any]) -> str:
 
 
 def test_what_compiled_code_may_not_do_with_shards(worlds: Worlds) -> None:
-    for rank in worlds.run(WORLDS["shards"], refused, True, {"backend": "eager"}):
+    for rank in run(worlds, WORLDS["shards"], refused, True, {"backend": "eager"}):
         assert "Writes wrote to linear.weight" in rank
-    for rank in worlds.run(WORLDS["shards"], refused, False, {"mode": "reduce-overhead"}):
+    for rank in run(worlds, WORLDS["shards"], refused, False, {"mode": "reduce-overhead"}):
         assert "CUDA graphs" in rank
         assert "sharded_data_parallel_degree" in rank
 
@@ -418,8 +418,8 @@ def products_of_steps() -> Any:
 
 
 def test_gradients_of_compiled_code_wait_where_others_do(worlds: Worlds) -> None:
-    whole = worlds.run(WORLDS["pp2"], products_of_steps)
-    halves = worlds.run(WORLDS["halves"], products_of_steps)
+    whole = run(worlds, WORLDS["pp2"], products_of_steps)
+    halves = run(worlds, WORLDS["halves"], products_of_steps)
     for (losses, num_whole), (same_losses, num_halves) in zip(whole, halves, strict=True):
         assert losses == same_losses
         # Of a layer's two products, one gives the gradient of the weight.
@@ -444,7 +444,7 @@ def compile_step_functions() -> None:
 
 @pytest.mark.parametrize("world", ["one", "pp2"])
 def test_step_functions_are_not_compiled_themselves(worlds: Worlds, world: str) -> None:
-    worlds.run(WORLDS[world], compile_step_functions)
+    run(worlds, WORLDS[world], compile_step_functions)
 
 
 def switch_the_compiler_off() -> None:
@@ -462,4 +462,4 @@ def switch_the_compiler_off() -> None:
 
 @pytest.mark.parametrize("world", ["one", "pp2"])
 def test_a_compiler_that_is_switched_off_stays_off(worlds: Worlds, world: str) -> None:
-    worlds.run(WORLDS[world], switch_the_compiler_off)
+    run(worlds, WORLDS[world], switch_the_compiler_off)
