@@ -108,7 +108,7 @@ def slow_readers() -> None:
         piece = FileMemory.piece
 
         def slow(self: FileMemory, rank: int, *args: Any) -> torch.Tensor:
-            if smp.tp_rank() == 1 and rank != 1:
+            if smp.tp_rank() == 1:
                 time.sleep(0.01)
             return piece(self, rank, *args)
 
@@ -118,6 +118,10 @@ def slow_readers() -> None:
                 got = tried.gather(own, sizes)
                 want = [10 * number + rank for rank in range(smp.tp_size())]
                 assert got[::2, 0].tolist() == want
+            for number in range(20):
+                own = torch.full((sum(sizes), 3), float(10 * number + smp.tp_rank()))
+                total = sum(10 * number + rank for rank in range(smp.tp_size()))
+                assert tried.scatter_sum(own, sizes).tolist() == [[total] * 3] * 2
 
 
 def training() -> dict[str, int]:
@@ -154,6 +158,11 @@ def trial() -> list[str]:
                 found = super().piece(of, *args)
                 return found + 1 if rank == 1 and of == 0 else found
 
+        class OwnAlone(FileMemory):
+            def piece(self, of: int, *args: Any) -> torch.Tensor:
+                found = super().piece(of, *args)
+                return found if of == rank else found.clone()
+
         class Late(FileMemory):
             def barrier(self) -> None:
                 super().barrier()
@@ -175,6 +184,7 @@ def trial() -> list[str]:
         found = [
             reason(of(FileMemory)),
             reason(of(Wrong)),
+            reason(of(OwnAlone)),
             reason(of(Late)),
             reason(none),
             reason(of(FileMemory), "here 0"),
@@ -186,6 +196,7 @@ def trial() -> list[str]:
         found[1:],
         (
             "reads other numbers than rank 0",
+            "reads other numbers than rank",
             "RuntimeError: the barrier is broken",
             "RuntimeError: no such driver",
             "ranks share a GPU",

@@ -1,9 +1,9 @@
-"""Two buffers of memory that ranks read from each other, in turn.
+"""Two buffers of memory that ranks share, in turn.
 
-A rank writes into its own, all meet at a barrier, and each reads what it needs of the others'. One
-barrier an exchange is enough: who has passed that of the next exchange knows that all have read
-what they needed in this one, whose buffer is written again in the one after. So all exchanges run
-on one stream.
+Ranks write, each into its own or into those of others, all meet at a barrier, and each reads what
+it needs. One barrier an exchange is enough: who has passed that of the next exchange knows that all
+have read what they needed in this one, whose buffer is written again in the one after. So all
+exchanges run on one stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AlternatingBuffers:
     """See the module.
 
     Args:
-        make: makes memory that all ranks read.
+        make: makes memory that all ranks share.
         collectives: between the ranks.
         synchronize: waits until the device has done everything.
     """
@@ -53,7 +53,7 @@ class AlternatingBuffers:
     def _grow(self, size_bytes: int) -> None:
         """Makes larger buffers; all ranks do so in the same exchange."""
         if self._memory is not None:
-            # Nobody may read what is given back.
+            # Nobody may read or write what is given back.
             self._synchronize()
             self._collectives.compare([size_bytes])
             self._memory = None

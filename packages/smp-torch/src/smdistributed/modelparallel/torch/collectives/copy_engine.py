@@ -1,8 +1,9 @@
-"""Collectives between GPUs of one host by reading each other's memory with plain copies.
+"""Collectives between GPUs of one host by plain copies from and into each other's memory.
 
-A rank writes what others need into memory that they can read, all meet at a barrier, and each
-copies what it needs. Copies hold no multiprocessor, so what computes beside them is not slowed
-down. Sums are made in single precision, in the order of the ranks.
+To gather, a rank writes what all need where they can read it, all meet at a barrier, and each
+copies it. What one rank alone needs is written into its memory, and summed there after the barrier.
+Copies hold no multiprocessor, so what computes beside them is not slowed down. Sums are made in
+single precision, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
 #: Of what a rank writes; what is larger goes another way.
 LARGEST_BYTES = 256 << 20
+#: Of where a part begins, in bytes.
+_ALIGNMENT = 256
 
 
 class CopyEngineCollectives(DelegatingCollectives):
@@ -75,23 +78,26 @@ class CopyEngineCollectives(DelegatingCollectives):
             return super().scatter_sum(tensor, sizes)
         parts = torch.split(tensor, list(sizes))
         own = parts[self.rank]
+        shape = own.shape
         item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
+        part_bytes = -(-max(sizes) * width * item // _ALIGNMENT) * _ALIGNMENT
         with self._blaming():
-            memory, start = self._buffers.next(tensor.numel() * item)
-            mine = memory.piece(self.rank, start, tensor.numel(), tensor.dtype).view(tensor.shape)
-            for rank, part in enumerate(torch.split(mine, list(sizes))):
-                if rank != self.rank:
-                    part.copy_(parts[rank])
+            memory, start = self._buffers.next((self.size - 1) * part_bytes)
+
+            def given(giver: int, taker: int) -> torch.Tensor:
+                """Returns the part that a rank gives another one, in the memory of that."""
+                place = start + (giver - taker - 1) % self.size * part_bytes
+                return memory.piece(taker, place, parts[taker].numel(), tensor.dtype)
+
+            for taker in self._others():
+                if parts[taker].numel():
+                    given(self.rank, taker).view(parts[taker].shape).copy_(parts[taker])
             memory.barrier()
-            pulled: dict[int, torch.Tensor] = {self.rank: own}
-            begin = start + sum(sizes[: self.rank]) * width * item
-            for rank in self._others() if own.numel() else ():
-                theirs = memory.piece(rank, begin, own.numel(), tensor.dtype)
-                pulled[rank] = torch.empty_like(own, memory_format=torch.contiguous_format)
-                pulled[rank].view(-1).copy_(theirs)
-        if not own.numel():
-            return own.clone()
-        total: torch.Tensor = _summed(*(pulled[rank] for rank in range(self.size)))
+            if not own.numel():
+                return own.clone()
+            got = {giver: given(giver, self.rank).view(shape) for giver in self._others()}
+        got[self.rank] = own
+        total: torch.Tensor = _summed(*(got[rank] for rank in range(self.size)))
         return total
 
     def _takes(self, tensor: torch.Tensor, most: int) -> bool:
@@ -105,7 +111,7 @@ class CopyEngineCollectives(DelegatingCollectives):
         return is_here and 0 < most * tensor.dtype.itemsize <= self._largest_bytes
 
     def _others(self) -> list[int]:
-        """Returns the other ranks, in an order in which not all read from one at a time."""
+        """Returns the other ranks, in an order in which not all turn to one at a time."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
 

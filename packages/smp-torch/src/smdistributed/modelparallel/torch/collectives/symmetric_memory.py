@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group read from each other, and whether it works here."""
+"""Memory of the ranks of a group that all of them read and write, and whether it works here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEST_COUNT = _TEST_BYTES // 4
 
 
 class SymmetricMemory(Protocol):
-    """Equal pieces of memory on all ranks; a rank writes its own, and reads those of all."""
+    """Equal pieces of memory on all ranks, which all of them read and write."""
 
     def piece(self, rank: int, start_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns some numbers of a rank."""
@@ -30,7 +30,7 @@ MakeMemory = Callable[[int], SymmetricMemory]
 def why_not(
     make: MakeMemory, collectives: Collectives, place: str, synchronize: Callable[[], None]
 ) -> str:
-    """Tries it; returns why the ranks cannot read each other's memory, empty if they can.
+    """Tries it; returns why the ranks cannot use each other's memory, empty if they can.
 
     Collective: TP_GROUP; each rank returns the same.
 
@@ -50,7 +50,7 @@ def why_not(
         return "ranks share a GPU"
     attempt = _Attempt(make, collectives.rank, collectives.size, synchronize)
     # First without a barrier of the device, which cannot be survived if it does not work.
-    for stage in (attempt.begin, attempt.check_first, attempt.meet, attempt.end):
+    for stage in (attempt.begin, attempt.check_first, attempt.meet, attempt.give, attempt.end):
         failure = _failure(stage, collectives)
         if failure:
             return failure
@@ -82,16 +82,24 @@ class _Attempt:
 
     def begin(self) -> None:
         self._memory = self._make(_TEST_BYTES)
-        self._write(0)
+        self._write(0, self._rank)
         self._synchronize()
 
     def check_first(self) -> None:
         self._check(0)
 
     def meet(self) -> None:
-        self._write(1)
+        self._write(1, self._rank)
         self._here.barrier()
         self._check(1)
+        self._synchronize()
+
+    def give(self) -> None:
+        """Has each rank's piece written by the rank before it."""
+        self._here.barrier()
+        self._write(2, (self._rank + 1) % self._size)
+        self._here.barrier()
+        self._check(2)
         self._synchronize()
 
     def end(self) -> None:
@@ -103,9 +111,9 @@ class _Attempt:
         assert self._memory is not None
         return self._memory
 
-    def _write(self, turn: int) -> None:
-        own = self._here.piece(self._rank, 0, _TEST_COUNT, torch.int32)
-        own.copy_(_pattern(self._rank, turn))
+    def _write(self, turn: int, rank: int) -> None:
+        piece = self._here.piece(rank, 0, _TEST_COUNT, torch.int32)
+        piece.copy_(_pattern(rank, turn).to(piece.device))
 
     def _check(self, turn: int) -> None:
         for rank in range(self._size):

@@ -11,7 +11,6 @@ Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import weakref
 import zlib
@@ -24,7 +23,8 @@ import torch.distributed as dist
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
-from smdistributed.modelparallel.torch.sharding.row_sums import Rows, RowSums
+from smdistributed.modelparallel.torch.sharding.messages import Message
+from smdistributed.modelparallel.torch.sharding.row_sums import RowSums
 from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
@@ -170,45 +170,31 @@ class ShardedGradients:
         """Adds the pending gradients of some units to the sums. Collective: sharding group."""
         for message in self._messages(numbers):
             units = [self._units[number] for number in message]
-            widths = [unit.shard.numel() for unit in units]
-            like = units[0].shard
-            gradients = [self._pending.pop(number, {}) for number in message]
-            if not sum(widths):
-                continue
-            rows = self._row_sums.rows(sum(widths), like.dtype)
-            wide = torch.promote_types(like.dtype, torch.float32)
-            total = like.new_empty(sum(widths), dtype=wide)
-            sum_up = functools.partial(self._sum, units, gradients, rows, total)
-            used = [rows.given, total, *(each for own in gradients for each in own.values())]
-            self._started.append(self._beside.run(like.device, sum_up, used))
-            self._settle(_MOST_STARTED)
+            self._start(Message(units, [self._pending.pop(number, {}) for number in message]))
+
+    def _start(self, message: Message) -> None:
+        """Adds a message to the sums, beside what is computed. Collective: the sharding group."""
+        if not message.width:
+            return
+        wide = torch.promote_types(message.dtype, torch.float32)
+        total = torch.empty(message.width, dtype=wide, device=message.device)
+        sum_up, rows = self._row_sums.summing(message, total)
+
+        def add() -> None:
+            sum_up()
+            self._add(message, total)
+
+        used = [total, *rows, *message.tensors]
+        self._started.append(self._beside.run(message.device, add, used))
+        self._settle(_MOST_STARTED)
 
     def _settle(self, most_started: int = 0) -> None:
         while len(self._started) > most_started:
             self._started.popleft().wait()
 
-    def _sum(
-        self,
-        units: Sequence[Unit],
-        gradients: Sequence[dict[int, torch.Tensor]],
-        rows: Rows,
-        total: torch.Tensor,
-    ) -> None:
-        """Sums the gradients of some units over the ranks.
-
-        Args:
-            units: of one type.
-            gradients: of each unit, by place of the parameter.
-            rows: take what each rank gets.
-            total: takes what this rank gets. Shape: (sum of widths,).
-        """
-        widths = [unit.shard.numel() for unit in units]
-        for unit, own, out in zip(
-            units, gradients, torch.split(rows.given, widths, 1), strict=True
-        ):
-            unit.pack(own, out)
-        rows.sum_into(total)
-        for unit, part in zip(units, torch.split(total, widths), strict=True):
+    def _add(self, message: Message, total: torch.Tensor) -> None:
+        """Adds what this rank got of a message. Shape: (width,)."""
+        for unit, part in zip(message.units, torch.split(total, message.widths), strict=True):
             if unit.number in self._sums:
                 self._sums[unit.number] += part
             else:

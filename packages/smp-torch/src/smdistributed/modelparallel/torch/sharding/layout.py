@@ -69,6 +69,14 @@ class UnitLayout:
         """Whether the blocks of every rank fill its shard."""
         return self.width * self.degree == self.num_elements
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the blocks of all ranks, one after another, are a parameter, for each of them."""
+        return all(
+            cut_dim(shape, self.degree) == 0 and shape[0] % self.degree == 0
+            for shape in self.shapes
+        )
+
     def places(self, rank: int) -> Iterator[tuple[Rectangle, int]]:
         """Yields for each parameter the block of a rank, and where it begins in the shard."""
         start = 0

@@ -1,47 +1,43 @@
 """How gradients reach the shards: each rank gets the sum of the rows that are its own.
 
-Every rank lays its gradients out as one row for each rank. Everywhere ranks can send these rows to
-each other. GPUs of one host read them from each other's memory, by copies that hold no
+Every rank has one row for each rank. Everywhere ranks can send these rows to each other. GPUs of
+one host write each block of a row into the memory of its rank, by copies that hold no
 multiprocessor.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
-from smdistributed.modelparallel.torch.collectives.symmetric_memory import SymmetricMemory
 from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
 _DOING = "summing gradients with"
-
-
-class Rows(Protocol):
-    """The rows of one sum.
-
-    Attributes:
-        given: takes one row for each rank. Shape: (degree, width).
-    """
-
-    given: torch.Tensor
-
-    def sum_into(self, total: torch.Tensor) -> None:
-        """Sums the own rows of all ranks, in their order. Collective: the sharding group.
-
-        Args:
-            total: takes the sum, in its own type, fp32 at least. Shape: (width,).
-        """
+#: Of where a row begins, in elements.
+_ALIGNMENT = 128
 
 
 class RowSums(Protocol):
     """What makes sums of one model; they are made one after another, on one stream."""
 
-    def rows(self, width: int, dtype: torch.dtype) -> Rows:
-        """Returns rows for the next sum. Collective: the sharding group."""
+    def summing(
+        self, message: Message, total: torch.Tensor
+    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
+        """Returns what sums a message over the ranks, and what it uses besides.
+
+        Each sum is made in the order of the ranks. Collective: the sharding group, as is the call
+        of what it returns.
+
+        Args:
+            message: the gradients of this rank.
+            total: takes the sum of the own row, in its own type, fp32 at least. Shape: (width,).
+        """
 
 
 def row_sums(groups: ShardingGroups, device: torch.device, most_elements: int) -> RowSums:
@@ -53,10 +49,10 @@ def row_sums(groups: ShardingGroups, device: torch.device, most_elements: int) -
         most_elements: that travel in one message.
     """
     if groups.make_memory is None:
-        return SentRowSums(groups, device, max(most_elements // groups.degree, 1))
+        return SentRowSums(groups, max(most_elements // groups.degree, 1))
     synchronize = functools.partial(torch.cuda.synchronize, device)
     buffers = AlternatingBuffers(groups.make_memory, groups.collectives, synchronize)
-    return ReadRowSums(groups, buffers)
+    return WrittenRowSums(groups, buffers)
 
 
 class SentRowSums:
@@ -64,86 +60,79 @@ class SentRowSums:
 
     Args:
         groups: who exchanges.
-        device: where the rows are.
         most_columns: that travel in one message.
     """
 
-    def __init__(self, groups: ShardingGroups, device: torch.device, most_columns: int) -> None:
-        self._groups = groups
-        self._device = device
-        self._most_columns = most_columns
-
-    def rows(self, width: int, dtype: torch.dtype) -> _SentRows:
-        """See ``RowSums.rows``."""
-        given = torch.empty((self._groups.degree, width), dtype=dtype, device=self._device)
-        return _SentRows(given, self._groups, self._most_columns)
-
-
-class _SentRows:
-    """See ``Rows``."""
-
-    def __init__(self, given: torch.Tensor, groups: ShardingGroups, most_columns: int) -> None:
-        self.given = given
+    def __init__(self, groups: ShardingGroups, most_columns: int) -> None:
         self._groups = groups
         self._most_columns = most_columns
 
-    def sum_into(self, total: torch.Tensor) -> None:
-        """See ``Rows.sum_into``."""
-        for given, part in zip(
-            torch.split(self.given, self._most_columns, 1),
-            torch.split(total, self._most_columns),
-            strict=True,
-        ):
-            _sum_up(part, *self._groups.collectives.exchange_rows(given))
+    def summing(
+        self, message: Message, total: torch.Tensor
+    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
+        """See ``RowSums.summing``."""
+        shape = (self._groups.degree, message.width)
+        rows = torch.empty(shape, dtype=message.dtype, device=message.device)
+
+        def sum_up() -> None:
+            message.pack(rows)
+            for given, part in zip(
+                torch.split(rows, self._most_columns, 1),
+                torch.split(total, self._most_columns),
+                strict=True,
+            ):
+                _sum_up(part, *self._groups.collectives.exchange_rows(given))
+
+        return sum_up, [rows]
 
 
-class ReadRowSums:
-    """Sums of rows that the ranks read from each other.
+class WrittenRowSums:
+    """Sums of rows that the ranks write into each other's memory.
 
     Args:
         groups: who they are.
-        buffers: memory that they read.
+        buffers: memory that they write to.
     """
 
     def __init__(self, groups: ShardingGroups, buffers: AlternatingBuffers) -> None:
         self._groups = groups
         self._buffers = buffers
 
-    def rows(self, width: int, dtype: torch.dtype) -> _ReadRows:
-        """See ``RowSums.rows``."""
-        with self._groups.blaming(_DOING):
-            memory, start = self._buffers.next(self._groups.degree * width * dtype.itemsize)
-        return _ReadRows(self._groups, memory, start, width, dtype)
-
-
-class _ReadRows:
-    """See ``Rows``."""
-
-    def __init__(
-        self,
-        groups: ShardingGroups,
-        memory: SymmetricMemory,
-        start: int,
-        width: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._groups = groups
-        self._memory = memory
-        self._row_start = start + groups.index * width * dtype.itemsize
-        own = memory.piece(groups.index, start, groups.degree * width, dtype)
-        self.given = own.view(groups.degree, width)
-
-    def sum_into(self, total: torch.Tensor) -> None:
-        """See ``Rows.sum_into``."""
+    def summing(
+        self, message: Message, total: torch.Tensor
+    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
+        """See ``RowSums.summing``."""
         degree, index = self._groups.degree, self._groups.index
-        rows = {index: self.given[index]}
+        row_bytes = -(-message.width // _ALIGNMENT) * _ALIGNMENT * message.dtype.itemsize
         with self._groups.blaming(_DOING):
-            self._memory.barrier()
-            # In an order in which not all read from one at a time.
-            for rank in ((index + distance) % degree for distance in range(1, degree)):
-                theirs = self._memory.piece(rank, self._row_start, total.numel(), self.given.dtype)
-                rows[rank] = torch.empty_like(theirs).copy_(theirs)
-        _sum_up(total, *(rows[rank] for rank in range(degree)))
+            memory, start = self._buffers.next((degree - 1) * row_bytes)
+
+        def row(taker: int, giver: int) -> torch.Tensor:
+            """Returns what a rank gives another one, in the memory of that."""
+            place = start + (giver - taker - 1) % degree * row_bytes
+            return memory.piece(taker, place, message.width, message.dtype)
+
+        def sum_up() -> None:
+            if not message.is_full:
+                total.zero_()
+            with self._groups.blaming(_DOING):
+                # In an order in which not all write to one at a time.
+                for taker in ((index + distance) % degree for distance in range(1, degree)):
+                    for place, given in message.blocks_of(taker, row(taker, index)):
+                        place.zero_() if given is None else place.copy_(given)
+                memory.barrier()
+            got = {
+                giver: [place for place, _ in message.blocks_of(index, row(index, giver))]
+                for giver in range(degree)
+                if giver != index
+            }
+            for number, (into, own) in enumerate(message.blocks_of(index, total)):
+                blocks = {giver: places[number] for giver, places in got.items()}
+                if own is not None:
+                    blocks[index] = own
+                _sum_up(into.view(-1), *(blocks[each].reshape(-1) for each in sorted(blocks)))
+
+        return sum_up, []
 
 
 @fused

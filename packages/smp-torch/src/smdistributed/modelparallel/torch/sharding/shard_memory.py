@@ -19,7 +19,10 @@ from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
     MakeMemory,
     SymmetricMemory,
 )
-from smdistributed.modelparallel.torch.compat.private.distributed import all_gather_into
+from smdistributed.modelparallel.torch.compat.private.distributed import (
+    all_gather_each_into,
+    all_gather_into,
+)
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
@@ -86,6 +89,8 @@ class SentShards:
         self, unit: Unit, memory: torch.Tensor
     ) -> tuple[Callable[[], object], list[torch.Tensor]]:
         """See ``ShardMemory.gathering``. Collective: the sharding group."""
+        if unit.layout.is_in_order and self._groups.within_host is None:
+            return lambda: gather_in_order(self._groups, unit, memory), []
         shards = unit.shard.new_empty((self._groups.degree, unit.shard.numel()))
 
         def gather() -> None:
@@ -164,6 +169,20 @@ class ReadShards:
         """See ``ShardMemory.barrier``: of one memory it is a barrier of the device."""
         if self._places:
             self._places[0][0].barrier()
+
+
+def gather_in_order(groups: ShardingGroups, unit: Unit, memory: torch.Tensor) -> None:
+    """Gathers the blocks of each parameter in its place. Collective: the sharding group.
+
+    Args:
+        groups: who exchanges.
+        unit: whose blocks, one after another, are the parameters.
+        memory: takes the whole parameters. Shape: (num_elements,).
+    """
+    wholes = [view.view(-1) for view in unit.layout.views(memory)]
+    blocks = [each.view(-1) for each in unit.blocks_of(unit.shard)]
+    with groups.blaming("gathering parameters with"):
+        all_gather_each_into(wholes, blocks, groups.gathering)
 
 
 def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Tensor) -> None:

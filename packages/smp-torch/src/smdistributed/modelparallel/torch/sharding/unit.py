@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,24 +109,6 @@ class Unit:
         with past_subclass_functions():
             for parameter in self.parameters:
                 parameter.data = parameter.shard.vacant
-
-    def pack(self, gradients: Mapping[int, torch.Tensor], out: torch.Tensor) -> None:
-        """Lays whole gradients out as shards of all ranks.
-
-        Args:
-            gradients: by place of the parameter; a missing one counts as zero.
-            out: takes them. Shape: (degree, width).
-        """
-        if len(gradients) < len(self.parameters) or not self.layout.is_full:
-            out.zero_()
-        targets, sources = [], []
-        for number, part, target in self.layout.blocks(out):
-            gradient = gradients.get(number)
-            if gradient is not None and part.num_elements:
-                sources.append(gradient[part.within(type(part).whole(gradient.shape))])
-                targets.append(target)
-        if targets:
-            copy_all(targets, sources)
 
     def blocks_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the own block of each parameter in a tensor of the shape of the shard."""

@@ -22,6 +22,13 @@ def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGro
     function(output, given, group=group)
 
 
+def all_gather_each_into(
+    outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], group: ProcessGroup
+) -> None:
+    """Gathers several tensors as ``all_gather_into`` does each, in one exchange."""
+    group.allgather_into_tensor_coalesced(list(outputs), list(given)).wait()
+
+
 def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
     """Sums tensors and scatters the sum; by the name it has in this torch."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
