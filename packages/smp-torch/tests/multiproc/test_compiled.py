@@ -270,6 +270,7 @@ def spoiled(way: Callable[..., Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs gather without each other")
 def test_parameters_are_in_shards_again_after_errors(worlds: Worlds) -> None:
     for compiled, plain in run(worlds, WORLDS["shards"], losses_around_errors):
         assert compiled == pytest.approx(plain, rel=1e-6)

@@ -170,7 +170,9 @@ class ShardedGradients:
         """Adds the pending gradients of some units to the sums. Collective: sharding group."""
         for message in self._messages(numbers):
             units = [self._units[number] for number in message]
-            self._start(Message(units, [self._pending.pop(number, {}) for number in message]))
+            gradients = [self._pending.pop(number, {}) for number in message]
+            copies = self._num_copies[units[0].is_sliced]
+            self._start(Message(units, gradients, copies if _divides_exactly(copies) else 1))
 
     def _start(self, message: Message) -> None:
         """Adds a message to the sums, beside what is computed. Collective: the sharding group."""
@@ -201,12 +203,12 @@ class ShardedGradients:
                 self._sums[unit.number] = part
 
     def _messages(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yields units of one type that fit one message; a larger one alone."""
+        """Yields units of one kind that fit one message; a larger one alone."""
         message: list[int] = []
         size = 0
         for number in numbers:
             unit = self._units[number]
-            is_other = bool(message) and self._units[message[0]].dtype is not unit.dtype
+            is_other = bool(message) and _kind(self._units[message[0]]) != _kind(unit)
             if message and (is_other or size + unit.num_elements > self._message_elements):
                 yield message
                 message, size = [], 0
@@ -250,7 +252,9 @@ class ShardedGradients:
         if copies is not None:
             with self._groups.blaming("reducing gradients with"):
                 dist.all_reduce(sums, group=copies)
-        sums.div_(self._num_copies[unit.is_sliced])
+        num_copies = self._num_copies[unit.is_sliced]
+        if not _divides_exactly(num_copies):
+            sums.div_(num_copies)
         blocks = unit.blocks_of(sums)
         for place in places:
             shard = unit.shards[place]
@@ -258,6 +262,15 @@ class ShardedGradients:
                 shard.gradient = blocks[place]
             else:
                 shard.gradient.add_(blocks[place])
+
+
+def _kind(unit: Unit) -> tuple[torch.dtype, bool]:
+    return unit.dtype, unit.is_sliced
+
+
+def _divides_exactly(number: int) -> bool:
+    """Whether a sum's terms may be divided before they are added: by powers of two."""
+    return number & (number - 1) == 0
 
 
 def _packed(flags: Sequence[bool]) -> Iterator[int]:

@@ -17,9 +17,11 @@ class Message:
     Args:
         units: of one type.
         gradients: of each unit, by place of the parameter; a missing one counts as zero.
+        divisor: of their sum.
 
     Attributes:
         units: as given.
+        divisor: as given.
         widths: elements of each unit in a row.
         width: elements of a row.
         dtype: of the gradients.
@@ -27,9 +29,13 @@ class Message:
     """
 
     def __init__(
-        self, units: Sequence[Unit], gradients: Sequence[Mapping[int, torch.Tensor]]
+        self,
+        units: Sequence[Unit],
+        gradients: Sequence[Mapping[int, torch.Tensor]],
+        divisor: int,
     ) -> None:
         self.units = units
+        self.divisor = divisor
         self.widths = [unit.shard.numel() for unit in units]
         self.width = sum(self.widths)
         self.dtype = units[0].dtype

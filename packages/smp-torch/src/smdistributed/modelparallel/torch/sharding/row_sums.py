@@ -36,7 +36,8 @@ class RowSums(Protocol):
 
         Args:
             message: the gradients of this rank.
-            total: takes the sum of the own row, in its own type, fp32 at least. Shape: (width,).
+            total: takes the sum of the own row, divided, in its own type, fp32 at least.
+                Shape: (width,).
         """
 
 
@@ -81,7 +82,7 @@ class SentRowSums:
                 torch.split(total, self._most_columns),
                 strict=True,
             ):
-                _sum_up(part, *self._groups.collectives.exchange_rows(given))
+                _sum_up(part, message.divisor, *self._groups.collectives.exchange_rows(given))
 
         return sum_up, [rows]
 
@@ -130,14 +131,17 @@ class WrittenRowSums:
                 blocks = {giver: places[number] for giver, places in got.items()}
                 if own is not None:
                     blocks[index] = own
-                _sum_up(into.view(-1), *(blocks[each].reshape(-1) for each in sorted(blocks)))
+                rows = (blocks[each].reshape(-1) for each in sorted(blocks))
+                _sum_up(into.view(-1), message.divisor, *rows)
 
         return sum_up, []
 
 
 @fused
-def _sum_up(total: torch.Tensor, *rows: torch.Tensor) -> None:
-    """Makes a total the sum of rows, in its own type."""
+def _sum_up(total: torch.Tensor, divisor: int, *rows: torch.Tensor) -> None:
+    """Makes a total the sum of rows, in its own type, divided."""
     total.copy_(rows[0])
     for row in rows[1:]:
         total.add_(row)
+    if divisor > 1:
+        total.div_(divisor)

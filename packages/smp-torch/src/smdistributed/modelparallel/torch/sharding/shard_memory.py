@@ -26,6 +26,9 @@ from smdistributed.modelparallel.torch.compat.private.distributed import (
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
+#: Elements of a parameter that is gathered alone: of an exchange of many, NCCL takes the protocol
+#: that is good for the small ones.
+_WORTH_AN_EXCHANGE = 1 << 20
 #: Of where a shard begins, in bytes.
 _ALIGNMENT = 256
 
@@ -179,10 +182,19 @@ def gather_in_order(groups: ShardingGroups, unit: Unit, memory: torch.Tensor) ->
         unit: whose blocks, one after another, are the parameters.
         memory: takes the whole parameters. Shape: (num_elements,).
     """
-    wholes = [view.view(-1) for view in unit.layout.views(memory)]
-    blocks = [each.view(-1) for each in unit.blocks_of(unit.shard)]
+    views = unit.layout.views(memory)
+    pairs = [
+        (whole.view(-1), block.view(-1))
+        for whole, block in zip(views, unit.blocks_of(unit.shard), strict=True)
+    ]
+    small = [pair for pair in pairs if pair[0].numel() < _WORTH_AN_EXCHANGE]
     with groups.blaming("gathering parameters with"):
-        all_gather_each_into(wholes, blocks, groups.gathering)
+        for whole, block in pairs:
+            if whole.numel() >= _WORTH_AN_EXCHANGE:
+                all_gather_into(whole, block, groups.gathering)
+        if small:
+            wholes, blocks = zip(*small, strict=True)
+            all_gather_each_into(wholes, blocks, groups.gathering)
 
 
 def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Tensor) -> None:
