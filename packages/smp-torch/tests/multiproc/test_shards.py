@@ -26,6 +26,7 @@ LITTLE = {"sdp_max_live_parameters": 80, "sdp_reduce_bucket_size": 40}
 WORLDS = {
     "sdp2": sharded(2, 2),
     "sdp2-little": sharded(2, 2, **LITTLE),
+    "sdp3": sharded(3, 3, **LITTLE),
     "sdp4": sharded(4, 4, sdp_param_persistence_threshold=10),
     "sdp2-dp2": sharded(4, 2, **LITTLE),
 }
@@ -38,6 +39,8 @@ COMBINED = {
 #: What runs by default; the rest is for releases.
 QUICK = {
     "sdp2-little": tuple(name for name in shard_cases.CASES if name != "adam"),
+    # By three, sums are not divided before they are complete.
+    "sdp3": ("momentum_clipped",),
     "sdp2-dp2": ("momentum_clipped",),
     "pp2-sdp2": ("momentum_clipped", "a_state_comes_back"),
     "tp2-sdp2": ("momentum_clipped",),
@@ -163,19 +166,23 @@ def run_read(name: str) -> None:
 
 
 #: Cases of shards that are read which run by default.
-READ = ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps")
+READ = {
+    "sdp2-little": ("momentum_clipped", "uneven", "the_order_changes", "calls_outside_of_steps"),
+    "sdp3": ("uneven",),
+}
 
 
 @read_cases.by_files
 @pytest.mark.parametrize(
-    "case",
+    ("world", "case"),
     [
-        pytest.param(case, marks=() if case in READ else pytest.mark.slow)
+        pytest.param(world, case, marks=() if case in READ[world] else pytest.mark.slow)
+        for world in READ
         for case in shard_cases.CASES
     ],
 )
-def test_shards_that_are_read(worlds: Worlds, case: str) -> None:
-    run(worlds, WORLDS["sdp2-little"], run_read, case)
+def test_shards_that_are_read(worlds: Worlds, world: str, case: str) -> None:
+    run(worlds, WORLDS[world], run_read, case)
 
 
 @read_cases.by_files
