@@ -24,6 +24,13 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(params=["with filters", "without filters"])
+def _filters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python before 3.11.4 has no filters of archives."""
+    if request.param == "without filters":
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+
+
 def shipped(found: code.Code, tmp_path: Path) -> set[str]:
     archive, target = tmp_path / "code.tar.gz", tmp_path / "unpacked"
     found.pack(archive)
@@ -31,6 +38,7 @@ def shipped(found: code.Code, tmp_path: Path) -> set[str]:
     return {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
 
 
+@pytest.mark.usefixtures("_filters")
 def test_a_folder_is_shipped_whole(source: Path, tmp_path: Path) -> None:
     found = code.collect("train.py", str(source), [str(tmp_path / "common")])
     assert found.program == "train.py"
@@ -84,6 +92,7 @@ def test_what_cannot_be_shipped_is_an_error(
         code.collect(entry_point, source_dir, dependencies)
 
 
+@pytest.mark.usefixtures("_filters")
 @pytest.mark.parametrize("kind", ["up", "absolute", "link", "device"])
 def test_nothing_in_an_archive_escapes(tmp_path: Path, kind: str) -> None:
     archive, target = tmp_path / "bad.tar.gz", tmp_path / "deep/target"

@@ -96,9 +96,24 @@ def unpack(archive: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(archive) as opened:
-            opened.extractall(target, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                opened.extractall(target, filter="data")
+            else:  # Python before 3.11.4
+                _extract(opened, target)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise LaunchError(f"{archive.name} cannot be unpacked: {error}.") from error
+
+
+def _extract(archive: tarfile.TarFile, target: Path) -> None:
+    """Extracts files and folders that lie in a folder; links and devices are refused."""
+    root = target.resolve()
+    for member in archive:
+        lies_inside = (root / member.name).resolve().is_relative_to(root)
+        if not lies_inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(
+                f"{member.name} is no file or folder inside of it; links need Python 3.11.4"
+            )
+        archive.extract(member, target)
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
