@@ -92,6 +92,9 @@ def write_own(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Writes what this rank has, and waits for nobody."""
     with torch.no_grad():
         for name, each in model.get_module().named_parameters():
+            if not home.is_sharded(each):  # it is whole on every rank
+                each.copy_(state[name])
+                continue
             part = each.shard.part
             each.shard.values.copy_(state[name][part.within(type(part).whole(each.shape))])
 

@@ -143,6 +143,16 @@ def test_sharded_files(worlds: Worlds, tmp_path: Path, kind: dict[str, Any], bod
     run(worlds, sharded(2, 2, **kind), body, str(tmp_path))
 
 
+def train_other_types() -> tuple[str, str]:
+    return shard_population.trial(
+        shard_population.Doubled, shard_population.plain_body, shard_population.nothing
+    )
+
+
+def test_numbers_of_other_types(worlds: Worlds) -> None:
+    assert run(worlds, WORLDS["sdp2-little"], train_other_types)[0] == ("exact", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["sdp2", "sdp2-little"])
 def test_a_population_is_exact_or_refused(worlds: Worlds, world: str) -> None:

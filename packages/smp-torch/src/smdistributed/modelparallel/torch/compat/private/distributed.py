@@ -26,7 +26,12 @@ def all_gather_each_into(
     outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], group: ProcessGroup
 ) -> None:
     """Gathers several tensors as ``all_gather_into`` does each, in one exchange."""
-    group.allgather_into_tensor_coalesced(list(outputs), list(given)).wait()
+    # Which takes no complex numbers as they are.
+    targets, sources = (
+        [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+        for tensors in (outputs, given)
+    )
+    group.allgather_into_tensor_coalesced(targets, sources).wait()
 
 
 def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
