@@ -108,6 +108,19 @@ def test_nothing_in_an_archive_escapes(tmp_path: Path, kind: str) -> None:
     assert not list(tmp_path.rglob("escaped"))
 
 
+@pytest.mark.usefixtures("_filters")
+def test_an_archive_gives_no_rights(tmp_path: Path) -> None:
+    archive, target = tmp_path / "code.tar.gz", tmp_path / "target"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, kind, mode in (("a", tarfile.DIRTYPE, 0), ("a/run.sh", tarfile.REGTYPE, 0o4777)):
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, mode
+            packed.addfile(member, io.BytesIO())
+    code.unpack(archive, target)
+    assert (target / "a").stat().st_mode & 0o700 == 0o700
+    assert (target / "a/run.sh").stat().st_mode & 0o7777 == 0o755
+
+
 def test_what_is_no_archive_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_text("no archive")
     with pytest.raises(LaunchError, match=r"a\.tar\.gz cannot be unpacked"):

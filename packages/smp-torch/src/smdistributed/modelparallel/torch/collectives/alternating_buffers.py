@@ -9,6 +9,9 @@ exchanges run on one stream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
@@ -17,6 +20,30 @@ from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
 )
 
 _SMALLEST_BYTES = 1 << 20
+#: Of where a part begins, in bytes.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A buffer in which each rank has a part from every other one, which that one writes.
+
+    Attributes:
+        memory: that it lies in.
+        start: its first byte.
+        part_bytes: of a part.
+        num_ranks: that share the memory.
+    """
+
+    memory: SymmetricMemory
+    start: int
+    part_bytes: int
+    num_ranks: int
+
+    def between(self, giver: int, taker: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns some numbers that a rank gives another one, in the memory of that."""
+        place = (giver - taker - 1) % self.num_ranks
+        return self.memory.piece(taker, self.start + place * self.part_bytes, count, dtype)
 
 
 class AlternatingBuffers:
@@ -49,6 +76,17 @@ class AlternatingBuffers:
         assert self._memory is not None
         self._turn = 1 - self._turn
         return self._memory, self._turn * self._buffer_bytes
+
+    def next_parts(self, size_bytes: int) -> Parts:
+        """Returns a buffer of parts, as ``next`` returns one.
+
+        Args:
+            size_bytes: that a part has at least; the same on all ranks.
+        """
+        part_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        num_ranks = self._collectives.size
+        memory, start = self.next((num_ranks - 1) * part_bytes)
+        return Parts(memory, start, part_bytes, num_ranks)
 
     def _grow(self, size_bytes: int) -> None:
         """Makes larger buffers; all ranks do so in the same exchange."""

@@ -22,8 +22,6 @@ from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
 #: Of what a rank writes; what is larger goes another way.
 LARGEST_BYTES = 256 << 20
-#: Of where a part begins, in bytes.
-_ALIGNMENT = 256
 
 
 class CopyEngineCollectives(DelegatingCollectives):
@@ -31,7 +29,7 @@ class CopyEngineCollectives(DelegatingCollectives):
 
     Args:
         backend: for what is not to be gathered or summed, too large, or not on a device.
-        make: makes memory that all ranks read.
+        make: makes memory that all ranks read and write.
         device: where the memory is.
         synchronize: waits until the device has done everything.
         blaming: a context in which errors of torch become errors that name who is missing.
@@ -78,24 +76,21 @@ class CopyEngineCollectives(DelegatingCollectives):
             return super().scatter_sum(tensor, sizes)
         parts = torch.split(tensor, list(sizes))
         own = parts[self.rank]
-        shape = own.shape
-        item, width = tensor.dtype.itemsize, tensor.shape[1:].numel()
-        part_bytes = -(-max(sizes) * width * item // _ALIGNMENT) * _ALIGNMENT
+        most = max(part.numel() for part in parts)
         with self._blaming():
-            memory, start = self._buffers.next((self.size - 1) * part_bytes)
-
-            def given(giver: int, taker: int) -> torch.Tensor:
-                """Returns the part that a rank gives another one, in the memory of that."""
-                place = start + (giver - taker - 1) % self.size * part_bytes
-                return memory.piece(taker, place, parts[taker].numel(), tensor.dtype)
-
+            given = self._buffers.next_parts(most * tensor.dtype.itemsize)
             for taker in self._others():
-                if parts[taker].numel():
-                    given(self.rank, taker).view(parts[taker].shape).copy_(parts[taker])
-            memory.barrier()
+                part = parts[taker]
+                if part.numel():
+                    there = given.between(self.rank, taker, part.numel(), part.dtype)
+                    there.view(part.shape).copy_(part)
+            given.memory.barrier()
             if not own.numel():
                 return own.clone()
-            got = {giver: given(giver, self.rank).view(shape) for giver in self._others()}
+            got = {
+                giver: given.between(giver, self.rank, own.numel(), own.dtype).view(own.shape)
+                for giver in self._others()
+            }
         got[self.rank] = own
         total: torch.Tensor = _summed(*(got[rank] for rank in range(self.size)))
         return total

@@ -1,4 +1,4 @@
-"""Memory of GPUs that the ranks of a group read from each other, where they can."""
+"""Memory of GPUs that all ranks of a group read and write, where they can."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def readable_memory(
     timeout: timedelta,
     what: str,
 ) -> MakeMemory | None:
-    """Returns what makes memory that all ranks of a group read; None where they cannot.
+    """Returns what makes memory that all ranks of a group use; None where they cannot.
 
     It is tried. Collective: the group; each rank gets the same answer.
 

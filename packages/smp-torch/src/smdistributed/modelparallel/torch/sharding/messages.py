@@ -15,7 +15,7 @@ class Message:
     """Whole gradients of the parameters of some units, in one row for each rank.
 
     Args:
-        units: of one type.
+        units: of one type, of which as many ranks have copies.
         gradients: of each unit, by place of the parameter; a missing one counts as zero.
         divisor: of their sum.
 
@@ -76,11 +76,9 @@ class Message:
         Args:
             rows: of all ranks. Shape: (degree, width).
         """
-        if not self.is_full:
-            rows.zero_()
         blocks = [each for rank, row in enumerate(rows) for each in self.blocks_of(rank, row)]
         found = [(place, block) for place, block in blocks if block is not None]
-        if len(found) < len(blocks):
+        if len(found) < len(blocks) or not self.is_full:
             rows.zero_()
         if found:
             places, gradients = zip(*found, strict=True)

@@ -19,8 +19,6 @@ from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
 _DOING = "summing gradients with"
-#: Of where a row begins, in elements.
-_ALIGNMENT = 128
 
 
 class RowSums(Protocol):
@@ -104,14 +102,11 @@ class WrittenRowSums:
     ) -> tuple[Callable[[], object], list[torch.Tensor]]:
         """See ``RowSums.summing``."""
         degree, index = self._groups.degree, self._groups.index
-        row_bytes = -(-message.width // _ALIGNMENT) * _ALIGNMENT * message.dtype.itemsize
         with self._groups.blaming(_DOING):
-            memory, start = self._buffers.next((degree - 1) * row_bytes)
+            parts = self._buffers.next_parts(message.width * message.dtype.itemsize)
 
-        def row(taker: int, giver: int) -> torch.Tensor:
-            """Returns what a rank gives another one, in the memory of that."""
-            place = start + (giver - taker - 1) % degree * row_bytes
-            return memory.piece(taker, place, message.width, message.dtype)
+        def row(giver: int, taker: int) -> torch.Tensor:
+            return parts.between(giver, taker, message.width, message.dtype)
 
         def sum_up() -> None:
             if not message.is_full:
@@ -119,11 +114,11 @@ class WrittenRowSums:
             with self._groups.blaming(_DOING):
                 # In an order in which not all write to one at a time.
                 for taker in ((index + distance) % degree for distance in range(1, degree)):
-                    for place, given in message.blocks_of(taker, row(taker, index)):
+                    for place, given in message.blocks_of(taker, row(index, taker)):
                         place.zero_() if given is None else place.copy_(given)
-                memory.barrier()
+                parts.memory.barrier()
             got = {
-                giver: [place for place, _ in message.blocks_of(index, row(index, giver))]
+                giver: [place for place, _ in message.blocks_of(index, row(giver, index))]
                 for giver in range(degree)
                 if giver != index
             }

@@ -110,7 +110,7 @@ class ReadShards:
     """Shards that the ranks read from each other.
 
     Args:
-        make: makes memory that all ranks read.
+        make: makes memory that all ranks read and write.
         degree: how many ranks there are.
         index: which of them this is.
     """

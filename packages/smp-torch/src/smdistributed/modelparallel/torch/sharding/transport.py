@@ -28,8 +28,8 @@ class ShardingGroups:
         across_hosts: those of the sharding group with the same number on each host.
         copies: those that have the same block of a parameter; None if nobody else has.
         copies_of_slices: those that have the same block of a slice.
-        make_memory: makes memory that the ranks of the sharding group read from each other; None
-            where they cannot.
+        make_memory: makes memory that the ranks of the sharding group read and write; None where
+            they cannot.
         blaming: a context in which errors of torch name who is missing.
     """
 
