@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.collectives.alternating_buffers import Al
 from smdistributed.modelparallel.torch.precision import master_update, one_pass_adam
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.sharding import home
-from smdistributed.modelparallel.torch.sharding.row_sums import WrittenRowSums
+from smdistributed.modelparallel.torch.sharding.row_sums import RowSums, WrittenParcels
 from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
@@ -35,9 +35,9 @@ BATCH = torch.linspace(-1, 1, 64).view(8, 8)
 
 
 @contextlib.contextmanager
-def read() -> Iterator[list[ReadShards | WrittenRowSums]]:
+def read() -> Iterator[list[ReadShards | RowSums]]:
     """Has models made inside read each other's shards and gradients; gives what these lie in."""
-    made: list[ReadShards | WrittenRowSums] = []
+    made: list[ReadShards | RowSums] = []
     with folder() as where:
 
         def memory(groups: ShardingGroups, device: torch.device) -> ReadShards:
@@ -48,12 +48,12 @@ def read() -> Iterator[list[ReadShards | WrittenRowSums]]:
             made.append(found)
             return found
 
-        def sums(groups: ShardingGroups, device: torch.device, most: int) -> WrittenRowSums:
+        def sums(groups: ShardingGroups, device: torch.device) -> RowSums:
             talk = groups.collectives
             buffers = AlternatingBuffers(
                 lambda size: FileMemory(size, where, talk), talk, lambda: None
             )
-            made.append(WrittenRowSums(groups, buffers))
+            made.append(RowSums(groups, WrittenParcels(groups, buffers)))
             return made[-1]
 
         with (

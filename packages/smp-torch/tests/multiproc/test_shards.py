@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import read_cases
@@ -12,6 +13,7 @@ import shard_population
 from world import run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
+from smdistributed.modelparallel.torch.sharding import layout
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
@@ -51,6 +53,15 @@ def is_quick(world: str, case: str) -> bool:
     return case in QUICK.get(world, ())
 
 
+#: Of parameters that are exchanged by themselves, so that models of tests have some.
+some_are_large = mock.patch.object(layout, "_LARGE", 16)
+
+
+@some_are_large
+def run_with_large(name: str) -> None:
+    run_case(name)
+
+
 def run_case(name: str) -> None:
     {**shard_cases.CASES, **shard_cases.HALF, **shard_cases.FP16}[name]()
 
@@ -64,7 +75,7 @@ def run_case(name: str) -> None:
     ],
 )
 def test_shards(worlds: Worlds, world: str, case: str) -> None:
-    run(worlds, WORLDS[world], run_case, case)
+    run(worlds, WORLDS[world], run_with_large, case)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +154,7 @@ def test_sharded_files(worlds: Worlds, tmp_path: Path, kind: dict[str, Any], bod
     run(worlds, sharded(2, 2, **kind), body, str(tmp_path))
 
 
+@some_are_large
 def train_other_types() -> tuple[str, str]:
     return shard_population.trial(
         shard_population.Doubled, shard_population.plain_body, shard_population.nothing
@@ -153,10 +165,15 @@ def test_numbers_of_other_types(worlds: Worlds) -> None:
     assert run(worlds, WORLDS["sdp2-little"], train_other_types)[0] == ("exact", "")
 
 
+@some_are_large
+def survey() -> dict[str, Any]:
+    return shard_population.survey()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["sdp2", "sdp2-little"])
 def test_a_population_is_exact_or_refused(worlds: Worlds, world: str) -> None:
-    found = run(worlds, WORLDS[world], shard_population.survey, timeout=280)[0]
+    found = run(worlds, WORLDS[world], survey, timeout=280)[0]
     print(found)
     assert not found["wrong"]
     assert found["refused"] == ["data_writes", "reads", "writes"]
@@ -171,6 +188,7 @@ def test_gathering_between_hosts(worlds: Worlds) -> None:
     run(worlds, COMBINED["tp2-sdp2"], hierarchical)
 
 
+@some_are_large
 def run_read(name: str) -> None:
     read_cases.shards(name)
 

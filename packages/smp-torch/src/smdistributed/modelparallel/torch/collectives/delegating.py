@@ -35,10 +35,6 @@ class DelegatingCollectives:
         """See ``Collectives.swap``."""
         return self._backend.swap(parts, shapes)
 
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.exchange_rows``."""
-        return self._backend.exchange_rows(rows)
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         return self._backend.sum(tensor)

@@ -48,12 +48,6 @@ class Collectives(Protocol):
             shapes: of what each rank gives.
         """
 
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gives each rank its row, and returns what the ranks gave this one, in their order.
-
-        Shape: ``(size, ...)``, the same on all ranks; returns the same.
-        """
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the ranks, the same bits on each."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.compat.private.distributed import (
     all_gather_into,
+    real,
     reduce_scatter_into,
 )
 
@@ -82,13 +83,27 @@ class ProcessGroupCollectives:
         received = torch.split(out, counts)
         return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.exchange_rows``."""
-        rows = rows.contiguous()
-        out = torch.empty_like(rows)
-        with self._blaming():
-            dist.all_to_all_single(out, rows, group=self._group)
-        return out
+    def exchange(
+        self,
+        given: Mapping[int, Sequence[torch.Tensor]],
+        taken: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        """Sends other ranks tensors, and receives as many as each of them sends, in one exchange.
+
+        Args:
+            given: contiguous tensors for each rank.
+            taken: take those of each rank, which have their shapes and types.
+        """
+        operations = [
+            dist.P2POp(function, real(each), group=self._group, group_peer=rank)
+            for function, tensors in ((dist.isend, given), (dist.irecv, taken))
+            for rank, all_of_it in tensors.items()
+            for each in all_of_it
+        ]
+        if operations:
+            with self._blaming():
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""

@@ -38,10 +38,6 @@ class ShapesOfFakes(DelegatingCollectives):
             return [parts[0].new_empty(shape) for shape in shapes]
         return super().swap(parts, shapes)
 
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.exchange_rows``."""
-        return torch.empty_like(rows) if is_fake(rows) else super().exchange_rows(rows)
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         return torch.empty_like(tensor) if is_fake(tensor) else super().sum(tensor)

@@ -131,12 +131,6 @@ class OnOneStream(DelegatingCollectives):
         self._stream.wait(self._stream.mark(), made)
         return made
 
-    def exchange_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Collectives.exchange_rows``."""
-        with self._stream.entered(rows):
-            made = super().exchange_rows(rows)
-        return self._awaited(made)
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         with self._stream.entered(tensor):

@@ -180,13 +180,13 @@ class ShardedGradients:
             return
         wide = torch.promote_types(message.dtype, torch.float32)
         total = torch.empty(message.width, dtype=wide, device=message.device)
-        sum_up, rows = self._row_sums.summing(message, total)
+        sum_up = self._row_sums.summing(message, total)
 
         def add() -> None:
             sum_up()
             self._add(message, total)
 
-        used = [total, *rows, *message.tensors]
+        used = [total, *message.tensors]
         self._started.append(self._beside.run(message.device, add, used))
         self._settle(_MOST_STARTED)
 

@@ -16,6 +16,15 @@ import torch
 
 from smdistributed.modelparallel.common.pieces import Rectangle
 
+#: Elements of a parameter or block that is exchanged by itself. Of an exchange of many tensors NCCL
+#: takes the protocol that is good for the small ones.
+_LARGE = 1 << 20
+
+
+def is_large(num_elements: int) -> bool:
+    """Whether that many elements are exchanged as they lie, and not beside smaller ones."""
+    return num_elements >= _LARGE
+
 
 def cut_dim(shape: Sequence[int], degree: int) -> int:
     """Returns along which dim a tensor is cut: by rows, unless there are fewer than ranks."""

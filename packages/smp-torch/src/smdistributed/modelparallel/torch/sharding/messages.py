@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from smdistributed.modelparallel.common.pieces import Rectangle
-from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
+from smdistributed.modelparallel.torch.sharding.layout import is_large
 from smdistributed.modelparallel.torch.sharding.unit import Unit
+
+_Block = TypeVar("_Block")
 
 
 class Message:
-    """Whole gradients of the parameters of some units, in one row for each rank.
+    """Whole gradients of the parameters of some units, in parcels for each rank.
+
+    A parcel is a large block of the rank, or all of its small ones, one after another.
 
     Args:
         units: of one type, of which as many ranks have copies.
@@ -22,8 +27,8 @@ class Message:
     Attributes:
         units: as given.
         divisor: as given.
-        widths: elements of each unit in a row.
-        width: elements of a row.
+        widths: elements of the shard of each unit.
+        width: of all units.
         dtype: of the gradients.
         device: where they are.
     """
@@ -44,7 +49,7 @@ class Message:
 
     @property
     def is_full(self) -> bool:
-        """Whether the blocks of each rank fill its row."""
+        """Whether the blocks of each rank fill its shards."""
         return all(unit.layout.is_full for unit in self.units)
 
     @property
@@ -52,34 +57,49 @@ class Message:
         """The gradients."""
         return [each for given in self._gradients for each in given.values()]
 
-    def blocks_of(
-        self, rank: int, row: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields where each block of a rank lies in its row, and the gradient's, if there is one.
+    def parcels_of(self, rank: int) -> list[torch.Tensor]:
+        """Returns the gradients for a rank. Shape of each: (elements,)."""
+        return [
+            parcel[0] if len(parcel) == 1 else torch.cat(parcel)
+            for parcel in _parcels(self._gradients_of(rank), torch.Tensor.numel)
+        ]
+
+    def sizes_of(self, rank: int) -> list[int]:
+        """Returns how many elements each parcel for a rank has."""
+        sizes = (part.num_elements for unit in self.units for part, _ in unit.layout.places(rank))
+        return [sum(parcel) for parcel in _parcels(sizes, int)]
+
+    def places_of(self, rank: int, shards: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Returns where the blocks of each parcel for a rank belong. Shape of each: (elements,).
 
         Args:
             rank: whose.
-            row: of that rank. Shape: (width,).
+            shards: of that rank, of all units. Shape: (width,).
         """
-        shards = torch.split(row, self.widths)
-        for unit, given, shard in zip(self.units, self._gradients, shards, strict=True):
-            for number, part, place in unit.layout.blocks_of(rank, shard):
-                if part.num_elements:
-                    whole = given.get(number)
-                    if whole is not None:
-                        whole = whole[part.within(Rectangle.whole(whole.shape))]
-                    yield place, whole
+        places = (
+            place.view(-1)
+            for unit, shard in zip(self.units, torch.split(shards, self.widths), strict=True)
+            for _, _, place in unit.layout.blocks_of(rank, shard)
+        )
+        return _parcels(places, torch.Tensor.numel)
 
-    def pack(self, rows: torch.Tensor) -> None:
-        """Lays the gradients out as rows.
+    def _gradients_of(self, rank: int) -> Iterator[torch.Tensor]:
+        """Yields the gradient of each block of a rank, flat."""
+        for unit, given in zip(self.units, self._gradients, strict=True):
+            for number, (part, _) in enumerate(unit.layout.places(rank)):
+                whole = given.get(number)
+                if whole is None:
+                    yield torch.zeros(part.num_elements, dtype=self.dtype, device=self.device)
+                else:
+                    yield whole[part.within(Rectangle.whole(whole.shape))].reshape(-1)
 
-        Args:
-            rows: of all ranks. Shape: (degree, width).
-        """
-        blocks = [each for rank, row in enumerate(rows) for each in self.blocks_of(rank, row)]
-        found = [(place, block) for place, block in blocks if block is not None]
-        if len(found) < len(blocks) or not self.is_full:
-            rows.zero_()
-        if found:
-            places, gradients = zip(*found, strict=True)
-            copy_all(places, gradients)
+
+def _parcels(blocks: Iterable[_Block], size_of: Callable[[_Block], int]) -> list[list[_Block]]:
+    """Returns which blocks each parcel has: a large one, and the last one all small ones."""
+    parcels, small = [], []
+    for each in blocks:
+        if is_large(size_of(each)):
+            parcels.append([each])
+        elif size_of(each):
+            small.append(each)
+    return [*parcels, small] if small else parcels

@@ -1,92 +1,124 @@
-"""How gradients reach the shards: each rank gets the sum of the rows that are its own.
+"""How gradients reach the shards: each rank gets the sum of what all ranks have for it.
 
-Every rank has one row for each rank. Everywhere ranks can send these rows to each other. GPUs of
-one host write each block of a row into the memory of its rank, by copies that hold no
-multiprocessor.
+Everywhere ranks can send each other the parcels of a message. GPUs of one host write them into the
+memory of their rank, by copies that hold no multiprocessor.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
 from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
 _DOING = "summing gradients with"
 
-
-class RowSums(Protocol):
-    """What makes sums of one model; they are made one after another, on one stream."""
-
-    def summing(
-        self, message: Message, total: torch.Tensor
-    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
-        """Returns what sums a message over the ranks, and what it uses besides.
-
-        Each sum is made in the order of the ranks. Collective: the sharding group, as is the call
-        of what it returns.
-
-        Args:
-            message: the gradients of this rank.
-            total: takes the sum of the own row, divided, in its own type, fp32 at least.
-                Shape: (width,).
-        """
+#: Gives each rank its parcels, and returns what the other ones gave this one.
+Deliver = Callable[[], Mapping[int, Sequence[torch.Tensor]]]
 
 
-def row_sums(groups: ShardingGroups, device: torch.device, most_elements: int) -> RowSums:
+class Delivery(Protocol):
+    """What brings parcels to the ranks that they are for."""
+
+    def prepare(self, message: Message) -> Deliver:
+        """Returns what delivers a message. Collective: the sharding group, as is its call."""
+
+
+def row_sums(groups: ShardingGroups, device: torch.device) -> RowSums:
     """Returns what makes the sums of one model.
 
     Args:
         groups: who exchanges.
         device: where the gradients are.
-        most_elements: that travel in one message.
     """
     if groups.make_memory is None:
-        return SentRowSums(groups, max(most_elements // groups.degree, 1))
+        return RowSums(groups, SentParcels(groups))
     synchronize = functools.partial(torch.cuda.synchronize, device)
     buffers = AlternatingBuffers(groups.make_memory, groups.collectives, synchronize)
-    return WrittenRowSums(groups, buffers)
+    return RowSums(groups, WrittenParcels(groups, buffers))
 
 
-class SentRowSums:
-    """Sums of rows that the ranks send to each other.
+class RowSums:
+    """Sums of one model; they are made one after another, on one stream.
 
     Args:
         groups: who exchanges.
-        most_columns: that travel in one message.
+        delivery: between them.
     """
 
-    def __init__(self, groups: ShardingGroups, most_columns: int) -> None:
+    def __init__(self, groups: ShardingGroups, delivery: Delivery) -> None:
         self._groups = groups
-        self._most_columns = most_columns
+        self._delivery = delivery
 
-    def summing(
-        self, message: Message, total: torch.Tensor
-    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
-        """See ``RowSums.summing``."""
-        shape = (self._groups.degree, message.width)
-        rows = torch.empty(shape, dtype=message.dtype, device=message.device)
+    def summing(self, message: Message, total: torch.Tensor) -> Callable[[], object]:
+        """Returns what sums a message over the ranks, in their order.
+
+        Collective: the sharding group, as is the call of what it returns.
+
+        Args:
+            message: the gradients of this rank.
+            total: takes the sums for this rank, divided, as its shards lie. Its type is fp32 at
+                least. Shape: (width,).
+        """
+        index = self._groups.index
+        with self._groups.blaming(_DOING):
+            deliver = self._delivery.prepare(message)
 
         def sum_up() -> None:
-            message.pack(rows)
-            for given, part in zip(
-                torch.split(rows, self._most_columns, 1),
-                torch.split(total, self._most_columns),
-                strict=True,
-            ):
-                _sum_up(part, message.divisor, *self._groups.collectives.exchange_rows(given))
+            if not message.is_full:
+                total.zero_()
+            with self._groups.blaming(_DOING):
+                found = {**deliver(), index: message.parcels_of(index)}
+            ranks = (found[each] for each in sorted(found))
+            for places, *parcels in zip(message.places_of(index, total), *ranks, strict=True):
+                if len(places) == 1:
+                    _sum_up(places[0], message.divisor, *parcels)
+                else:
+                    sums = torch.empty_like(parcels[0], dtype=total.dtype)
+                    _sum_up(sums, message.divisor, *parcels)
+                    copy_all(places, torch.split(sums, [each.numel() for each in places]))
 
-        return sum_up, [rows]
+        return sum_up
 
 
-class WrittenRowSums:
-    """Sums of rows that the ranks write into each other's memory.
+class SentParcels:
+    """Parcels that the ranks send to each other.
+
+    Args:
+        groups: who exchanges.
+    """
+
+    def __init__(self, groups: ShardingGroups) -> None:
+        self._groups = groups
+
+    def prepare(self, message: Message) -> Deliver:
+        """See ``Delivery.prepare``."""
+        others = _others(self._groups)
+
+        def deliver() -> dict[int, list[torch.Tensor]]:
+            sent = {taker: message.parcels_of(taker) for taker in others}
+            found = {
+                giver: [
+                    torch.empty(size, dtype=message.dtype, device=message.device)
+                    for size in message.sizes_of(self._groups.index)
+                ]
+                for giver in others
+            }
+            self._groups.collectives.exchange(sent, found)
+            return found
+
+        return deliver
+
+
+class WrittenParcels:
+    """Parcels that the ranks write into each other's memory.
 
     Args:
         groups: who they are.
@@ -97,39 +129,30 @@ class WrittenRowSums:
         self._groups = groups
         self._buffers = buffers
 
-    def summing(
-        self, message: Message, total: torch.Tensor
-    ) -> tuple[Callable[[], object], list[torch.Tensor]]:
-        """See ``RowSums.summing``."""
-        degree, index = self._groups.degree, self._groups.index
-        with self._groups.blaming(_DOING):
-            parts = self._buffers.next_parts(message.width * message.dtype.itemsize)
+    def prepare(self, message: Message) -> Deliver:
+        """See ``Delivery.prepare``."""
+        index, others = self._groups.index, _others(self._groups)
+        parts = self._buffers.next_parts(message.width * message.dtype.itemsize)
 
-        def row(giver: int, taker: int) -> torch.Tensor:
-            return parts.between(giver, taker, message.width, message.dtype)
+        def parcels(giver: int, taker: int) -> Sequence[torch.Tensor]:
+            sizes = message.sizes_of(taker)
+            return torch.split(parts.between(giver, taker, sum(sizes), message.dtype), sizes)
 
-        def sum_up() -> None:
-            if not message.is_full:
-                total.zero_()
-            with self._groups.blaming(_DOING):
-                # In an order in which not all write to one at a time.
-                for taker in ((index + distance) % degree for distance in range(1, degree)):
-                    for place, given in message.blocks_of(taker, row(index, taker)):
-                        place.zero_() if given is None else place.copy_(given)
-                parts.memory.barrier()
-            got = {
-                giver: [place for place, _ in message.blocks_of(index, row(giver, index))]
-                for giver in range(degree)
-                if giver != index
-            }
-            for number, (into, own) in enumerate(message.blocks_of(index, total)):
-                blocks = {giver: places[number] for giver, places in got.items()}
-                if own is not None:
-                    blocks[index] = own
-                rows = (blocks[each].reshape(-1) for each in sorted(blocks))
-                _sum_up(into.view(-1), message.divisor, *rows)
+        def deliver() -> dict[int, Sequence[torch.Tensor]]:
+            for taker in others:
+                for place, parcel in zip(
+                    parcels(index, taker), message.parcels_of(taker), strict=True
+                ):
+                    place.copy_(parcel)
+            parts.memory.barrier()
+            return {giver: parcels(giver, index) for giver in others}
 
-        return sum_up, []
+        return deliver
+
+
+def _others(groups: ShardingGroups) -> list[int]:
+    """Returns the other ranks, in an order in which not all turn to one at a time."""
+    return [(groups.index + distance) % groups.degree for distance in range(1, groups.degree)]
 
 
 @fused

@@ -23,12 +23,10 @@ from smdistributed.modelparallel.torch.compat.private.distributed import (
     all_gather_each_into,
     all_gather_into,
 )
+from smdistributed.modelparallel.torch.sharding.layout import is_large
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
-#: Elements of a parameter that is gathered alone: of an exchange of many, NCCL takes the protocol
-#: that is good for the small ones.
-_WORTH_AN_EXCHANGE = 1 << 20
 #: Of where a shard begins, in bytes.
 _ALIGNMENT = 256
 
@@ -187,10 +185,10 @@ def gather_in_order(groups: ShardingGroups, unit: Unit, memory: torch.Tensor) ->
         (whole.view(-1), block.view(-1))
         for whole, block in zip(views, unit.blocks_of(unit.shard), strict=True)
     ]
-    small = [pair for pair in pairs if pair[0].numel() < _WORTH_AN_EXCHANGE]
+    small = [pair for pair in pairs if not is_large(pair[0].numel())]
     with groups.blaming("gathering parameters with"):
         for whole, block in pairs:
-            if whole.numel() >= _WORTH_AN_EXCHANGE:
+            if is_large(whole.numel()):
                 all_gather_into(whole, block, groups.gathering)
         if small:
             wholes, blocks = zip(*small, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 
 
@@ -36,7 +36,7 @@ class ShardingGroups:
     members: tuple[int, ...]
     index: int
     gathering: dist.ProcessGroup
-    collectives: Collectives
+    collectives: ProcessGroupCollectives
     within_host: dist.ProcessGroup | None
     across_hosts: dist.ProcessGroup | None
     copies: dist.ProcessGroup | None

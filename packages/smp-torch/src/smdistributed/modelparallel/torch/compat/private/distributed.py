@@ -26,12 +26,13 @@ def all_gather_each_into(
     outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], group: ProcessGroup
 ) -> None:
     """Gathers several tensors as ``all_gather_into`` does each, in one exchange."""
-    # Which takes no complex numbers as they are.
-    targets, sources = (
-        [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-        for tensors in (outputs, given)
-    )
+    targets, sources = ([real(each) for each in tensors] for tensors in (outputs, given))
     group.allgather_into_tensor_coalesced(targets, sources).wait()
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a tensor that can be exchanged in any way: complex numbers cannot."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def reduce_scatter_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
