@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import norm_cases
 import pytest
 import read_cases
 import shard_cases
@@ -258,3 +259,31 @@ def test_a_population_that_reads_is_exact_or_refused(worlds: Worlds) -> None:
     assert not found["wrong"]
     assert found["refused"] == ["data_writes", "reads", "writes"]
     assert sum(found["counts"].values()) == 324
+
+
+@some_are_large
+def norms() -> None:
+    norm_cases.norms_are_of_what_is_used()
+
+
+@some_are_large
+def norms_by_memory() -> None:
+    with read_cases.read():
+        norm_cases.norms_are_of_what_is_used()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "case"),
+    [
+        pytest.param(2, {"microbatches": 1}, norms, id="sent"),
+        pytest.param(
+            2, {"microbatches": 1}, norms_by_memory, id="written", marks=read_cases.by_files
+        ),
+        pytest.param(2, {"microbatches": 4}, norms, id="microbatches"),
+        pytest.param(3, {"microbatches": 1}, norms, id="three", marks=pytest.mark.slow),
+        pytest.param(4, {"microbatches": 1}, norms, id="copies", marks=pytest.mark.slow),
+    ],
+)
+def test_norms(worlds: Worlds, ranks: int, config: dict[str, Any], case: Any) -> None:
+    degree = 3 if ranks == 3 else 2
+    run(worlds, sharded(ranks, degree, bf16=True, sdp_gradient_clipping=0.05, **config), case)

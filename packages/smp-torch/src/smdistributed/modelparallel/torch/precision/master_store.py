@@ -202,7 +202,10 @@ class MasterStore:
             if set_to_none:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                gradient = parameter.grad
+                if gradient.grad_fn is not None:
+                    gradient.detach_()
+                gradient.zero_()
         self.release_gradients()
 
     def release_gradients(self) -> None:

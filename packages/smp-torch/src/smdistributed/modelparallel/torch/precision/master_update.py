@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.precision.master_store import MasterStore
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, known_square
 
 
 class MasterUpdate:
@@ -52,6 +53,7 @@ class MasterUpdate:
         self.store = MasterStore(optimizer, self._here, self._is_foreign, half)
         #: The gradients that are with the masters, so that clipping and updating share them.
         self._taken: list[tuple[torch.Tensor | None, int]] | None = None
+        self._are_in_hand = False  # whether scripts could have changed the masters' gradients
         self._is_updating = False
         optimizer.register_step_pre_hook(_refusal(weakref.ref(self)))
 
@@ -118,6 +120,7 @@ class MasterUpdate:
 
     def _end(self, found: torch.Tensor | None) -> None:
         self._taken = None
+        self._are_in_hand = False
         self.store.release_gradients()
         for model in self._models():
             model.scaled_by = None
@@ -126,6 +129,7 @@ class MasterUpdate:
         """Brings gradients to the masters, for one who changes them before the next update."""
         self.adopt()
         self._take()
+        self._are_in_hand = True
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -134,10 +138,12 @@ class MasterUpdate:
         Returns:
             The norm before, over the whole model. Shape: scalar.
         """
-        self.take_gradients()
+        self.adopt()
+        self._take()
         norm = self._norm(norm_type)
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]
         nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
+        self._are_in_hand = True
         return norm
 
     def _norm(self, norm_type: float) -> torch.Tensor:
@@ -146,18 +152,28 @@ class MasterUpdate:
         is_whole = self._runtime.sharding_groups is None
         speaks = None if is_whole else who_speaks(self._runtime.live_models())
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        squares: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for group in self._optimizer.param_groups:
             for each in group["params"]:
                 parameter = self.store.parameter_of(each)
                 is_slice = id(parameter) in slices
                 if each.grad is not None and (speaks is None or speaks(parameter, is_slice)):
-                    tensors[is_slice].append(each.grad)
+                    square = None
+                    if norm_type == 2 and not self._are_in_hand:
+                        square = known_square(parameter, each.grad)
+                    if square is None:
+                        tensors[is_slice].append(each.grad)
+                    else:
+                        squares[is_slice].append(square)
+        for is_slice, found in squares.items():
+            if found:  # whose norm is that of the gradients
+                tensors[is_slice].append(torch.stack(found).sqrt())
         return norm_over_ranks(self._runtime, tensors[False], tensors[True], norm_type)
 
     @torch.no_grad()
     def _take(self) -> None:
         """Brings gradients to the masters, unless those there are the newest."""
-        given = [each.grad for group in self.store.groups for each in group]
+        given = [gradient_here(each) for group in self.store.groups for each in group]
         now = [(each, 0 if each is None else each._version) for each in given]
         if self._taken is None or not all(
             one is other and version == since

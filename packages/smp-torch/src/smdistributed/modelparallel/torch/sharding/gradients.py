@@ -34,6 +34,8 @@ _MOST_STARTED = 1
 #: Elements of complete units that are worth a message: of half precision, the links of a host are
 #: busy for a millisecond with as many. More would only keep more memory.
 _ENOUGH = 1 << 26
+#: Numbers from one square to the next.
+_APART = 64
 #: What a wish to reduce complete units begins with.
 _REDUCE = 2
 _BITS = 32
@@ -86,6 +88,8 @@ class ShardedGradients:
         self._beside = SideStream()
         self._started: collections.deque[Beside] = collections.deque()
         self._sums: dict[int, torch.Tensor] = {}
+        #: The sums of squares of large sums, by numbers of the unit and of the parameter.
+        self._squares: dict[tuple[int, int], torch.Tensor] = {}
         self._used: set[tuple[int, int]] = set()
         self._watched: set[Any] = set()
         self.has_gradients = False
@@ -180,13 +184,14 @@ class ShardedGradients:
             return
         wide = torch.promote_types(message.dtype, torch.float32)
         total = torch.empty(message.width, dtype=wide, device=message.device)
-        sum_up = self._row_sums.summing(message, total)
+        squares = self._squares_for(message, total)
+        sum_up = self._row_sums.summing(message, total, squares)
 
         def add() -> None:
             sum_up()
-            self._add(message, total)
+            self._add(message, total, squares)
 
-        used = [total, *message.tensors]
+        used = [total, *message.tensors, *([] if squares is None else [squares])]
         self._started.append(self._beside.run(message.device, add, used))
         self._settle(_MOST_STARTED)
 
@@ -194,8 +199,32 @@ class ShardedGradients:
         while len(self._started) > most_started:
             self._started.popleft().wait()
 
-    def _add(self, message: Message, total: torch.Tensor) -> None:
-        """Adds what this rank got of a message. Shape: (width,)."""
+    def _squares_for(self, message: Message, total: torch.Tensor) -> torch.Tensor | None:
+        """Returns what takes the squares of sums, if these are the gradients of a step."""
+        unit = message.units[0]
+        are_means = _divides_exactly(self._num_copies[unit.is_sliced])
+        if total.is_complex() or not are_means or self._copies_of(unit) is not None:
+            return None
+        # Each begins where the compiler's kernels take it as it is.
+        return total.new_empty((len(message.names_of(self._groups.index)), _APART))[:, 0]
+
+    def _copies_of(self, unit: Unit) -> dist.ProcessGroup | None:
+        return self._groups.copies_of_slices if unit.is_sliced else self._groups.copies
+
+    def _add(self, message: Message, total: torch.Tensor, squares: torch.Tensor | None) -> None:
+        """Adds what this rank got of a message.
+
+        Args:
+            message: as it was sent.
+            total: the sums. Shape: (width,).
+            squares: of each parcel. Shape: (parcels,).
+        """
+        if squares is not None:
+            for names, square in zip(message.names_of(self._groups.index), squares, strict=True):
+                for name in names:
+                    self._squares.pop(name, None)
+                    if len(names) == 1 and name[0] not in self._sums:
+                        self._squares[name] = square
         for unit, part in zip(message.units, torch.split(total, message.widths), strict=True):
             if unit.number in self._sums:
                 self._sums[unit.number] += part
@@ -241,6 +270,7 @@ class ShardedGradients:
         for number, group in itertools.groupby(sorted(used), key=lambda place: place[0]):
             self._finish(self._units[number], [place for _, place in group])
         self._sums.clear()
+        self._squares.clear()
         self._used.clear()
 
     def _finish(self, unit: Unit, places: Sequence[int]) -> None:
@@ -248,7 +278,7 @@ class ShardedGradients:
         sums = self._sums.get(unit.number)
         if sums is None:
             sums = torch.zeros_like(unit.shard, dtype=wide)
-        copies = self._groups.copies_of_slices if unit.is_sliced else self._groups.copies
+        copies = self._copies_of(unit)
         if copies is not None:
             with self._groups.blaming("reducing gradients with"):
                 dist.all_reduce(sums, group=copies)
@@ -260,6 +290,9 @@ class ShardedGradients:
             shard = unit.shards[place]
             if shard.gradient is None:
                 shard.gradient = blocks[place]
+                square = self._squares.get((unit.number, place))
+                if square is not None:
+                    shard.know_square(square)
             else:
                 shard.gradient.add_(blocks[place])
 

@@ -69,6 +69,15 @@ class Message:
         sizes = (part.num_elements for unit in self.units for part, _ in unit.layout.places(rank))
         return [sum(parcel) for parcel in _parcels(sizes, int)]
 
+    def names_of(self, rank: int) -> list[list[tuple[int, int]]]:
+        """Returns the numbers of the units and their parameters that each parcel has blocks of."""
+        blocks = [
+            ((unit.number, number), part.num_elements)
+            for unit in self.units
+            for number, (part, _) in enumerate(unit.layout.places(rank))
+        ]
+        return [[name for name, _ in parcel] for parcel in _parcels(blocks, lambda each: each[1])]
+
     def places_of(self, rank: int, shards: torch.Tensor) -> list[list[torch.Tensor]]:
         """Returns where the blocks of each parcel for a rank belong. Shape of each: (elements,).
 

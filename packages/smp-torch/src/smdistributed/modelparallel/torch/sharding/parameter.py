@@ -72,6 +72,7 @@ class Shard:
         self.vacant = values.new_full((1,), float("nan")).expand(shape)
         self._wide: torch.Tensor | None = None
         self._seen: ShardedGradient | None = None
+        self._square: tuple[int, torch.Tensor] | None = None
 
     @property
     def home(self) -> Home:
@@ -104,10 +105,26 @@ class Shard:
     @gradient.setter
     def gradient(self, gradient: torch.Tensor | None) -> None:
         self._seen = None  # it would keep the block alive
+        self._square = None
         if self.is_wide:
             self._wide = gradient
         else:
             self.values.grad = gradient
+
+    def know_square(self, square: torch.Tensor) -> None:
+        """Takes the sum of the squares of the numbers in the gradient. Shape: scalar.
+
+        It is kept for gradients that nobody but the library has in hand.
+        """
+        if self._wide is not None and self._seen is None:
+            self._square = self._wide._version, square
+
+    def known_square(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Returns the sum of the squares of a gradient, if it is this one, as it was made."""
+        if self._square is None or self._seen is not None or gradient is not self._wide:
+            return None
+        version, square = self._square
+        return square if version == gradient._version else None
 
     def seen_gradient(self) -> ShardedGradient | None:
         """Returns what a script sees of the gradient: the same object while it is the same."""
@@ -262,6 +279,17 @@ def gradient_here(tensor: Any) -> torch.Tensor | None:
     with gradients_hidden():
         gradient: torch.Tensor | None = tensor.grad
     return gradient
+
+
+def known_square(tensor: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Returns the sum of the squares of what is here of a gradient, if it is known.
+
+    Args:
+        tensor: the parameter.
+        gradient: what is about to be used as its gradient.
+    """
+    is_sharded = isinstance(tensor, ShardedParameter)
+    return tensor.shard.known_square(gradient) if is_sharded else None
 
 
 def block_of(tensor: Any, state: dict[str, Any]) -> dict[str, Any]:

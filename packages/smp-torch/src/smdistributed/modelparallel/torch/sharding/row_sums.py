@@ -18,6 +18,8 @@ from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 
+#: Numbers whose squares a kernel sums at a time.
+_ROW = 1024
 _DOING = "summing gradients with"
 
 #: Gives each rank its parcels, and returns what the other ones gave this one.
@@ -57,7 +59,9 @@ class RowSums:
         self._groups = groups
         self._delivery = delivery
 
-    def summing(self, message: Message, total: torch.Tensor) -> Callable[[], object]:
+    def summing(
+        self, message: Message, total: torch.Tensor, squares: torch.Tensor | None
+    ) -> Callable[[], object]:
         """Returns what sums a message over the ranks, in their order.
 
         Collective: the sharding group, as is the call of what it returns.
@@ -66,6 +70,8 @@ class RowSums:
             message: the gradients of this rank.
             total: takes the sums for this rank, divided, as its shards lie. Its type is fp32 at
                 least. Shape: (width,).
+            squares: takes the sum of the squares of each parcel's sums, where these are all that
+                it has. Shape: (parcels,).
         """
         index = self._groups.index
         with self._groups.blaming(_DOING):
@@ -77,12 +83,14 @@ class RowSums:
             with self._groups.blaming(_DOING):
                 found = {**deliver(), index: message.parcels_of(index)}
             ranks = (found[each] for each in sorted(found))
-            for places, *parcels in zip(message.places_of(index, total), *ranks, strict=True):
-                if len(places) == 1:
-                    _sum_up(places[0], message.divisor, *parcels)
-                else:
-                    sums = torch.empty_like(parcels[0], dtype=total.dtype)
-                    _sum_up(sums, message.divisor, *parcels)
+            for number, (places, *parcels) in enumerate(
+                zip(message.places_of(index, total), *ranks, strict=True)
+            ):
+                is_alone = len(places) == 1
+                sums = places[0] if is_alone else torch.empty_like(parcels[0], dtype=total.dtype)
+                square = None if squares is None else squares[number]
+                _sum_up(_by_rows(sums), square, message.divisor, *map(_by_rows, parcels))
+                if not is_alone:
                     copy_all(places, torch.split(sums, [each.numel() for each in places]))
 
         return sum_up
@@ -155,11 +163,23 @@ def _others(groups: ShardingGroups) -> list[int]:
     return [(groups.index + distance) % groups.degree for distance in range(1, groups.degree)]
 
 
+def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a flat tensor in rows, whose length is the same for tensors of many sizes."""
+    return tensor.view(-1, 1 if tensor.numel() % _ROW else _ROW)
+
+
 @fused
-def _sum_up(total: torch.Tensor, divisor: int, *rows: torch.Tensor) -> None:
-    """Makes a total the sum of rows, in its own type, divided."""
+def _sum_up(
+    total: torch.Tensor, square: torch.Tensor | None, divisor: int, *rows: torch.Tensor
+) -> None:
+    """Makes a total the sum of rows, in its own type, divided; and its square that of its norm.
+
+    As rows of one length, whatever their number, it all becomes one kernel.
+    """
     total.copy_(rows[0])
     for row in rows[1:]:
         total.add_(row)
     if divisor > 1:
         total.div_(divisor)
+    if square is not None:
+        square.copy_(total.square().sum(1).sum())
