@@ -101,6 +101,9 @@ class OnePassAdam(TorchFunctionMode):
             )
         if not chosen:
             return
+        # The compiler times forms of its kernel with the first tensors that it gets, and takes what
+        # was faster with them for all: with small ones that is chance.
+        chosen.sort(key=lambda number: -parameters[number].numel())
         beta1, beta2 = float(options["beta1"]), float(options["beta2"])
         decay, lr = options["weight_decay"], options["lr"]
         is_decoupled = func is FUSED_ADAMW
