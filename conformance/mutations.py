@@ -23,7 +23,7 @@ from conformance.faults import Mutation, tensorflow, torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"torch": ("smp-common", "smp-torch"), "tensorflow": ("smp-common", "smp-tf")}
-_MUTATIONS = {"torch": torch.MUTATIONS, "tensorflow": tensorflow.MUTATIONS}
+MUTATIONS = {"torch": torch.MUTATIONS, "tensorflow": tensorflow.MUTATIONS}
 _BELOW = Path("smdistributed", "modelparallel")
 
 
@@ -78,10 +78,10 @@ _RUN = (sys.executable, "-m", "conformance")
 def main() -> int:
     """Tries mutations; returns the exit code: 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--framework", choices=_MUTATIONS, required=True)
+    parser.add_argument("--framework", choices=MUTATIONS, required=True)
     parser.add_argument("words", nargs="*", help="in the names of the mutations")
     options = parser.parse_args()
-    every = _MUTATIONS[options.framework]
+    every = MUTATIONS[options.framework]
     chosen = [each for each in every if all(word in each.name for word in options.words)]
     survivors = []
     for number, mutation in enumerate(chosen, 1):

@@ -190,16 +190,16 @@ MUTATIONS = (
     Mutation(
         "an overflow is a rank's own affair",
         "torch/gradients/overflow.py",
-        "if any(optimizer in (each, each.optimizer) for each in runtime.live_optimizers()):",
-        "if False:",
+        "return _shared(runtime, found) if own else found",
+        "return found",
         ("all_ranks_skip_the_same_updates",),
     ),
     # Slices.
     Mutation(
         "a gather left out",
-        "torch/tensor_parallel/gathered_linear.py",
-        "tensor = collectives.gather(tensor, sizes)",
-        "tensor = tensor.repeat(collectives.size, *[1] * (tensor.dim() - 1))",
+        "torch/tensor_parallel/exchange.py",
+        "return ctx.collectives.gather(tensor, sizes)",
+        "return tensor.repeat(ctx.collectives.size, *[1] * (tensor.dim() - 1))",
         ("attention_is_split_by_heads",),
     ),
     Mutation(
@@ -376,7 +376,7 @@ MUTATIONS = (
     Mutation(
         "half precision without masters",
         "torch/precision/master_store.py",
-        "master.tensor.grad = gradient.float()",
+        "master.tensor.grad = gradient.to(torch.float32, copy=copy)",
         "master.tensor.copy_(master.parameter); master.tensor.grad = gradient.float()",
         ("bf16_needs_no_loss_scale", "fp16_is_a_plain_loop_with_masters_in_fp32"),
     ),
@@ -444,17 +444,17 @@ MUTATIONS = (
         ("training_in_shards_is_that_of_one_process",),
     ),
     Mutation(
-        "a gradient whose last columns are lost",
-        "torch/sharding/transport.py",
-        "range(0, given.shape[1], most_columns)",
-        "range(0, given.shape[1] - most_columns + 1, most_columns)",
+        "a gradient whose last block is lost",
+        "torch/sharding/messages.py",
+        "return [*parcels, small] if small else parcels",
+        "return [*parcels, small[:-1]] if small[:-1] else parcels",
         ("training_in_shards_is_that_of_one_process",),
     ),
     Mutation(
         "gradients that are averaged twice",
         "torch/sharding/gradients.py",
-        "sums.div_(self._num_copies[unit.is_sliced])",
-        "sums.div_(self._num_copies[unit.is_sliced] ** 2)",
+        "if not _divides_exactly(num_copies):",
+        "if True:",
         ("training_in_shards_is_that_of_one_process",),
     ),
     Mutation(
