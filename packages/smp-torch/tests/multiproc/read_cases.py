@@ -48,7 +48,7 @@ def read() -> Iterator[list[ReadShards | RowSums]]:
             made.append(found)
             return found
 
-        def sums(groups: ShardingGroups, device: torch.device) -> RowSums:
+        def sums(groups: ShardingGroups, device: torch.device, most: int) -> RowSums:
             talk = groups.collectives
             buffers = AlternatingBuffers(
                 lambda size: FileMemory(size, where, talk), talk, lambda: None

@@ -84,7 +84,7 @@ class ShardedModel:
         self.residency = Residency(memory, device, agreement, options.most_live)
         self.gradients = ShardedGradients(
             groups,
-            row_sums(groups, device),
+            row_sums(groups, device, options.bucket_elements),
             agreement,
             self.residency.units,
             bucket_elements=options.bucket_elements,

@@ -33,15 +33,16 @@ class Delivery(Protocol):
         """Returns what delivers a message. Collective: the sharding group, as is its call."""
 
 
-def row_sums(groups: ShardingGroups, device: torch.device) -> RowSums:
+def row_sums(groups: ShardingGroups, device: torch.device, most_elements: int) -> RowSums:
     """Returns what makes the sums of one model.
 
     Args:
         groups: who exchanges.
         device: where the gradients are.
+        most_elements: of all ranks that are sent at a time.
     """
     if groups.make_memory is None:
-        return RowSums(groups, SentParcels(groups))
+        return RowSums(groups, SentParcels(groups, max(most_elements // groups.degree, 1)))
     synchronize = functools.partial(torch.cuda.synchronize, device)
     buffers = AlternatingBuffers(groups.make_memory, groups.collectives, synchronize)
     return RowSums(groups, WrittenParcels(groups, buffers))
@@ -101,10 +102,12 @@ class SentParcels:
 
     Args:
         groups: who exchanges.
+        most_elements: that a rank is sent at a time.
     """
 
-    def __init__(self, groups: ShardingGroups) -> None:
+    def __init__(self, groups: ShardingGroups, most_elements: int) -> None:
         self._groups = groups
+        self._most_elements = most_elements
 
     def prepare(self, message: Message) -> Deliver:
         """See ``Delivery.prepare``."""
@@ -119,7 +122,18 @@ class SentParcels:
                 ]
                 for giver in others
             }
-            self._groups.collectives.exchange(sent, found)
+            given, taken = (
+                {rank: _loads(parcels, self._most_elements) for rank, parcels in each.items()}
+                for each in (sent, found)
+            )
+            # A rank's loads are cut by its parcels' sizes, which all ranks know.
+            for number in range(max(map(len, (*given.values(), *taken.values())))):
+                self._groups.collectives.exchange(
+                    *(
+                        {rank: loads[number] for rank, loads in each.items() if number < len(loads)}
+                        for each in (given, taken)
+                    )
+                )
             return found
 
         return deliver
@@ -156,6 +170,19 @@ class WrittenParcels:
             return {giver: parcels(giver, index) for giver in others}
 
         return deliver
+
+
+def _loads(parcels: Sequence[torch.Tensor], most_elements: int) -> list[list[torch.Tensor]]:
+    """Distributes parcels over loads; one that is larger than a load is cut."""
+    loads: list[list[torch.Tensor]] = []
+    room = 0
+    for piece in (piece for parcel in parcels for piece in torch.split(parcel, most_elements)):
+        if piece.numel() > room:
+            loads.append([])
+            room = most_elements
+        loads[-1].append(piece)
+        room -= piece.numel()
+    return loads
 
 
 def _others(groups: ShardingGroups) -> list[int]:
