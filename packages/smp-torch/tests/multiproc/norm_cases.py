@@ -54,13 +54,19 @@ def clips_and_changes(model: Any, optimizer: Any, again: Callable[[], object]) -
         each.grad.data.mul_(3.0)  # which no count of changes shows
 
 
+def changes_what_is_unscaled(model: Any, optimizer: Any, again: Callable[[], object]) -> None:
+    optimizer.take_gradients()  # as a GradScaler does
+    for each in masters(optimizer):
+        each.grad.data.mul_(3.0)
+
+
 def keeps(model: Any, optimizer: Any, again: Callable[[], object]) -> None:
     optimizer.kept = [each.grad for each in model.parameters()]
 
 
 MOMENTS = (
     *(nothing, changes, changes_one, clears_one, adds),
-    *(clears_and_adds, clips, clips_and_changes, keeps),
+    *(clears_and_adds, clips, clips_and_changes, changes_what_is_unscaled, keeps),
 )
 
 
