@@ -23,7 +23,11 @@ from smdistributed.modelparallel.torch.precision.master_store import MasterStore
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, known_square
+from smdistributed.modelparallel.torch.sharding.parameter import (
+    forget_square,
+    gradient_here,
+    known_square,
+)
 
 
 class MasterUpdate:
@@ -53,7 +57,6 @@ class MasterUpdate:
         self.store = MasterStore(optimizer, self._here, self._is_foreign, half)
         #: The gradients that are with the masters, so that clipping and updating share them.
         self._taken: list[tuple[torch.Tensor | None, int]] | None = None
-        self._are_in_hand = False  # whether scripts could have changed the masters' gradients
         self._is_updating = False
         optimizer.register_step_pre_hook(_refusal(weakref.ref(self)))
 
@@ -120,7 +123,6 @@ class MasterUpdate:
 
     def _end(self, found: torch.Tensor | None) -> None:
         self._taken = None
-        self._are_in_hand = False
         self.store.release_gradients()
         for model in self._models():
             model.scaled_by = None
@@ -129,7 +131,8 @@ class MasterUpdate:
         """Brings gradients to the masters, for one who changes them before the next update."""
         self.adopt()
         self._take()
-        self._are_in_hand = True
+        for each in (each for group in self.store.groups for each in group):
+            forget_square(each)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -143,7 +146,6 @@ class MasterUpdate:
         norm = self._norm(norm_type)
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]
         nn.utils.clip_grads_with_norm_(updated, max_norm, norm)
-        self._are_in_hand = True
         return norm
 
     def _norm(self, norm_type: float) -> torch.Tensor:
@@ -158,9 +160,7 @@ class MasterUpdate:
                 parameter = self.store.parameter_of(each)
                 is_slice = id(parameter) in slices
                 if each.grad is not None and (speaks is None or speaks(parameter, is_slice)):
-                    square = None
-                    if norm_type == 2 and not self._are_in_hand:
-                        square = known_square(parameter, each.grad)
+                    square = known_square(parameter, each.grad) if norm_type == 2 else None
                     if square is None:
                         tensors[is_slice].append(each.grad)
                     else:

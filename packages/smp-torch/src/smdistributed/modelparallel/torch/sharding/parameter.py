@@ -116,18 +116,23 @@ class Shard:
 
         It is kept for gradients that nobody but the library has in hand.
         """
-        if self._wide is not None and self._seen is None:
+        if self._wide is not None:
             self._square = self._wide._version, square
+
+    def forget_square(self) -> None:
+        """Knows it no more: somebody may change the gradient in a way that no count shows."""
+        self._square = None
 
     def known_square(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Returns the sum of the squares of a gradient, if it is this one, as it was made."""
-        if self._square is None or self._seen is not None or gradient is not self._wide:
+        if self._square is None or gradient is not self._wide:
             return None
         version, square = self._square
         return square if version == gradient._version else None
 
     def seen_gradient(self) -> ShardedGradient | None:
         """Returns what a script sees of the gradient: the same object while it is the same."""
+        self.forget_square()
         gradient = self.gradient
         if gradient is None:
             self._seen = None
@@ -290,6 +295,12 @@ def known_square(tensor: Any, gradient: torch.Tensor) -> torch.Tensor | None:
     """
     is_sharded = isinstance(tensor, ShardedParameter)
     return tensor.shard.known_square(gradient) if is_sharded else None
+
+
+def forget_square(tensor: Any) -> None:
+    """Has the gradient of a parameter normed again: it is in somebody's hand from now on."""
+    if isinstance(tensor, ShardedParameter):
+        tensor.shard.forget_square()
 
 
 def block_of(tensor: Any, state: dict[str, Any]) -> dict[str, Any]:
