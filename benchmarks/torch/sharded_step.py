@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=1_000_000_000, help="sdp_max_live_parameters")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--checkpoint", action="store_true", help="checkpoint each block")
+    parser.add_argument("--offload", action="store_true", help="and keep what it keeps on the host")
     parser.add_argument("--clip", type=float, default=1.0, help="sdp_gradient_clipping")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
@@ -54,6 +55,7 @@ def main() -> None:
             "sdp_gradient_clipping": options.clip,
             "bf16": True,
             "delayed_parameter_initialization": True,
+            "offload_activations": options.offload,
             "microbatches": options.microbatches,
         }
     )
@@ -67,7 +69,7 @@ def main() -> None:
         for block in module.blocks:
             block.compile()
     model = smp.DistributedModel(module)
-    if options.checkpoint:
+    if options.checkpoint or options.offload:
         for block in module.blocks:
             smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(

@@ -247,3 +247,17 @@ def device_exchanges() -> None:
             total += values(each, sum(sizes)).float()
         got = group.collectives.scatter_sum(values(rank, sum(sizes)), sizes)
         assert torch.equal(got, torch.split(total.to(dtype), sizes)[rank])
+
+
+def made_on_busy_devices() -> None:
+    """A GPU that is behind its host when memory is made loses no signal of the others."""
+    inner: Any = smp.nn.DistributedModule().tensor_group.collectives
+    while not isinstance(inner, CopyEngineCollectives):
+        inner = inner._backend
+    size, rank = smp.tp_size(), smp.tp_rank()
+    for number in range(2 * size):
+        if number % size == rank:
+            torch.cuda._sleep(1 << 30)  # about half a second
+        memory = inner._buffers._make(1 << 20)
+        memory.barrier()
+        torch.cuda.synchronize()

@@ -49,5 +49,6 @@ def test_behaviour(worlds: Worlds, name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
-def test_gpus_read_each_others_memory(worlds: Worlds) -> None:
-    run(worlds, split(2), run_case, "device_exchanges")
+@pytest.mark.parametrize("name", ["device_exchanges", "made_on_busy_devices"])
+def test_gpus_read_each_others_memory(worlds: Worlds, name: str) -> None:
+    run(worlds, split(2), run_case, name)

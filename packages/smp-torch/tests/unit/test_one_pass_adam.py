@@ -60,6 +60,39 @@ def test_it_does_what_torch_does(
     assert sorted(set(calls)) == [16, 17, 120]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_computed_in_single_precision(kind: Any, dtype: torch.dtype) -> None:
+    options = {"lr": 0.05, "weight_decay": 0.2, "eps": 1e-4}
+    (own, optimizer), (plain, reference) = made(kind, options), made(kind, options)
+    for each in (*own, *plain):
+        each.data = each.data.to(dtype)
+    for _ in range(6):
+        for one, other in zip(own, plain, strict=True):
+            one.grad = torch.randn(one.shape).to(dtype)
+            other.grad = one.grad.clone()
+        reference.step()
+        with OnePassAdam({}, None, smallest=16):
+            optimizer.step()
+        for one, other in zip(own, plain, strict=True):
+            # Equal but for what lies between two numbers of the type, and goes to either.
+            states = optimizer.state[one], reference.state[other]
+            for got, want in ((one, other), *((each[key] for each in states) for key in states[1])):
+                torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+                assert (got == want).float().mean() > 0.9
+
+
+def test_an_update_that_may_be_left_out_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_pass_adam, "_adam", None)  # not to be called
+    parameters, optimizer = made(torch.optim.AdamW, {})
+    before = parameters[0].detach().clone()
+    parameters[0].grad = torch.ones(40, 3)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    with OnePassAdam({}, None, smallest=16):
+        optimizer.step()
+    assert torch.equal(parameters[0], before)
+
+
 def test_copies_with_gaps_are_left() -> None:
     parameters, optimizer = made(torch.optim.AdamW, {})
     parameters[0].grad = torch.ones(40, 3)

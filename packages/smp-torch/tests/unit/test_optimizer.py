@@ -14,7 +14,9 @@ from torch.optim import lr_scheduler
 from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.torch.optimizer import distributed
 from smdistributed.modelparallel.torch.optimizer.distributed import DistributedOptimizer
+from smdistributed.modelparallel.torch.precision import one_pass_adam
 
 
 def runtime(pp_size: int = 1) -> Any:
@@ -27,6 +29,7 @@ def runtime(pp_size: int = 1) -> Any:
         current_step=None,
         replaced_parameters={},
         sharding_groups=None,
+        device=torch.device("cpu"),
         communicator=types.SimpleNamespace(allgather=lambda obj, group: [obj]),
     )
 
@@ -41,6 +44,25 @@ def train(given: list[nn.Parameter], optimizer: Any, steps: int = 3) -> None:
         for parameter in given:
             parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
         optimizer.step()
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_large_tensors_of_a_gpu_are_updated_in_one_pass(
+    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    work = one_pass_adam._adam
+    monkeypatch.setattr(one_pass_adam, "_adam", lambda *a: (calls.append(a[0].numel()), work(*a)))
+    monkeypatch.setattr(one_pass_adam, "can_compile", lambda: True)
+    monkeypatch.setattr(distributed, "SMALLEST_ALONE", 6)
+    own, plain = parameters(), parameters()
+    made = runtime()
+    if is_cuda:
+        made.device = torch.device("cuda")
+    train(plain, torch.optim.AdamW(plain, lr=0.1, fused=True))
+    train(own, DistributedOptimizer(made, torch.optim.AdamW(own, lr=0.1, fused=True)))
+    assert calls == ([6] * 3 if is_cuda else [])
+    torch.testing.assert_close(own, plain)
 
 
 Schedule = Callable[[Any], Any]

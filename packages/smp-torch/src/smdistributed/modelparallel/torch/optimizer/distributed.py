@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
+from smdistributed.modelparallel.torch.precision.one_pass_adam import SMALLEST_ALONE, OnePassAdam
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 
@@ -226,7 +227,12 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._check_slices()
         if self._masters is not None:
             return self._masters.step(closure)
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is not None:
+            return self.optimizer.step(closure)
+        if OnePassAdam.takes(self.optimizer, self._runtime.device):
+            with OnePassAdam({}, None, SMALLEST_ALONE):
+                return self.optimizer.step()
+        return self.optimizer.step()
 
     def _check_replaced(self) -> None:
         """Raises if it was made of a model before tensor parallelism split that."""

@@ -33,6 +33,9 @@ class SymmetricBuffer:
 
         self._timeout_ms = int(timeout_seconds * 1000)
         self._own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
+        # It is cleared behind what the GPU has been given so far: before it is, no other GPU may
+        # signal that it has come to a barrier, since that would be cleared too.
+        torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, group)
 
     def piece(self, rank: int, start_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
