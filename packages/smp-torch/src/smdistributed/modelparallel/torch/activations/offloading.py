@@ -137,13 +137,14 @@ class Offloading:
         self._fetch_ahead()
 
     def warn(self) -> None:
-        """Says, once, that nothing is checkpointed in the step function."""
+        """Says, once, that nothing is checkpointed in the step function, outside compiled code."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "offload_activations has an effect only on calls with activation checkpointing, "
-                f"and step function {self._name} has none: mark modules by "
-                "smp.set_activation_checkpointing, or set offload_activations to False.",
+                "offload_activations has an effect only on calls with activation checkpointing "
+                f"outside of compiled code, and step function {self._name} has none: mark modules "
+                "by smp.set_activation_checkpointing, which are not compiled themselves, or set "
+                "offload_activations to False.",
                 stacklevel=2,
             )
 
