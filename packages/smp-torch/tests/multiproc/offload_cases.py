@@ -59,6 +59,19 @@ class Stack(nn.Module):
         return self.layers(self.first(x))
 
 
+class Compiled(Stack):
+    """Each block is compiled, together with its checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.layers):
+            smp.set_activation_checkpointing(block)
+            if number % 2:
+                block.compile(backend="aot_eager")
+            else:
+                self.layers[number] = torch.compile(block, backend="aot_eager")
+
+
 class Pairs(Stack):
     """Its blocks take and give a tuple."""
 
@@ -141,7 +154,7 @@ def train(
         torch.manual_seed(1)
         with smp.model_creation(tensor_parallelism=smp.tp_size() > 1):
             module = kind()
-        if hasattr(module, "layers"):
+        if hasattr(module, "layers") and kind is not Compiled:
             smp.set_activation_checkpointing(module.layers, pack_args_as_tuple=kind is Pairs)
         inputs = Inputs()
         model = smp.DistributedModel(module)
@@ -211,6 +224,10 @@ def same(kind: type[nn.Module], horizons: tuple[int, ...] = (1, ALL), **paramete
 
 def case_a_sequence() -> None:
     same(Stack)
+
+
+def case_compiled_blocks() -> None:
+    same(Compiled)
 
 
 def case_all_forward_passes_first() -> None:
@@ -307,7 +324,13 @@ def case_nothing_to_offload_is_said_once() -> None:
 
 
 #: The others need one partition.
-EVERYWHERE = ("a_sequence", "all_forward_passes_first", "tuples", "regions_in_glue")
+EVERYWHERE = (
+    "a_sequence",
+    "compiled_blocks",
+    "all_forward_passes_first",
+    "tuples",
+    "regions_in_glue",
+)
 CASES: dict[str, Callable[[], None]] = {
     name.removeprefix("case_"): case
     for name, case in list(globals().items())

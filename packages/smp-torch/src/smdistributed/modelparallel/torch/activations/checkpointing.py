@@ -95,6 +95,11 @@ def mark(
         )
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Whether a module checkpoints itself as a whole in every call."""
+    return isinstance(vars(module).get("forward"), _Forward)
+
+
 def check_strategy(strategy: str) -> None:
     """Raises ValueError if there is no such strategy."""
     if strategy not in ("each", "contiguous") and not _GROUP.fullmatch(strategy):

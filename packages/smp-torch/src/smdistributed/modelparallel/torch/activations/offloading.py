@@ -20,11 +20,12 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.torch.activations.copies import (
@@ -40,6 +41,7 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Reentrant,
     checkpointing_replaced,
 )
+from smdistributed.modelparallel.torch.compat.private.compiled import around_compiled
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Offloading:
         self._inside = threading.local()
         self._region: Region[weakref.ref[_Saved]] | None = None
         self._places = WeakIdKeyDictionary()
+        self._compiled_calls: list[contextlib.ExitStack] = []
         self.has_regions = False
 
     @property
@@ -112,21 +115,31 @@ class Offloading:
         return self._meter.memory
 
     @contextlib.contextmanager
-    def running(self, passes: Sequence[Pass], saving: SavingHooks) -> Iterator[None]:
+    def running(
+        self, passes: Sequence[Pass], saving: SavingHooks, compiled: Iterable[nn.Module]
+    ) -> Iterator[None]:
         """Inside, a step runs; what checkpointing saves is taken.
 
         Args:
             passes: of this rank, in their order.
             saving: what tensors that are no activations are saved with.
+            compiled: modules that are compiled together with their checkpointing.
         """
         self._saving = saving
         self._inside = threading.local()
         self._meter.begin()
         self._horizon.begin(passes)
+        handles = [
+            handle
+            for module in compiled
+            for handle in around_compiled(module, self._enter_compiled, self._leave_compiled)
+        ]
         try:
             with checkpointing_replaced(self._replace):
                 yield
         finally:
+            for handle in handles:
+                handle.remove()
             self._copies.settle()
             self._places.clear()
             self._horizon.begin(passes)
@@ -137,14 +150,14 @@ class Offloading:
         self._fetch_ahead()
 
     def warn(self) -> None:
-        """Says, once, that nothing is checkpointed in the step function, outside compiled code."""
+        """Says, once, that nothing is checkpointed in the step function."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "offload_activations has an effect only on calls with activation checkpointing "
-                f"outside of compiled code, and step function {self._name} has none: mark modules "
-                "by smp.set_activation_checkpointing, which are not compiled themselves, or set "
-                "offload_activations to False.",
+                "that are not part of a larger compiled call, and step function "
+                f"{self._name} has none: mark modules by smp.set_activation_checkpointing, and "
+                "compile these or none, or set offload_activations to False.",
                 stacklevel=2,
             )
 
@@ -165,6 +178,18 @@ class Offloading:
                 return reentrant(self._as_inside(function), *args)
 
         return new_around, new_reentrant
+
+    def _enter_compiled(self, module: nn.Module, args: Any) -> None:
+        """Takes what a compiled call saves, whose checkpointing is compiled with it."""
+        stack = contextlib.ExitStack()
+        # First of all: ``_leave_compiled`` is called also when the rest raises.
+        self._compiled_calls.append(stack)
+        if not self._is_inside and torch.is_grad_enabled():
+            stack.enter_context(self._hooks())
+            stack.enter_context(self._entered())
+
+    def _leave_compiled(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._compiled_calls.pop().close()
 
     def _hooks(self) -> contextlib.AbstractContextManager[Any]:
         self._region = self._horizon.open()

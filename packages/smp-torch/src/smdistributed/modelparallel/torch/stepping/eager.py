@@ -18,7 +18,10 @@ from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
-from smdistributed.modelparallel.torch.stepping.offloaded import offloading_of
+from smdistributed.modelparallel.torch.stepping.offloaded import (
+    compiled_with_checkpointing,
+    offloading_of,
+)
 from smdistributed.modelparallel.torch.stepping.results import combine
 
 
@@ -151,7 +154,8 @@ class EagerStep:
             for microbatch in range(num_microbatches)
             for is_backward in (False, True)
         ]
-        with self.offloading.running(passes, saving):
+        compiled = compiled_with_checkpointing(models_of(self.runtime))
+        with self.offloading.running(passes, saving, compiled):
             yield
         if self._reached and not self.offloading.has_regions:
             self.offloading.warn()

@@ -43,7 +43,10 @@ from smdistributed.modelparallel.torch.stepping.absent_gradients import AbsentGr
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
-from smdistributed.modelparallel.torch.stepping.offloaded import offloading_of
+from smdistributed.modelparallel.torch.stepping.offloaded import (
+    compiled_with_checkpointing,
+    offloading_of,
+)
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
@@ -219,7 +222,8 @@ class PipelinedStep:
         """Inside, the activations of checkpointed calls are offloaded, if that is asked for."""
         if self.offloading is None:
             return contextlib.nullcontext()
-        has_regions = any(
+        compiled = compiled_with_checkpointing(models_of(self.runtime))
+        has_regions = bool(compiled) or any(
             node.region is not None for plan in set(prepared.plans) for node in plan.graph.nodes
         )
         if prepared.differentiated and not has_regions:
@@ -229,7 +233,7 @@ class PipelinedStep:
             for each in prepared.executor.actions
             if each.kind is not Kind.WEIGHT_GRADIENTS
         ]
-        return self.offloading.running(passes, saving)
+        return self.offloading.running(passes, saving, compiled)
 
 
 def _scales(passed: Sequence[Passed], weights: Sequence[float]) -> list[Scale]:

@@ -22,6 +22,11 @@ def _wrapper_class() -> Any:
     return () if compiler is None else compiler.OptimizedModule
 
 
+def written(module: nn.Module) -> nn.Module:
+    """Returns the module that the wrapper of a compiled one was made of; any other itself."""
+    return module._orig_mod if isinstance(module, _wrapper_class()) else module
+
+
 def compiled_call(module: nn.Module) -> Any:
     """Returns what tells how a module was compiled; None if it was not."""
     if isinstance(module, _wrapper_class()):
