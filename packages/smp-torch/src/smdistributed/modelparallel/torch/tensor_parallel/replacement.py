@@ -18,6 +18,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.compat.private.compiled import written
+from smdistributed.modelparallel.torch.tensor_parallel.additions import additions_to
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
 from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import AutoPlan, plan_groups
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import cut
@@ -92,6 +94,7 @@ class _Replacing:
         self._auto = AutoPlan()
         self._done: dict[nn.Module, nn.Module] = {}
         self._seen: list[Mark] = []
+        self._wrapped = {written(each) for each in model.modules() if written(each) is not each}
         self._holders: dict[int, set[nn.Module]] = {}
         for module in model.modules():
             for parameter in module._parameters.values():
@@ -180,9 +183,15 @@ class _Replacing:
         mark = self._marks.of(module)
         if mark is None or not mark.enabled or registration is None:
             return False
-        if registration.needed is not None:
+        if registration.needed is not None or self._kept_as_it_is(module) is not None:
             return False
         return registration.refusal is None or registration.refusal(module) is None
+
+    def _kept_as_it_is(self, module: nn.Module) -> str | None:
+        """Returns why nothing can take the place of a module for what the script has done to it."""
+        if module in self._wrapped:
+            return "torch.compile has made a wrapper of it, which calls it: use module.compile()"
+        return additions_to(module)
 
     def _is_free(self, module: nn.Module) -> bool:
         """Whether a module may be part of a group: marked, and its parameters are its own.
@@ -200,6 +209,7 @@ class _Replacing:
             and mark.enabled
             and not isinstance(module, DistributedModule)
             and self._shared_weight(module) is None
+            and self._kept_as_it_is(module) is None
             and (type(module) is nn.Linear or registration_of(module) is None)
         )
 
@@ -222,7 +232,7 @@ class _Replacing:
             mark.used.add(registration.needed)
             if not mark.config.get(registration.needed):
                 return None
-        reason = self._shared_weight(module)
+        reason = self._shared_weight(module) or self._kept_as_it_is(module)
         if reason is None and registration.refusal is not None:
             reason = registration.refusal(module)
         if reason is None:
