@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -208,6 +209,16 @@ class Executor:
                 activations[value.index] = detached
         if has_backward:
             step.saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
+        if len(self._programs[m]) > 1:
+            self._watch_carried(step, action)
+
+    def _watch_carried(self, step: _StepState, action: Action) -> None:
+        """Has the gradients of what a segment left in objects with state stay in its own pass."""
+        left = step.left[action.microbatch]
+        for tensor in step.carried[action.microbatch].tensors():
+            if tensor.grad_fn is not None and id(tensor) not in left:
+                left[id(tensor)] = tensor
+                tensor.register_hook(functools.partial(step.check_segment, action.segment))
 
     def _backward(self, step: _StepState, action: Action) -> None:
         self._differentiate(step, action, torch.autograd.backward)
@@ -230,6 +241,7 @@ class Executor:
         self, step: _StepState, action: Action, backward: Callable[[Any, Any], None]
     ) -> None:
         m = action.microbatch
+        step.segment = action.segment
         root_scale = step.root_scales[m]
         gradients = step.gradients[m]
         saved = step.saved.pop((action.segment, m))
@@ -271,6 +283,7 @@ class Executor:
             step.activations[microbatch].pop(value, None)
         for microbatch in self._itinerary.last_forwards[position]:
             step.carried[microbatch].clear()
+            step.left[microbatch].clear()
 
 
 class _StepState:
@@ -293,8 +306,26 @@ class _StepState:
         self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self.saved: dict[tuple[int, int], _Saved] = {}
         self.waiting: dict[tuple[int, int], WaitingGradients] = {}
+        #: Tensors that segments left in objects with state, by their identity.
+        self.left: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
+        #: That is differentiated.
+        self.segment = -1
         self.incoming: dict[Message, Transfer] = {}
         self.outgoing: collections.deque[Transfer] = collections.deque()
+
+    def check_segment(self, segment: int, gradient: torch.Tensor) -> None:
+        """Called with the gradient of a tensor that a segment left in an object with state.
+
+        Raises:
+            UnsupportedError: it comes from another segment.
+        """
+        if segment != self.segment:
+            raise UnsupportedError(
+                "a module used an activation that another one had left in an object (a cache, "
+                "say), in an earlier call of the model or before the pipeline came back to this "
+                "partition, and its gradient cannot go back there. Detach what goes into the "
+                "object, return it and pass it on as a tensor, or make one call of both."
+            )
 
 
 def _accumulate(gradients: dict[int, torch.Tensor], index: int, gradient: torch.Tensor) -> None:

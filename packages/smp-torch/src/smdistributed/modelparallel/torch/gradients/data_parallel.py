@@ -249,6 +249,31 @@ class DataParallel:
         if self.shards is not None:
             self.shards.end()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether fewer steps than ``backward_passes_per_step`` have been made since the last."""
+        in_shards = self.shards is not None and self.shards.model.gradients.is_accumulating
+        return in_shards or any(each.is_accumulating for each in self._reductions)
+
+    def complete_accumulation(self) -> None:
+        """Reduces what fewer steps than ``backward_passes_per_step`` have added up.
+
+        Collective: DP_GROUP, if there is any.
+        """
+        if self._replicas.is_joining:
+            return
+        for each in self._reductions:
+            each.complete()
+        if self.shards is not None:
+            self.shards.complete()
+
+    def restart_accumulation(self) -> None:
+        """Takes note that all gradients have been cleared, on all ranks alike."""
+        for each in self._reductions:
+            each.restart_accumulation()
+        if self.shards is not None:
+            self.shards.model.gradients.restart_accumulation()
+
     # ------------------------------------------------------------------ the user's calls
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

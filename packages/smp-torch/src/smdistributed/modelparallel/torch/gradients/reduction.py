@@ -86,6 +86,8 @@ class GradientReduction:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.Tensor, int] = {}
         self._passes_done = 0
+        #: What owners had before: the others do not have it, and it is not averaged again.
+        self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         self._once: set[nn.Parameter] = set()
         self._repeatedly: set[nn.Parameter] = set()
         self._is_armed = False
@@ -174,6 +176,12 @@ class GradientReduction:
     def begin(self) -> None:
         """Starts a step."""
         self._follow_requires_grad()
+        if self._owners is not None and self._replicas.size > 1 and not self._passes_done:
+            self._earlier = {
+                each: each.grad.clone()
+                for each in self._reduced
+                if each.grad is not None and self._owners.is_own(each)
+            }
         self._reset()
 
     def _reset(self) -> None:
@@ -222,7 +230,7 @@ class GradientReduction:
         """Called by autograd after it has added to a gradient."""
         assert isinstance(parameter, nn.Parameter)
         if not self._is_armed and self._is_outside_step():
-            self._arm()
+            self._arm(parameter)
         self.has_gradients = self.has_begun = True
         if parameter in self._final:
             raise SMPError(
@@ -239,9 +247,20 @@ class GradientReduction:
         ):
             self._finish(parameter)
 
-    def _arm(self) -> None:
-        """Reduces at the end of a backward pass that no step function runs."""
+    def _arm(self, first: nn.Parameter) -> None:
+        """Reduces at the end of a backward pass that no step function runs.
+
+        Raises:
+            UnsupportedError: owners have gradients from before, one of them with another one added.
+        """
         self.begin()
+        if self._earlier.keys() - {first}:
+            raise UnsupportedError(
+                "with shard_optimizer_state gradients of several backward passes outside of step "
+                "functions cannot be added up: they have gone to the ranks that update their "
+                "parameters. Call zero_grad() before each, or differentiate in a step function."
+            )
+        self._earlier.clear()
         self.enter_pass(self.everything)
         self._is_armed = True
 
@@ -283,7 +302,29 @@ class GradientReduction:
                     parameter.grad = None
                 elif parameter not in self._without or is_used(parameter):
                     self._store(parameter, view)
+        self._add_earlier()
         self._reset()
+
+    @torch.no_grad()
+    def _add_earlier(self) -> None:
+        """Makes up for the share of what only owners had: of a mean it is one of all replicas."""
+        for parameter, gradient in self._earlier.items():
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient, alpha=1 - 1 / self._replicas.size)
+        self._earlier.clear()
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self._passes_done > 0
+
+    def complete(self) -> None:
+        """Reduces what fewer steps than ``passes`` have added up. Collective: DP_GROUP, if any."""
+        if self._passes_done and self._buckets:
+            self._follow_requires_grad()
+            self._reset()
+            self._passes_done = self._passes - 1
+            self.end()
 
     # ------------------------------------------------------------------ one bucket
 
@@ -368,6 +409,7 @@ class GradientReduction:
     def restart_accumulation(self) -> None:
         """Counts the steps up to a reduction from zero again, on all replicas alike."""
         self._passes_done = 0
+        self._earlier.clear()
 
     def shadow(self, active: Sequence[int]) -> None:
         """Takes part in the others' reduction, with zeros, and discards the result."""

@@ -71,8 +71,12 @@ class Replicas:
         """
         if self.size > 1:
             with self.blaming("sharing parameters and buffers with"):
-                for tensor in tensors:
-                    dist.broadcast(tensor.data, self._members[source], group=self.group)
+                for tensor in map(_without_repeats, tensors):
+                    # Torch writes one number after the other, whatever the strides are.
+                    flat = tensor.contiguous()
+                    dist.broadcast(flat, self._members[source], group=self.group)
+                    if flat.data_ptr() != tensor.data_ptr():
+                        tensor.copy_(flat)
 
     @torch.no_grad()
     def broadcast_flat(self, tensors: Sequence[torch.Tensor], source: int) -> None:
@@ -209,6 +213,15 @@ class ReplicasOfSlices(Replicas):
     def beside(self, dp_rank: int) -> int:
         """Returns the replica that is in the tensor-parallel group of a data-parallel rank."""
         return self._rdp_ranks[dp_rank]
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of a tensor each once, where it is one that was expanded."""
+    data = tensor.data
+    for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            data = data.narrow(dim, 0, 1)
+    return data
 
 
 class _JoinableReplicas(Joinable):

@@ -103,6 +103,10 @@ class Shards:
         if self.model.units:
             self.model.end(self._used_anywhere)
 
+    def complete(self) -> None:
+        """Makes gradients of what fewer steps than ``passes`` have added up. Collective."""
+        self.model.gradients.complete(self._used_anywhere)
+
     def _used_anywhere(self, flags: torch.Tensor) -> None:
         replicas = self._replicas
         if replicas.size > 1:

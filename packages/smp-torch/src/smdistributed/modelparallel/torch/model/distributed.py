@@ -131,11 +131,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        if not set_to_none:
+        if set_to_none:
+            with cleared_unseen(self.parameters()):
+                super().zero_grad()
+        else:
             super().zero_grad(set_to_none)
-            return
-        with cleared_unseen(self.parameters()):
-            super().zero_grad()
+        self.data_parallel.restart_accumulation()
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         """Computes gradients over all partitions; takes the place of ``tensor.backward()``.

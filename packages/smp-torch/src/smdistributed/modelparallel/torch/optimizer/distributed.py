@@ -225,6 +225,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             )
         self._check_replaced()
         self._check_slices()
+        for model in self._accumulating_models():
+            model.data_parallel.complete_accumulation()
         if self._masters is not None:
             return self._masters.step(closure)
         if closure is not None:
@@ -266,6 +268,10 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         zero_grad(self.optimizer, set_to_none)
         if self._masters is not None:
             self._masters.store.forget_gradients(set_to_none)
+        for model in self._accumulating_models():
+            own = {id(each) for group in self._groups() for each in group}
+            if all(id(each) in own for each in model.parameters() if each.requires_grad):
+                model.data_parallel.restart_accumulation()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the fp32 gradients of the next update, so that their norm is at most ``max_norm``.
@@ -394,6 +400,14 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             action()
 
     # ------------------------------------------------------------------ parameters
+
+    def _accumulating_models(self) -> list[DistributedModel]:
+        """Returns the models with gradients of fewer steps than ``backward_passes_per_step``."""
+        return [
+            model
+            for model in models_of(self._runtime)
+            if model.data_parallel.is_accumulating and self.serves(model)
+        ]
 
     def _models(self) -> list[DistributedModel]:
         return [model for model in models_of(self._runtime) if self.serves(model)]

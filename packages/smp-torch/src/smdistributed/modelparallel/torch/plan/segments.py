@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
+from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import placeholders
@@ -133,6 +134,13 @@ class Plan:
             for value, readers in self.readers.items()
             for reader in readers
         ]
+        # What parts of a rank leave to each other past their values, in an object with state or in
+        # a module, is seen in the order of the script.
+        latest: dict[int, int] = {}
+        for segment in self.segments:
+            if segment.rank in latest:
+                edges.append(Edge(latest[segment.rank], segment.index, 0, has_grad=False))
+            latest[segment.rank] = segment.index
         return SegmentGraph(tuple(segments), tuple(edges), num_ranks)
 
     def digest(self) -> str:
@@ -187,6 +195,7 @@ def cut(
     _check_rewrites(graph)
     _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
+    _check_carried(segments, backward)
     return Plan(graph, segments, readers, with_gradient, backward, costs.measures)
 
 
@@ -376,6 +385,24 @@ def _check_gradients(graph: Graph) -> None:
                     f"{between.name}, on another partition. Compute it inside one module, or put "
                     "the modules between on one partition."
                 )
+
+
+def _check_carried(segments: Sequence[SegmentNodes], backward: set[int]) -> None:
+    """Refuses objects that bring what is computed without gradients to what has some."""
+    without: dict[tuple[int, Carried], Node] = {}
+    for segment in segments:
+        for node in segment.nodes:
+            for carried in placeholders((node.args, node.kwargs), Carried):
+                place = segment.rank, carried
+                if segment.index not in backward and node.grad_enabled:
+                    without.setdefault(place, node)
+                elif segment.index in backward and place in without:
+                    raise UnsupportedError(
+                        f"{node.name} gets an object (a cache, say) that {without[place].name} had "
+                        "in an earlier call of the model, whose results are not part of the loss: "
+                        "gradients would not go back through the object. Make the earlier call "
+                        "under torch.no_grad(), or return tensors and pass them on."
+                    )
 
 
 def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Value], set[int]]:

@@ -94,6 +94,11 @@ class CarriedObjects:
         """Lets go of the copies: no module of this rank sees them again."""
         self._copies.clear()
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors in the copies."""
+        for each in self._copies.values():
+            yield from tensors_held(each)
+
     def __call__(self, carried: Carried) -> Any:
         """Returns the copy that the rank's modules share."""
         if carried not in self._copies:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.carried import (
     Carried,
@@ -24,6 +26,7 @@ from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
 from smdistributed.modelparallel.torch.record.nested import (
+    containers_in,
     fill,
     map_tensors,
     placeholders,
@@ -148,11 +151,13 @@ class LeafCalls:
             measured = functools.partial(now.call_inside, call, module)
             templates = entry.args, entry.kwargs
             handed = self._handed(entry)
+            given = _items_given(args, kwargs)
             with self._attributes.shown_to(module):
                 alike = None
                 if entry.held:
                     alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
+                _check_items(given, entry)
                 now.grown += run.grown
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
@@ -217,6 +222,7 @@ class LeafCalls:
             entry = self._entry(module, args, kwargs)
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
+            items = _items_given(args, kwargs)
             watch = Watch(self._context.meter, self._state, module, (args, kwargs))
             snapshot = Snapshot(module.modules(), moved=self._scene.own_tensors)
             possible = len(self._state.possible)
@@ -236,6 +242,7 @@ class LeafCalls:
             span.end = len(now.new)
         with self._state.pausing():
             now.check_known(result, module)
+            _check_items(items, entry)
             watch.tell(entry)
             changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
             span.outputs = list(tensor_paths(result))
@@ -367,3 +374,34 @@ class LeafCalls:
                 yield
         finally:
             now.values, now.leaf_runs, self._calls.profile = kept
+
+
+#: Lists and dicts with what was in them.
+_Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
+
+
+def _items_given(args: Any, kwargs: Any) -> _Items:
+    """Returns the lists and dicts that a module is given; with ``**`` it gets a dict of its own."""
+    inside = containers_in((tuple(args), tuple(kwargs.values())))
+    return [(each, _items(each)) for each in inside]
+
+
+def _items(obj: list[Any] | dict[Any, Any]) -> list[Any]:
+    return list(obj) if isinstance(obj, list) else [part for item in obj.items() for part in item]
+
+
+def _check_items(given: _Items, entry: Entry) -> None:
+    """Refuses changes of lists and dicts: a module that runs elsewhere is given others like them.
+
+    Raises:
+        UnsupportedError: one has been changed.
+    """
+    for obj, before in given:
+        now = _items(obj)
+        if len(before) != len(now) or not all(map(operator.is_, before, now)):
+            raise UnsupportedError(
+                f"{entry.name} changes a {type(obj).__name__} that it is given, in {entry.where}; "
+                "nobody outside would see it, since modules that stay whole may run in another "
+                "process. Return what it adds, or give it an object of a class of your own that "
+                "holds it."
+            )

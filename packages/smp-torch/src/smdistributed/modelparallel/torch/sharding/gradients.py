@@ -258,8 +258,35 @@ class ShardedGradients:
             used_anywhere: takes the largest of each flag over the data-parallel ranks.
         """
         self._passes_done = (self._passes_done + 1) % self._passes
+        if not self._passes_done:
+            self._finish_all(used_anywhere)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether there are sums that are no gradients yet."""
+        return self._passes_done > 0
+
+    def complete(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
+        """Makes gradients of what fewer steps than ``passes`` have added up.
+
+        Collective: DP_GROUP, if there is any.
+
+        Args:
+            used_anywhere: takes the largest of each flag over the data-parallel ranks.
+        """
         if self._passes_done:
-            return
+            self._passes_done = 0
+            self._finish_all(used_anywhere)
+
+    def restart_accumulation(self) -> None:
+        """Forgets what has been added up, on all ranks alike."""
+        self._passes_done = 0
+        self._sums.clear()
+        self._squares.clear()
+        self._used.clear()
+
+    @torch.no_grad()
+    def _finish_all(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
         places = [(unit.number, place) for unit in self._units for place in range(len(unit.names))]
         # On the host, so that no GPU is waited for.
         flags = torch.tensor(
