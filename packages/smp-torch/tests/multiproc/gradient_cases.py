@@ -197,6 +197,36 @@ def case_backward_passes_are_summed() -> None:
             assert_same_gradients(model, reference)
 
 
+def case_accumulations_that_end_early() -> None:
+    """What fewer steps have added up is reduced for an update, and what is cleared is forgotten."""
+    for clear_by_model in (False, True):
+        model, reference = pair(backward_passes_per_step=3)
+        step = smp.step(regress)
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, reference)
+        ]
+        optimizers[0] = smp.DistributedOptimizer(optimizers[0])
+
+        def pass_through(model: Any = model, reference: Any = reference, step: Any = step) -> None:
+            data = batch()
+            run_plain(reference, regress, data)
+            step(model, *own_share(data, [0, 0]))
+
+        for counts in ((2, 2), (1, 3), (0, 1)):
+            for _each in range(counts[0]):
+                pass_through()
+            (model if clear_by_model else optimizers[0]).zero_grad()
+            reference.zero_grad()
+            for _each in range(counts[1]):
+                pass_through()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            state = model.state_dict()
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(state[name], parameter.detach())
+
+
 def scaled(reference: nn.Module, factor: float) -> None:
     for parameter in reference.parameters():
         if parameter.grad is not None:
@@ -571,6 +601,7 @@ REPLICATED = {
     "unused_parameters": case_unused_parameters,
     "frozen_parameters_change": case_frozen_parameters_change,
     "backward_passes_are_summed": case_backward_passes_are_summed,
+    "accumulations_that_end_early": case_accumulations_that_end_early,
     "communication_hook": case_communication_hook,
     "torchs_hooks": case_torchs_hooks,
     "hook_errors": case_hook_errors,

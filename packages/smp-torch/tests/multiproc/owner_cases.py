@@ -86,6 +86,32 @@ def case_state_is_that_of_one_process() -> None:
             same_bits(one, two, "parameter")
 
 
+def case_gradients_of_several_steps_add_up() -> None:
+    """Without ``zero_grad`` between; outside of steps that is refused."""
+    reference, model = net(), smp.DistributedModel(net())
+    plain = momentum(reference.parameters())
+    optimizer = smp.DistributedOptimizer(momentum(model.parameters()))
+    step = smp.step(body)
+    for number, each in enumerate(batches(6)):
+        run_plain(reference, body, each)
+        step(model, *own_share(each, [0, 0]))
+        if number % 3 == 2:
+            for one in (plain, optimizer):
+                one.step()
+                one.zero_grad()
+            state = model.state_dict()
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(
+                    state[name], parameter.detach().to(state[name].device), rtol=1e-5, atol=1e-6
+                )
+    if smp.pp_size() > 1:
+        return
+    model(batches(1)[0][0][:1]).sum().backward()
+    with pytest.raises(UnsupportedError, match="outside of step functions cannot be added up"):
+        model(batches(1)[0][0][:1]).sum().backward()
+    model.zero_grad()
+
+
 def case_what_needs_every_gradient_is_refused() -> None:
     model = smp.DistributedModel(net())
     with pytest.raises(UnsupportedError, match="a gradient goes to the one that updates"):
@@ -99,5 +125,6 @@ CASES: dict[str, Callable[[], None]] = {
     "momentum_clipped": lambda: trained(momentum, 0.05),
     "every_parameter_has_one_owner": case_every_parameter_has_one_owner,
     "state_is_that_of_one_process": case_state_is_that_of_one_process,
+    "gradients_of_several_steps_add_up": case_gradients_of_several_steps_add_up,
     "what_needs_every_gradient_is_refused": case_what_needs_every_gradient_is_refused,
 }

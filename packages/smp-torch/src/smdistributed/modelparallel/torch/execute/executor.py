@@ -218,7 +218,8 @@ class Executor:
         for tensor in step.carried[action.microbatch].tensors():
             if tensor.grad_fn is not None and id(tensor) not in left:
                 left[id(tensor)] = tensor
-                tensor.register_hook(functools.partial(step.check_segment, action.segment))
+                check = functools.partial(step.check_segment, action.segment)
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def _backward(self, step: _StepState, action: Action) -> None:
         self._differentiate(step, action, torch.autograd.backward)

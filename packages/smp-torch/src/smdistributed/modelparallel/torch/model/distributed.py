@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.model.drawing import DrawingModules
 from smdistributed.modelparallel.torch.model.holder import NOT_PARTITIONED, Holder
 from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.local_queries import LocalQueries
+from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
 from smdistributed.modelparallel.torch.model.sharding import (
     check_not_sharded,
@@ -79,6 +80,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 f"DistributedModel takes a torch.nn.Module; received {type(module).__name__}."
             )
         super().__init__()
+        _check_overlaps(runtime, module)
+        _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
         cast_model(runtime.config, module, runtime.delayed)
         half = half_type(runtime.config)
@@ -290,12 +293,27 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             PartitionError: a parameter is now shared between partitions.
         """
         has_changed = self.holder.refresh()
+        if has_changed and self.partitioned:
+            self._check_shards()
         self._follow_compiled(has_changed=has_changed)
         if has_changed and self.partitioned:
             self.data_parallel.watch(
                 self.default_reducer_named_parameters(),
                 self.scaled_batch_reducer_named_parameters(),
             )
+
+    def _check_shards(self) -> None:
+        shards = self.data_parallel.shards
+        if shards is None or not shards.model.units:
+            return
+        known = self.data_parallel.updates()
+        for name, parameter in self.local_named_parameters():
+            if parameter not in known:
+                raise UnsupportedError(
+                    f"{name} has been put into the model after its parameters were cut into "
+                    "shards (sharded_data_parallel_degree), and would not be trained: change the "
+                    "model before smp.DistributedModel, and load its state into that."
+                )
 
     def _follow_compiled(self, *, has_changed: bool) -> None:
         """Takes what is compiled now.
@@ -368,6 +386,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         if not self.partitioned:
             raise NotPartitionedError(NOT_PARTITIONED)
+        if self.partitioned:
+            self.holder.check_values()
         return self._state.local()
 
     def state_dict(  # type: ignore[override]
@@ -401,6 +421,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         if keep_vars:
             raise UnsupportedError("state_dict(keep_vars=True) is not supported; leave it False.")
         self.holder.check_nothing_waits()
+        if self.partitioned:
+            self.holder.check_values()
         if any(True for _ in self.holder.delayed()):
             raise NotPartitionedError(
                 "delayed parameters have no values before the model is partitioned, which the "
@@ -470,6 +492,43 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         if self.holder.is_partial:
             self._state.gather_tensors()
         return self
+
+
+def _check_renormalized(runtime: TorchRuntime, module: nn.Module) -> None:
+    """Refuses embeddings whose calls write to their weight by what one replica sees.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    if not runtime.config.ddp or runtime.topology.dp_size == 1:
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise UnsupportedError(
+                f"{name} has max_norm={each.max_norm!r}: its calls shorten the rows that they look "
+                "up, which differ between data-parallel ranks, so their weights would. Leave "
+                "max_norm out, and bound the rows after optimizer.step(), with torch.renorm, on "
+                "every rank."
+            )
+
+
+def _check_overlaps(runtime: TorchRuntime, module: nn.Module) -> None:
+    """Refuses parameters that share memory, where a rank would have parts of them.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    topology = runtime.topology
+    is_cut = runtime.sharding_groups is not None or topology.tp_size > 1
+    if not (is_cut or (runtime.config.shard_optimizer_state and topology.dp_size > 1)):
+        return
+    for one, other in overlaps_in(module):
+        raise UnsupportedError(
+            f"{one} and {other} have memory in common and are two objects, as after a.data = "
+            "b.data: with tensor parallelism, sharded data parallelism and shard_optimizer_state "
+            "ranks have parts of them, or update one each. Let both be one parameter (module.a = "
+            "other.b), or give one memory of its own."
+        )
 
 
 def models_of(runtime: TorchRuntime) -> list[DistributedModel]:

@@ -185,7 +185,7 @@ class Holder:
         if self._is_gathered:
             self._settle()  # what was gathered for use outside of steps goes again
         if self._placement is not None:
-            self._check_values()
+            self.check_values()
         if self.fakes.is_current:
             return False
         runtime, former = self._runtime, self.fakes
@@ -229,7 +229,12 @@ class Holder:
         }
         self.absence.begin(self.fakes.model, lacking)
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
+        """Raises if a parameter has been given what only another partition knows.
+
+        Raises:
+            PartitionError: one has.
+        """
         for name, tensor in self.named_parameters():
             if is_vacant(tensor):
                 raise PartitionError(

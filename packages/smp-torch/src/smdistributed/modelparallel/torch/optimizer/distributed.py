@@ -90,7 +90,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
                 "shard_optimizer_state and sharded data parallelism."
             )
         if is_sharded:
-            check_number_by_number(optimizer)
+            why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
+            check_number_by_number(optimizer, why)
         self.optimizer = optimizer
         self._runtime = runtime
         self.fp16_optimizer: FP16_Optimizer | None = None
@@ -251,12 +252,20 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             )
 
     def _check_slices(self) -> None:
-        takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
-        if self._masters is None or not takes_norms:
+        if self._runtime.topology.tp_size == 1:
             return
+        takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
         own = {id(each) for group in self._groups() for each in group}
         for model in self._models():
-            if not own.isdisjoint(map(id, model.split_parameters())):
+            if own.isdisjoint(map(id, model.split_parameters())):
+                continue
+            if not takes_norms:
+                check_number_by_number(
+                    self.optimizer,
+                    "with tensor_parallel_degree above 1 ranks update a slice of each parameter "
+                    "that is split",
+                )
+            elif self._masters is not None:
                 raise UnsupportedError(
                     f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
                     "masters of parameters that are split over tensor-parallel ranks: use "

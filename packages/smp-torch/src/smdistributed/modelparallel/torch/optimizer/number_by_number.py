@@ -29,8 +29,12 @@ _KNOWN = tuple(
 )
 
 
-def check_number_by_number(optimizer: torch.optim.Optimizer) -> None:
+def check_number_by_number(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raises if an optimizer may look at a parameter as a whole, which no rank has.
+
+    Args:
+        optimizer: of the script.
+        why: no rank has it.
 
     Raises:
         UnsupportedError: its update is not one that is known.
@@ -41,8 +45,7 @@ def check_number_by_number(optimizer: torch.optim.Optimizer) -> None:
     if getattr(kind, "updates_number_by_number", False):
         return
     raise UnsupportedError(
-        f"with sharded_data_parallel_degree above 1 a rank updates a block of each parameter, and "
-        f"{kind.__name__} may need all of it, as those do that take norms or means: use AdamW, SGD "
-        "or another one of torch that works number by number. If this one does, say so by the "
-        "attribute updates_number_by_number = True of its class."
+        f"{why}, and {kind.__name__} may need whole ones, as those do that take norms or means: "
+        "use AdamW, SGD or another one of torch that works number by number. If this one does, say "
+        "so by the attribute updates_number_by_number = True of its class."
     )

@@ -113,6 +113,11 @@ class Placement:
             owners.setdefault(id(fake), self.partition_of[module])
         return owners
 
+    def partition_of_name(self, name: str) -> int:
+        """Returns the partition of the module that has a parameter or buffer, by its name."""
+        owner = self.fakes.model.get_submodule(name.rpartition(".")[0])
+        return self.partition_of[owner]
+
     def owner_of(self, slot: Slot) -> int:
         """Returns the partition that holds a parameter or buffer."""
         return self._owners[id(self.fakes.slots[slot])]

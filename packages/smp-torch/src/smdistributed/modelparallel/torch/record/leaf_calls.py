@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.carried import (
     Carried,
@@ -200,6 +201,7 @@ class LeafCalls:
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
+        _check_attributes(entry)
         entry.effects = [
             (carried, contents.effects())
             for carried, contents in handed.items()
@@ -374,6 +376,22 @@ class LeafCalls:
                 yield
         finally:
             now.values, now.leaf_runs, self._calls.profile = kept
+
+
+def _check_attributes(entry: Entry) -> None:
+    """Refuses attributes that a module sets on the tensors that it returns.
+
+    Raises:
+        UnsupportedError: there are some, and tensors go to other processes without them.
+    """
+    for _, tensor in entry.outputs:
+        own = vars(tensor).keys() - attributes_of(tensor)
+        if names := sorted(each for each in own if not each.startswith("_")):
+            raise UnsupportedError(
+                f"{entry.name} sets the attribute {names[0]} on a tensor that it returns, in "
+                f"{entry.where}: a tensor goes to another partition without. Return it beside "
+                "the tensor."
+            )
 
 
 #: Lists and dicts with what was in them.

@@ -10,6 +10,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.partitioner import Assignment
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
@@ -99,7 +100,16 @@ def _place(
         placement = _faster(runtime, whole, decided)
     # One decision for the whole job: code that goes through a set has no order of its own.
     assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
-    model.place(Placement(holder.fakes, assignment))
+    placement = Placement(holder.fakes, assignment)
+    for one, other in overlaps_in(model.get_module()):
+        places = [placement.partition_of_name(name) for name in (one, other)]
+        if places[0] != places[1]:
+            raise PartitionError(
+                f"{one} and {other} have memory in common and are two objects, as after a.data = "
+                f"b.data, and live on partitions {places[0]} and {places[1]}. Let both be one "
+                "parameter (module.a = other.b), or put their modules on one partition."
+            )
+    model.place(placement)
     _say(runtime, partition_text(assignment))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
@@ -104,6 +105,7 @@ class _Gather(torch.autograd.Function):
         return ctx.collectives.gather(tensor, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.collectives.scatter_sum(gradient, ctx.sizes), None, None
 
@@ -115,6 +117,7 @@ class _Scatter(torch.autograd.Function):
         return ctx.collectives.scatter_sum(tensor, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.collectives.gather(gradient, ctx.sizes), None, None
 
@@ -126,6 +129,7 @@ class _ToChannels(torch.autograd.Function):
         return _channels(ctx.collectives, tensor, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _examples(ctx.collectives, gradient, ctx.sizes), None, None
 
@@ -137,6 +141,7 @@ class _ToExamples(torch.autograd.Function):
         return _examples(ctx.collectives, tensor, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _channels(ctx.collectives, gradient, ctx.sizes), None, None
 
@@ -148,6 +153,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.collectives.sum(gradient), None
 
@@ -158,6 +164,7 @@ class _Sum(torch.autograd.Function):
         return handle().collectives.sum(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
 
@@ -169,6 +176,7 @@ class _TakeChannels(torch.autograd.Function):
         return _share(ctx.collectives, tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return _joined(ctx.collectives, gradient), None
 
@@ -180,6 +188,7 @@ class _JoinChannels(torch.autograd.Function):
         return _joined(ctx.collectives, tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         # Every rank has the same gradient of the same examples.
         return _share(ctx.collectives, gradient), None
@@ -192,6 +201,7 @@ class _Whole(torch.autograd.Function):
         return _joined(ctx.group.collectives, slice_)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         collectives = ctx.group.collectives
         if ctx.group.is_prescaled:

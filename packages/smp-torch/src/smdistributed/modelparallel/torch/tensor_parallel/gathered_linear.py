@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
@@ -200,6 +201,7 @@ class _SlicedLinear(torch.autograd.Function):
         return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         tensor, weight, bias = ctx.saved_tensors
         group: TensorGroup | None = ctx.group
@@ -234,5 +236,6 @@ class _Shared(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.share, None

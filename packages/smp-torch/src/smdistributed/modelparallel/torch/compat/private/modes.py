@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,21 @@ def past_recording() -> Iterator[None]:
     """Computes for real in the middle of a run on fakes, and records nothing."""
     with unset_fake_temporarily(), torch._C.DisableTorchFunction():
         yield
+
+
+def attributes_of(tensor: torch.Tensor) -> frozenset[str]:
+    """Returns the attributes in which PyTorch itself keeps something; fakes have some.
+
+    Args:
+        tensor: a fake, or not.
+    """
+    return _attributes_of_fakes(tensor.fake_mode) if isinstance(tensor, FakeTensor) else frozenset()
+
+
+@functools.cache
+def _attributes_of_fakes(mode: FakeTensorMode) -> frozenset[str]:
+    with _disable_current_modes(), mode:
+        return frozenset(vars(torch.empty(0)))
 
 
 def computes_on_fakes() -> bool:

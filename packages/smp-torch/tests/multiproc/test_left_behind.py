@@ -1,0 +1,266 @@
+"""What scripts leave in objects, lists and attributes, and do to memory, is seen or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_owners import sharded, tensor
+from torch import nn
+from torch.nn import functional as F
+from world import pipeline, run, world_of
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import PartitionError, SMPError, UnsupportedError
+from smdistributed.modelparallel.common.testing import Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+WIDTH, LAYERS = 8, 4
+SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
+WORLDS = {
+    "pp2": pipeline(2),
+    "dp2": world_of(2, {"microbatches": 4, "ddp": True}),
+    "oss2": sharded(2),
+    "tp2": tensor(2),
+    "sdp2": world_of(2, {**SHARDS, "microbatches": 2, "ddp": True}),
+}
+
+
+class Cache:
+    """Keys of layers, by their numbers."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+
+    def update(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        known = self.keys.get(layer)
+        self.keys[layer] = keys if known is None else torch.cat([known, keys])
+        return self.keys[layer]
+
+
+class Layer(nn.Module):
+    """Attends to what it has left in a cache."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        keys = self.key(x)
+        if isinstance(cache, Cache):
+            keys = cache.update(self.number, keys)
+        else:
+            cache.append(keys)
+        return x + torch.softmax(self.query(x) @ keys.T, -1) @ keys
+
+
+class Layers(nn.Module):
+    """Hands a cache to its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, range(LAYERS)))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+def seen_in_order() -> None:
+    """A call whose result nobody uses comes before the one that reads what it has left."""
+    torch.manual_seed(0)
+    module = Layers()
+    plain, model = copy.deepcopy(module), smp.DistributedModel(module)
+
+    def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        with torch.no_grad():
+            model(x, cache)
+        loss: torch.Tensor = F.mse_loss(model(y, cache), x)
+        return loss
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = body(model, x, y)
+        model.backward(loss)
+        return loss.detach()
+
+    for _ in range(2):
+        data = torch.randn(2, 8, WIDTH).unbind()
+        count = int(smp.state.cfg.microbatches)
+        want = [
+            body(plain, *each) for each in zip(*(one.chunk(count) for one in data), strict=True)
+        ]
+        plain.zero_grad()
+        (sum(want) / count).backward()  # type: ignore[union-attr]
+        model.zero_grad()
+        torch.testing.assert_close(train(model, *data).stack(), torch.stack(want).detach())
+        expected = dict(plain.named_parameters())
+        for name, parameter in model.local_named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+class Named(nn.Linear):
+    """Sets an attribute on what it returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        x.scale = 0.5  # type: ignore[attr-defined]
+        return x
+
+
+def refused_in_steps(kind: str) -> None:
+    def lists(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x, []).mean()
+
+    def unused(model: Any, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        model(x, cache)
+        return model(x, cache).mean()
+
+    def twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        return model(x, cache).mean() + model(x, cache).mean()
+
+    def attributes(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean()
+
+    body, want = {
+        "lists": (lists, "changes a list that it is given"),
+        "unused": (unused, "whose results are not part of the loss"),
+        "twice": (twice, "its gradient cannot go back there"),
+        "attributes": (attributes, "sets the attribute scale on a tensor"),
+    }[kind]
+    module = Layers() if kind != "attributes" else nn.Sequential(Named(8, 8), nn.Linear(8, 8))
+    model = smp.DistributedModel(module)
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = body(model, x)
+        model.backward(loss)
+        return loss
+
+    with pytest.raises(SMPError, match=want):
+        train(model, torch.randn(8, WIDTH))
+
+
+def tied_by_data() -> nn.Module:
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    module[3].weight.data = module[0].weight.data
+    return module
+
+
+def tied_in_a_pipeline() -> None:
+    model = smp.DistributedModel(tied_by_data())
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    with pytest.raises(PartitionError, match="have memory in common and are two objects"):
+        train(model, torch.randn(8, WIDTH))
+
+
+def tied_where_ranks_have_parts() -> None:
+    with pytest.raises(UnsupportedError, match="have memory in common and are two objects"):
+        smp.DistributedModel(tied_by_data())
+    smp.DistributedModel(nn.LSTM(8, 8))  # its weights lie side by side
+
+
+def replaced_after_it_was_cut() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = smp.DistributedModel(module)
+    step = smp.step(lambda model, x: model(x))
+    step(model, torch.randn(4, WIDTH))
+    module[1] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(UnsupportedError, match="weight has been put into the model after"):
+        step(model, torch.randn(4, WIDTH))
+
+
+def renormalized() -> None:
+    with pytest.raises(UnsupportedError, match="its calls shorten the rows"):
+        smp.DistributedModel(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)))
+
+
+def expanded_buffers() -> None:
+    """Replicas get the numbers of a buffer, and nothing behind its memory is written."""
+    module = nn.Linear(4, 4)
+    base = torch.full((1, 3, 1), float(smp.rank()))
+    module.register_buffer("wide", base.expand(5000, 3, 7))
+    module.register_buffer("turned", torch.full((2, 3), float(smp.rank())).t())
+    model = smp.DistributedModel(module)
+    smp.step(lambda model, x: model(x))(model, torch.randn(4, 4))
+    assert not model.get_module().wide.any()
+    assert not model.get_module().turned.any()
+
+
+class WholeNorms(torch.optim.SGD):
+    """An update of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+
+def made(module: nn.Module) -> Any:
+    with smp.tensor_parallelism():
+        smp.set_tensor_parallelism(module, True)
+    return smp.DistributedModel(module)
+
+
+def additions_are_kept() -> None:
+    """What has hooks, or a compiled wrapper, stays whole."""
+    hooked = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    hooked[0].register_forward_pre_hook(lambda module, args: None)
+    hooked[1].weight.register_hook(lambda gradient: gradient)
+    hooked[2].forward = hooked[2].forward  # type: ignore[method-assign]
+    wrapped = torch.compile(hooked[3], backend="eager")
+    model = made(nn.Sequential(*hooked[:3], wrapped, nn.Linear(WIDTH, WIDTH))).get_module()
+    kinds = [type(each).__name__ for each in model]
+    assert kinds == ["Linear"] * 3 + ["OptimizedModule", "DistributedLinear"], kinds
+    assert type(wrapped._orig_mod) is nn.Linear
+
+
+def optimizers_of_whole_tensors() -> None:
+    model = made(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    for optimizer in (
+        torch.optim.LBFGS(model.parameters()),
+        WholeNorms(model.parameters(), lr=0.1),
+    ):
+        with pytest.raises(UnsupportedError, match="slice of each parameter that is split, and"):
+            smp.DistributedOptimizer(optimizer).step()
+
+
+CASES: dict[str, tuple[str, Any]] = {
+    "seen_in_order": ("pp2", seen_in_order),
+    "tied_in_a_pipeline": ("pp2", tied_in_a_pipeline),
+    "tied_with_owners": ("oss2", tied_where_ranks_have_parts),
+    "tied_in_shards": ("sdp2", tied_where_ranks_have_parts),
+    "tied_in_slices": ("tp2", tied_where_ranks_have_parts),
+    "replaced_after_it_was_cut": ("sdp2", replaced_after_it_was_cut),
+    "renormalized": ("dp2", renormalized),
+    "expanded_buffers": ("dp2", expanded_buffers),
+    "additions_are_kept": ("tp2", additions_are_kept),
+    "optimizers_of_whole_tensors": ("tp2", optimizers_of_whole_tensors),
+}
+
+
+def run_case(name: str) -> None:
+    torch.manual_seed(3)
+    CASES[name][1]()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_never_silently_wrong(worlds: Worlds, name: str) -> None:
+    run(worlds, WORLDS[CASES[name][0]], run_case, name)
+
+
+@pytest.mark.parametrize("kind", ["lists", "unused", "attributes"])
+def test_what_modules_leave_is_refused(worlds: Worlds, kind: str) -> None:
+    run(worlds, WORLDS["pp2"], refused_in_steps, kind)
