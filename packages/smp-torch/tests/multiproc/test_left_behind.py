@@ -149,6 +149,35 @@ def refused_in_steps(kind: str) -> None:
         train(model, torch.randn(8, WIDTH))
 
 
+class Collecting(nn.Module):
+    """Puts what its layers make into a list of its caller's, in code that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            made.append(x)
+        return x
+
+
+def lists_of_split_modules() -> None:
+    module = Collecting()
+    plain, model = copy.deepcopy(module), smp.DistributedModel(module)
+
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        made: list[torch.Tensor] = []
+        return model(x, made).mean() + torch.stack(made).square().sum()
+
+    step = smp.step(body)
+    for _ in range(2):
+        x = torch.randn(8, WIDTH)
+        want = torch.stack([body(plain, each) for each in x.chunk(int(smp.state.cfg.microbatches))])
+        torch.testing.assert_close(step(model, x).stack(), want.detach())
+
+
 def tied_by_data() -> nn.Module:
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     module[3].weight.data = module[0].weight.data
@@ -239,6 +268,7 @@ def optimizers_of_whole_tensors() -> None:
 
 CASES: dict[str, tuple[str, Any]] = {
     "seen_in_order": ("pp2", seen_in_order),
+    "lists_of_split_modules": ("pp2", lists_of_split_modules),
     "tied_in_a_pipeline": ("pp2", tied_in_a_pipeline),
     "tied_with_owners": ("oss2", tied_where_ranks_have_parts),
     "tied_in_shards": ("sdp2", tied_where_ranks_have_parts),

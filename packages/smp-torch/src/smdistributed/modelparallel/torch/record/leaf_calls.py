@@ -158,11 +158,12 @@ class LeafCalls:
                 if entry.held:
                     alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
-                _check_items(given, entry)
                 now.grown += run.grown
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
                 self._complete(entry, run.result, run.changes, handed)
+            if (left := _left_behind(entry, given)) is not None:
+                raise left
             if alike is not None and alike != run.lines:
                 raise depends_on_others(entry.name, templates)
             self.settle(entry, call)
@@ -201,7 +202,6 @@ class LeafCalls:
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
-        _check_attributes(entry)
         entry.effects = [
             (carried, contents.effects())
             for carried, contents in handed.items()
@@ -219,7 +219,9 @@ class LeafCalls:
         with self._state.pausing():
             now.go_live()
             assert now.new is not None
-            args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
+            if any(now.fake(each) is not each for each in tensors_in((args, kwargs))):
+                # Else with the caller's own lists, which a module that is split may change.
+                args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
             now.check_known((args, kwargs), self._calls.current.module)
             entry = self._entry(module, args, kwargs)
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
@@ -244,12 +246,12 @@ class LeafCalls:
             span.end = len(now.new)
         with self._state.pausing():
             now.check_known(result, module)
-            _check_items(items, entry)
             watch.tell(entry)
             changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
             span.outputs = list(tensor_paths(result))
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
             self._complete(entry, result, changes, handed)
+            span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])
         return result
 
@@ -378,22 +380,6 @@ class LeafCalls:
             now.values, now.leaf_runs, self._calls.profile = kept
 
 
-def _check_attributes(entry: Entry) -> None:
-    """Refuses attributes that a module sets on the tensors that it returns.
-
-    Raises:
-        UnsupportedError: there are some, and tensors go to other processes without them.
-    """
-    for _, tensor in entry.outputs:
-        own = vars(tensor).keys() - attributes_of(tensor)
-        if names := sorted(each for each in own if not each.startswith("_")):
-            raise UnsupportedError(
-                f"{entry.name} sets the attribute {names[0]} on a tensor that it returns, in "
-                f"{entry.where}: a tensor goes to another partition without. Return it beside "
-                "the tensor."
-            )
-
-
 #: Lists and dicts with what was in them.
 _Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
 
@@ -408,18 +394,23 @@ def _items(obj: list[Any] | dict[Any, Any]) -> list[Any]:
     return list(obj) if isinstance(obj, list) else [part for item in obj.items() for part in item]
 
 
-def _check_items(given: _Items, entry: Entry) -> None:
-    """Refuses changes of lists and dicts: a module that runs elsewhere is given others like them.
-
-    Raises:
-        UnsupportedError: one has been changed.
-    """
+def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
+    """Returns why what a module leaves for others is lost where it runs in another process."""
     for obj, before in given:
         now = _items(obj)
         if len(before) != len(now) or not all(map(operator.is_, before, now)):
-            raise UnsupportedError(
+            return UnsupportedError(
                 f"{entry.name} changes a {type(obj).__name__} that it is given, in {entry.where}; "
                 "nobody outside would see it, since modules that stay whole may run in another "
                 "process. Return what it adds, or give it an object of a class of your own that "
                 "holds it."
             )
+    for _, tensor in entry.outputs:
+        own = vars(tensor).keys() - attributes_of(tensor)
+        if names := sorted(each for each in own if not each.startswith("_")):
+            return UnsupportedError(
+                f"{entry.name} sets the attribute {names[0]} on a tensor that it returns, in "
+                f"{entry.where}: a tensor goes to another partition without. Return it beside "
+                "the tensor."
+            )
+    return None

@@ -291,6 +291,9 @@ class Recorder(TorchFunctionMode):
         done = [span for span in chosen if not span.failed]
         for span in reversed(done):
             span.undo()
+        for span in done:
+            if span.left_behind is not None:
+                raise span.left_behind
         own = {key for span in done for key in span.snapshot.changed}
         for span in done:
             self._attributes.refuse_difference([span.entry], span.snapshot, own)

@@ -38,6 +38,7 @@ class Span:
         outputs: the tensors that it returns and where they stand.
         failed: it raised, and code around it went on.
         written: tensors that belong to no model and that it changes, with copies from before.
+        left_behind: why it cannot be a leaf, for what it leaves outside of its result.
     """
 
     module: nn.Module
@@ -51,6 +52,7 @@ class Span:
     failed: bool = False
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    left_behind: Exception | None = None
 
     def is_inside(self, spans: set[Span]) -> bool:
         """Whether it was made from one of some calls."""
