@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, Slice
 from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLayer, four_dims
 from smdistributed.modelparallel.torch.nn.output import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.parts import Projection
+from smdistributed.modelparallel.torch.tensor_parallel.additions import HOOKS
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
@@ -47,7 +48,6 @@ _KNOWN = frozenset(
         nn.LayerNorm,
     }
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LayersInTurn(nn.Sequential):
@@ -123,7 +123,7 @@ def _is_as_written(module: nn.Module, random: Lanes | None) -> bool:
     state = vars(module)
     if type(module) not in _KNOWN or "forward" in state or state.get("_compiled_call_impl"):
         return False
-    hooks = [hook for name in _HOOKS for hook in state[name].values()]
+    hooks = [hook for name in HOOKS for hook in state[name].values()]
     return all(random is not None and random.owns_hook(hook) for hook in hooks)
 
 

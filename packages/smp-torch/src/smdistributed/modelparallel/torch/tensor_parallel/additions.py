@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Where a module has the hooks of its calls.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
@@ -14,7 +15,7 @@ def additions_to(module: nn.Module) -> str | None:
     """Returns why a module cannot be replaced; None if nothing has been added to it."""
     for name, each in module.named_modules():
         where = f"its module {name}" if name else "it"
-        if any(state for state in map(vars(each).get, _HOOKS)):
+        if any(state for state in map(vars(each).get, HOOKS)):
             return f"{where} has hooks, which a distributed module would not have"
         if _is_of_others(vars(each).get("forward")):
             return f"{where} has a forward of its own instance, which nothing else would run"

@@ -86,7 +86,7 @@ def attributes_of(tensor: torch.Tensor) -> frozenset[str]:
     return _attributes_of_fakes(tensor.fake_mode) if isinstance(tensor, FakeTensor) else frozenset()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)  # it keeps the mode alive
 def _attributes_of_fakes(mode: FakeTensorMode) -> frozenset[str]:
     with _disable_current_modes(), mode:
         return frozenset(vars(torch.empty(0)))
