@@ -230,6 +230,35 @@ def expanded_buffers() -> None:
     assert not model.get_module().turned.any()
 
 
+def cleared_accumulations() -> None:
+    """Of steps whose gradients were cleared nothing is left where ranks have parts of the sums."""
+    for clears_by_model in (False, True):
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        plain = copy.deepcopy(module)
+        model = smp.DistributedModel(module, backward_passes_per_step=3)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+        @smp.step
+        def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        for number in range(4):  # two that are cleared, and two that end early
+            x = torch.randn(8, WIDTH)
+            train(model, x.chunk(smp.dp_size())[smp.dp_rank()])
+            plain(x).square().mean().backward()
+            if number == 1:
+                (model if clears_by_model else optimizer).zero_grad()
+                other.zero_grad()
+        optimizer.step()
+        other.step()
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
 class WholeNorms(torch.optim.SGD):
     """An update of its own."""
 
@@ -274,6 +303,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "tied_in_shards": ("sdp2", tied_where_ranks_have_parts),
     "tied_in_slices": ("tp2", tied_where_ranks_have_parts),
     "replaced_after_it_was_cut": ("sdp2", replaced_after_it_was_cut),
+    "cleared_in_shards": ("sdp2", cleared_accumulations),
+    "cleared_with_owners": ("oss2", cleared_accumulations),
     "renormalized": ("dp2", renormalized),
     "expanded_buffers": ("dp2", expanded_buffers),
     "additions_are_kept": ("tp2", additions_are_kept),
