@@ -205,12 +205,17 @@ def tied_where_ranks_have_parts() -> None:
 
 def replaced_after_it_was_cut() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    first = copy.deepcopy(module[0])
     model = smp.DistributedModel(module)
     step = smp.step(lambda model, x: model(x))
     step(model, torch.randn(4, WIDTH))
-    module[1] = nn.Linear(WIDTH, WIDTH)
+    module[1] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    given = torch.randn(4, WIDTH)
+    made = torch.cat(step(model, given).outputs)
+    torch.testing.assert_close(made, module[1](first(given)))
+    module[1].requires_grad_(True)
     with pytest.raises(UnsupportedError, match="weight has been put into the model after"):
-        step(model, torch.randn(4, WIDTH))
+        step(model, given)
 
 
 def renormalized() -> None:

@@ -96,6 +96,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self.holder = Holder(runtime, module, self.place_in_keys)
         self._additions = Additions(runtime, self.holder)
         self.compiled = CompiledModules(self.holder)
+        #: Parameters that came after the others were cut into shards, and their names.
+        self._beside_shards: list[tuple[str, nn.Parameter]] = []
         self._compiled_calls = CompiledCalls()
         self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
         if self.partitioned:  # first shards, since the whole model may fit on no device
@@ -294,7 +296,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         has_changed = self.holder.refresh()
         if has_changed and self.partitioned:
-            self._check_shards()
+            self._beside_shards = self._find_beside_shards()
+        self._check_beside_shards()
         self._follow_compiled(has_changed=has_changed)
         if has_changed and self.partitioned:
             self.data_parallel.watch(
@@ -302,17 +305,22 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 self.scaled_batch_reducer_named_parameters(),
             )
 
-    def _check_shards(self) -> None:
+    def _find_beside_shards(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters that came after the others were cut into shards."""
         shards = self.data_parallel.shards
         if shards is None or not shards.model.units:
-            return
+            return []
         known = self.data_parallel.updates()
-        for name, parameter in self.local_named_parameters():
-            if parameter not in known:
+        return [each for each in self.local_named_parameters() if each[1] not in known]
+
+    def _check_beside_shards(self) -> None:
+        for name, parameter in self._beside_shards:
+            if parameter.requires_grad:
                 raise UnsupportedError(
                     f"{name} has been put into the model after its parameters were cut into "
                     "shards (sharded_data_parallel_degree), and would not be trained: change the "
-                    "model before smp.DistributedModel, and load its state into that."
+                    "model before smp.DistributedModel, and load its state into that; or freeze "
+                    "it with requires_grad_(False)."
                 )
 
     def _follow_compiled(self, *, has_changed: bool) -> None:
