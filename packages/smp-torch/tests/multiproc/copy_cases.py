@@ -22,6 +22,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.torch.collectives.copy_engine import CopyEngineCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.sums import sum_of
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import why_not
 
 CPU = torch.device("cpu")
@@ -97,6 +98,7 @@ def exchanges() -> dict[str, int]:
             got, want = tried.scatter_sum(given, sizes), plain.scatter_sum(given, sizes)
             assert torch.equal(got, want), (sizes, rest, dtype)
             assert got.dtype == want.dtype
+            assert torch.equal(sum_of(*tried.scatter_parts(given, sizes)), want), sizes
         return dict(tried.found)
 
 
@@ -245,8 +247,19 @@ def device_exchanges() -> None:
         total = values(0, sum(sizes)).float()
         for each in range(1, size):
             total += values(each, sum(sizes)).float()
+        wanted = torch.split(total.to(dtype), sizes)[rank]
         got = group.collectives.scatter_sum(values(rank, sum(sizes)), sizes)
-        assert torch.equal(got, torch.split(total.to(dtype), sizes)[rank])
+        assert torch.equal(got, wanted)
+        # On another stream than that of exchanges, and on it.
+        parts = group.collectives.scatter_parts(values(rank, sum(sizes)), sizes)
+        assert len(parts) == 1
+        assert torch.equal(parts[0], wanted)
+        with group.stream.entered():
+            parts = group.collectives.scatter_parts(values(rank, sum(sizes)), sizes)
+            assert len(parts) == size
+            got = sum_of(*parts)
+        group.stream.wait(group.stream.mark(), [got])
+        assert torch.equal(got, wanted)
 
 
 def made_on_busy_devices() -> None:

@@ -13,19 +13,20 @@ from smdistributed.modelparallel.torch.precision import one_pass_adam
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(40, 3), (5,), (16,), (), (2, 8), (17,)]
 
 
 def made(kind: Any, options: dict[str, Any]) -> tuple[list[nn.Parameter], Any]:
     torch.manual_seed(3)
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    parameters = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in SHAPES]
     return parameters, kind(parameters, fused=True, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)])
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, device=DEVICE)])
 def test_it_does_what_torch_does(
     kind: Any, decay: float, clips: bool, lr: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,18 +38,22 @@ def test_it_does_what_torch_does(
     # One has a gradient later than the others, so that steps differ.
     for step in range(6):
         for one, other in zip(own, plain, strict=True):
-            gradient = torch.randn(one.shape)
+            gradient = torch.randn(one.shape, device=DEVICE)
             if step or one.shape != (17,):
                 one.grad, other.grad = gradient, gradient.clone()
-        factor = torch.tensor(0.3) if clips else None
+        factor = torch.tensor(0.3, device=DEVICE) if clips else None
         if factor is not None:
             for each in plain:
                 if each.grad is not None:
                     each.grad.mul_(factor)
         reference.step()
         copies = {id(each): each.detach().bfloat16() for each in own[:3]}
+        versions = {id(each): each._version for each in own}
         with OnePassAdam(copies, factor, smallest=16) as one_pass:
             optimizer.step()
+        for each in own:
+            if each.numel() >= 16 and each.grad is not None:
+                assert each._version > versions[id(each)]
         assert one_pass.copied == {id(own[0]), id(own[2])}
         for one, other in zip(own, plain, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-7)
@@ -69,7 +74,7 @@ def test_halves_are_computed_in_single_precision(kind: Any, dtype: torch.dtype) 
         each.data = each.data.to(dtype)
     for _ in range(6):
         for one, other in zip(own, plain, strict=True):
-            one.grad = torch.randn(one.shape).to(dtype)
+            one.grad = torch.randn(one.shape, device=DEVICE).to(dtype)
             other.grad = one.grad.clone()
         reference.step()
         with OnePassAdam({}, None, smallest=16):
@@ -79,15 +84,16 @@ def test_halves_are_computed_in_single_precision(kind: Any, dtype: torch.dtype) 
             states = optimizer.state[one], reference.state[other]
             for got, want in ((one, other), *((each[key] for each in states) for key in states[1])):
                 torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-                assert (got == want).float().mean() > 0.9
+                # One number of a small tensor is many of a hundred.
+                assert (got != want).sum() <= max(2, got.numel() // 10)
 
 
 def test_an_update_that_may_be_left_out_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_pass_adam, "_adam", None)  # not to be called
     parameters, optimizer = made(torch.optim.AdamW, {})
     before = parameters[0].detach().clone()
-    parameters[0].grad = torch.ones(40, 3)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    parameters[0].grad = torch.ones(40, 3, device=DEVICE)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([2.0, 1.0], device=DEVICE).unbind()
     with OnePassAdam({}, None, smallest=16):
         optimizer.step()
     assert torch.equal(parameters[0], before)
@@ -95,8 +101,8 @@ def test_an_update_that_may_be_left_out_is_torchs(monkeypatch: pytest.MonkeyPatc
 
 def test_copies_with_gaps_are_left() -> None:
     parameters, optimizer = made(torch.optim.AdamW, {})
-    parameters[0].grad = torch.ones(40, 3)
-    gaps = torch.zeros(40, 6, dtype=torch.bfloat16)[:, :3]
+    parameters[0].grad = torch.ones(40, 3, device=DEVICE)
+    gaps = torch.zeros(40, 6, dtype=torch.bfloat16, device=DEVICE)[:, :3]
     with OnePassAdam({id(parameters[0]): gaps}, None, smallest=16) as one_pass:
         optimizer.step()
     assert not one_pass.copied

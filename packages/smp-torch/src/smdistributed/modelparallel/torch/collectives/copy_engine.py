@@ -17,8 +17,8 @@ import torch
 from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
 from smdistributed.modelparallel.torch.collectives.delegating import DelegatingCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.collectives.sums import fused_sum
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
 
 #: Of what a rank writes; what is larger goes another way.
 LARGEST_BYTES = 256 << 20
@@ -72,8 +72,15 @@ class CopyEngineCollectives(DelegatingCollectives):
 
     def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.scatter_sum``."""
-        if not tensor.is_floating_point() or not self._takes(tensor, tensor.numel()):
+        if not self._sums(tensor):
             return super().scatter_sum(tensor, sizes)
+        parts = self.scatter_parts(tensor, sizes)
+        return fused_sum(*parts) if parts[0].numel() else parts[0].clone()
+
+    def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """See ``Collectives.scatter_parts``; in the order of the ranks."""
+        if not self._sums(tensor):
+            return super().scatter_parts(tensor, sizes)
         parts = torch.split(tensor, list(sizes))
         own = parts[self.rank]
         most = max(part.numel() for part in parts)
@@ -86,14 +93,17 @@ class CopyEngineCollectives(DelegatingCollectives):
                     there.view(part.shape).copy_(part)
             given.memory.barrier()
             if not own.numel():
-                return own.clone()
+                return [own]
             got = {
                 giver: given.between(giver, self.rank, own.numel(), own.dtype).view(own.shape)
                 for giver in self._others()
             }
         got[self.rank] = own
-        total: torch.Tensor = _summed(*(got[rank] for rank in range(self.size)))
-        return total
+        return [got[rank] for rank in range(self.size)]
+
+    def _sums(self, tensor: torch.Tensor) -> bool:
+        """Whether tensors like this one are summed here; the same answer on all ranks."""
+        return tensor.is_floating_point() and self._takes(tensor, tensor.numel())
 
     def _takes(self, tensor: torch.Tensor, most: int) -> bool:
         """Whether buffers are for a tensor; the same answer on all ranks.
@@ -108,13 +118,3 @@ class CopyEngineCollectives(DelegatingCollectives):
     def _others(self) -> list[int]:
         """Returns the other ranks, in an order in which not all turn to one at a time."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
-
-
-@fused
-def _summed(*parts: torch.Tensor) -> torch.Tensor:
-    """Returns a sum, which is rounded once."""
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(parts[0].dtype)

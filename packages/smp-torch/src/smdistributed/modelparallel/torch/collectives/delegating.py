@@ -29,6 +29,10 @@ class DelegatingCollectives:
         """See ``Collectives.scatter_sum``."""
         return self._backend.scatter_sum(tensor, sizes)
 
+    def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """See ``Collectives.scatter_parts``."""
+        return self._backend.scatter_parts(tensor, sizes)
+
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
     ) -> list[torch.Tensor]:

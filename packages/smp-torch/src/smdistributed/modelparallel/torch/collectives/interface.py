@@ -38,6 +38,13 @@ class Collectives(Protocol):
         Shape: ``(sum(sizes), ...)``; returns ``(sizes[rank], ...)``.
         """
 
+    def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """Returns tensors whose sum is what ``scatter_sum`` returns, for who reads them once.
+
+        They may be overwritten from the exchange after the next on, so what reads them is to be
+        started before that.
+        """
+
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
     ) -> list[torch.Tensor]:

@@ -70,6 +70,10 @@ class ProcessGroupCollectives:
             reduce_scatter_into(out, tensor.contiguous(), self._group)
         return out[: sizes[self.rank]]
 
+    def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """See ``Collectives.scatter_parts``; there is one."""
+        return [self.scatter_sum(tensor, sizes)]
+
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
     ) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ class ExchangeStream:
             given: what the work reads.
         """
         stream = self._stream
-        if stream is None or self._is_current():
+        if stream is None or self.is_current:
             yield
             return
         other = self._other = torch.cuda.current_stream(self._device)
@@ -65,7 +65,7 @@ class ExchangeStream:
             mark: the mark.
             made: what was made on the stream, and is used now.
         """
-        if mark is None or self._is_current():
+        if mark is None or self.is_current:
             return
         other = torch.cuda.current_stream(self._device)
         other.wait_event(mark)
@@ -82,7 +82,7 @@ class ExchangeStream:
         if stream is None:
             yield
             return
-        is_current = self._is_current()
+        is_current = self.is_current
         other = self._other if is_current else torch.cuda.current_stream(self._device)
         assert other is not None
         if is_current:
@@ -94,8 +94,10 @@ class ExchangeStream:
             other.wait_stream(stream)
             stream.wait_stream(other)
 
-    def _is_current(self) -> bool:
-        return torch.cuda.current_stream(self._device) == self._stream
+    @property
+    def is_current(self) -> bool:
+        """Whether what is started now has its place in the order of exchanges."""
+        return self._stream is None or torch.cuda.current_stream(self._device) == self._stream
 
 
 class OnOneStream(DelegatingCollectives):
@@ -121,6 +123,12 @@ class OnOneStream(DelegatingCollectives):
         with self._stream.entered(tensor):
             made = super().scatter_sum(tensor, sizes)
         return self._awaited(made)
+
+    def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+        """See ``Collectives.scatter_parts``; what is read on another stream is summed first."""
+        if self._stream.is_current:
+            return super().scatter_parts(tensor, sizes)
+        return [self.scatter_sum(tensor, sizes)]
 
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]

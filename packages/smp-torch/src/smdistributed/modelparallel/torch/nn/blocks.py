@@ -8,14 +8,22 @@ computation; the rest can be done for one slice while that is done for another.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.collectives.interface import Sizes
+from smdistributed.modelparallel.torch.nn.between_blocks import crossed
 from smdistributed.modelparallel.torch.nn.dropout import SlicedDropout
-from smdistributed.modelparallel.torch.nn.fused import bias_residual, bias_residual_norm
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
 from smdistributed.modelparallel.torch.nn.parts import Projection, residual
-from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import Entered, Map
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
+    Entered,
+    Map,
+    entered,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 #: Of a block: those that gathered examples are multiplied by, and last the one behind them.
@@ -73,35 +81,43 @@ class Block(DistributedModule):
 
     def leaving(
         self,
-        summed: torch.Tensor,
+        share: torch.Tensor,
+        sizes: Sizes,
         hidden: torch.Tensor,
         drop: SlicedDropout,
-        following: nn.LayerNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Own examples, the sum -> the output, and what the next block gathers.
+        following: Block | None,
+    ) -> tuple[torch.Tensor, Entered | None]:
+        """The own share of a sum -> the output, and what the next block reads.
+
+        Collective: TP_GROUP, of several ranks that have different examples.
 
         :meta private:
 
         Args:
-            summed: over the ranks.
+            share: of the examples of all ranks.
+            sizes: the examples of each.
             hidden: own examples, as they came.
             drop: drops elements.
-            following: the norm at the beginning of the next block, if there is one.
+            following: the next block, if there is one.
         """
-        bias, post = self.last.bias, self.layernorm
+        group, bias, post = self.tensor_group, self.last.bias, self.layernorm
+        pre = None if following is None else following.pre_layernorm
+        norm = post or pre
         in_fp32 = self.options.fp32_residual_addition and hidden.dtype != torch.float32
-        if bias is None or drop.is_active or in_fp32:
+        if bias is None or not _is_affine(norm) or drop.is_active or in_fp32:
+            summed = leave(group, share, sizes)
             made = self._with_residual(drop(summed if bias is None else summed + bias), hidden)
-            return made, made if following is None else following(made)
-        first = post or following
-        if first is None:
-            made = bias_residual(summed, bias, hidden)
-            return made, made
-        norm = first.weight, first.bias, first.eps
-        total, normed = bias_residual_norm(summed, bias, hidden, *norm)
-        if post is None:
-            return total, normed
-        return normed, normed if following is None else following(normed)
+        else:
+            gathers = following is not None and (post is None or pre is None)
+            total, normed, everyones = crossed(
+                group, share, sizes, bias, hidden, norm, gathers=gathers
+            )
+            made = total if post is None else normed
+            if gathers:
+                return made, entered(group, normed, sizes, everyones)
+        if following is None:
+            return made, None
+        return made, entered(group, following.entering(made), sizes)
 
     def _branch(self, summed: torch.Tensor) -> torch.Tensor:
         """Returns what a sum adds to the own examples."""
@@ -112,3 +128,8 @@ class Block(DistributedModule):
     def _with_residual(self, branch: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         in_fp32 = self.options.fp32_residual_addition
         return residual(branch, hidden, self.layernorm, in_fp32=in_fp32)
+
+
+def _is_affine(norm: nn.LayerNorm | None) -> TypeGuard[nn.LayerNorm]:
+    """Whether there is a norm, with weight and bias."""
+    return norm is not None and norm.weight is not None and norm.bias is not None

@@ -27,7 +27,6 @@ from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLay
 from smdistributed.modelparallel.torch.nn.output import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.parts import Projection
 from smdistributed.modelparallel.torch.tensor_parallel.additions import HOOKS
-from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
     Together,
@@ -199,11 +198,9 @@ class _Lockstep:
             share = block.share(given, maps, each.mask)
             del given
             with self._stream.entered(share):
-                summed = leave(self._group, share, each.sizes)
-                norm = None if following is None else following.pre_layernorm
-                each.hidden, normed = block.leaving(summed, each.hidden, drop, norm)
-                if following is not None:
-                    each.given = entered(self._group, normed, each.sizes)
+                each.hidden, each.given = block.leaving(
+                    share, each.sizes, each.hidden, drop, following
+                )
                 each.mark = self._stream.mark()
 
 

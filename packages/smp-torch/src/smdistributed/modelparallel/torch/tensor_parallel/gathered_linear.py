@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.compat.private.fusion import fused as fused_on_gpus
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
@@ -86,14 +87,23 @@ class Entered:
     sizes: Sizes
 
 
-def entered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> Entered:
+def entered(
+    group: TensorGroup,
+    tensor: torch.Tensor,
+    sizes: Sizes,
+    everyones: torch.Tensor | None = None,
+) -> Entered:
     """Gathers the examples of all ranks for linear maps that are split along outputs.
 
-    Shape: ``(sizes[rank], ...)``.
+    Args:
+        group: the ranks.
+        tensor: the own examples, ``(sizes[rank], ...)``.
+        sizes: the examples of each rank.
+        everyones: what has been gathered, if it has.
     """
     keeps_all = group.size == 1 or group.is_prescaled or group.keeps_gathered
     own = None if keeps_all else tensor.detach()
-    return Entered(enter(group, tensor, sizes), own, sizes)
+    return Entered(enter(group, tensor, sizes) if everyones is None else everyones, own, sizes)
 
 
 def entered_linear(group: TensorGroup, given: Entered, map_: Map) -> torch.Tensor:
@@ -177,6 +187,11 @@ def _of_weight(gradient: torch.Tensor, inputs: torch.Tensor, share: float) -> to
     return torch.addmm(nothing, gradient.t(), inputs, beta=0, alpha=share)
 
 
+@fused_on_gpus
+def _of_bias(gradient: torch.Tensor, share: float, dtype: torch.dtype) -> torch.Tensor:
+    return (gradient.sum(0) * share).to(dtype)
+
+
 class _SlicedLinear(torch.autograd.Function):
     """With a group it keeps the own examples only, and gathers all again."""
 
@@ -225,7 +240,7 @@ class _SlicedLinear(torch.autograd.Function):
                 of_weight = ctx.together.add(flat, inputs, ctx.share)
             of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
-            of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)
+            of_bias = _of_bias(flat, ctx.share, bias.dtype)
         return of_tensor, of_weight, of_bias, None, None, None, None, None
 
 

@@ -36,14 +36,7 @@ def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
     @functools.wraps(function)
     def run(*args: Any) -> _Result:
         nonlocal compiled
-        first = args[0]
-        if (
-            not first.is_cuda
-            or isinstance(first, FakeTensor)
-            or torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or not can_compile()
-        ):
+        if not runs_kernels(args[0]):
             return function(*args)
         if compiled is None:
             compiled = _compiled(function)
@@ -52,6 +45,17 @@ def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
             return compiled(*args)
 
     return run
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Whether code over a tensor can be kernels that are compiled for it here."""
+    return (
+        tensor.is_cuda
+        and not isinstance(tensor, FakeTensor)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and can_compile()
+    )
 
 
 def _compiled(function: Callable[..., _Result], **options: Any) -> Callable[..., _Result]:
