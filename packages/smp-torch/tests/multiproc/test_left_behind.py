@@ -300,7 +300,63 @@ def optimizers_of_whole_tensors() -> None:
             smp.DistributedOptimizer(optimizer).step()
 
 
+class Clipping(torch.optim.AdamW):
+    """Clips by the norm of all gradients, by torch's function or by its own."""
+
+    is_torchs = True
+
+    def step(self, closure: Any = None) -> Any:
+        given = [each for group in self.param_groups for each in group["params"]]
+        if self.is_torchs:
+            nn.utils.clip_grad_norm_(given, 0.01)
+        else:
+            norms = [each.grad.norm() for each in given if each.grad is not None]
+            for each in given:
+                if each.grad is not None:
+                    each.grad.mul_(0.01 / torch.stack(norms).norm())
+        return super().step(closure)
+
+
+class OwnClipping(Clipping):
+    is_torchs = False
+
+
+def optimizers_that_see_all_gradients() -> None:
+    """Refused where a rank has some of them, unless torch's function gives it what it looks for."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    plain = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+    with pytest.raises(UnsupportedError, match="OwnClipping updates a parameter by the gradients"):
+        smp.DistributedOptimizer(OwnClipping(model.parameters(), lr=0.1))
+    if smp.state.cfg.shard_optimizer_state:
+        with pytest.raises(UnsupportedError, match="Clipping updates a parameter by the gradients"):
+            smp.DistributedOptimizer(Clipping(model.parameters(), lr=0.1))
+        return
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    optimizer = smp.DistributedOptimizer(Clipping(model.parameters(), lr=0.1))
+    other = Clipping(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(8, WIDTH)
+        optimizer.zero_grad()
+        other.zero_grad()
+        train(model, x)
+        plain(x).square().mean().backward()
+        optimizer.step()
+        other.step()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
 CASES: dict[str, tuple[str, Any]] = {
+    "see_all_in_a_pipeline": ("pp2", optimizers_that_see_all_gradients),
+    "see_all_with_owners": ("oss2", optimizers_that_see_all_gradients),
     "seen_in_order": ("pp2", seen_in_order),
     "lists_of_split_modules": ("pp2", lists_of_split_modules),
     "tied_in_a_pipeline": ("pp2", tied_in_a_pipeline),

@@ -52,6 +52,27 @@ def norms_of_whole_models(runtime: TorchRuntime) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def norms_of_one() -> Iterator[None]:
+    """Makes torch's functions find a norm of 1, whatever they are given, as long as it is entered.
+
+    For who asks what else something depends on.
+    """
+
+    def clip(parameters: Tensors, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.ones(()))
+        return torch.ones(())
+
+    def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(())
+
+    with (
+        _replaced(torch.nn.utils.clip_grad_norm_, clip),
+        _replaced(torch.nn.utils.get_total_norm, norm),
+    ):
+        yield
+
+
 class _WholeModelFunctions:
     """Stand-ins for torch's functions, which call them with gradients switched off.
 

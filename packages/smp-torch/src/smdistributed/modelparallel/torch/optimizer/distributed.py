@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
 from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
 from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
+from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import check_tensor_by_tensor
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
@@ -56,8 +57,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
         ValueError: a parameter is in it twice.
         SMPError: it holds parameters that tensor parallelism has replaced.
-        UnsupportedError: its update of one parameter needs the gradients of all, and the pipeline
-            has several partitions; or all of the parameter, and parameters are sharded.
+        UnsupportedError: its update of one parameter needs the gradients of others, and ranks have
+            those of some parameters; or all of the parameter, and parameters are sharded.
     """
 
     # A fused optimizer would take loss scaling into its own step, past what the ranks share.
@@ -92,6 +93,10 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         if is_sharded:
             why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
             check_number_by_number(optimizer, why)
+        elif config.shard_optimizer_state or runtime.topology.pp_size > 1:
+            cause = "shard_optimizer_state" if config.shard_optimizer_state else "a pipeline"
+            why = f"with {cause} a rank has the gradients of some parameters only"
+            check_tensor_by_tensor(optimizer, why, has_whole_norms=not has_masters)
         self.optimizer = optimizer
         self._runtime = runtime
         self.fp16_optimizer: FP16_Optimizer | None = None
