@@ -128,6 +128,7 @@ def test_what_lies_between_blocks_is_one_function(
         [want[name] for name in names], wide, [each.double() for each in given]
     )
     close = {"double": 1e-12, "single": 1e-5}.get(types, 2e-2)
+    assert (made["total"].double() - exact).norm() <= close * exact.norm()
     for name in names:
         assert (made[name].double() - want[name]).norm() <= close * want[name].norm(), name
     for mine, other, tensor in zip(got, right, inputs, strict=True):

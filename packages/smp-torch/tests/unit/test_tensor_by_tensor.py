@@ -111,6 +111,17 @@ class OnGpus(Lion):
         raise RuntimeError("expected a tensor of a GPU")
 
 
+class Around(Lion):
+    """Has another optimizer do the work."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = Lion(self.param_groups)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(1)
     return [nn.Parameter(torch.randn(shape)) for shape in ((40, 30), (40,), (), (5, 4, 3))]
@@ -131,6 +142,7 @@ GOOD: dict[str, Any] = {
     "noisy": Noisy,
     "centred": Centred,
     "groups": lambda given: Factored(names(given)),
+    "around": Around,
 }
 BAD: dict[str, Any] = {
     "clipping": lambda given: Clipping(given, lr=0.1),
@@ -141,11 +153,15 @@ REFUSED = r"^why, and \w+ updates a parameter by the gradients of others"
 
 
 @pytest.mark.parametrize("name", [*GOOD, *BAD])
-def test_what_depends_on_other_gradients_is_refused(name: str) -> None:
+def test_what_depends_on_other_gradients_is_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     given = parameters()
     given[0].grad = torch.ones(40, 30)
     optimizer = {**GOOD, **BAD}[name](given)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if isinstance(optimizer, Sam):
+        torch.optim.lr_scheduler.StepLR(optimizer.base, 2)  # which wraps its step
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook"))
     before = [each.detach().clone() for each in given]
     attributes = {key: copy.copy(value) for key, value in vars(optimizer).items()}
@@ -164,6 +180,20 @@ def test_what_depends_on_other_gradients_is_refused(name: str) -> None:
     assert vars(optimizer).keys() == attributes.keys()
     assert getattr(optimizer, "calls", 0) == 0
     assert schedule.last_epoch == 0
+    assert not caplog.text
+
+
+def test_one_in_use_is_tried_without_its_state(caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (Lion, Around):
+        given = parameters()
+        optimizer = kind(given)
+        for each in given:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        state = {key: dict(value) for key, value in optimizer.state.items()}
+        check(optimizer)
+        assert state.keys() == optimizer.state.keys()
+    assert not caplog.text
 
 
 def test_one_that_says_so_is_not_tried() -> None:
