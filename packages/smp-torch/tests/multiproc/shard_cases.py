@@ -598,6 +598,45 @@ def case_half_bit_for_bit() -> None:
     expect_shards(model)
 
 
+def case_gradients_of_masters_are_clipped() -> None:
+    """All of them, and the next update and the next clipping see it; also what a script does."""
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(
+        sgd(model.parameters()), static_loss_scale=STATIC if smp.state.cfg.fp16 else None
+    )
+    step = smp.step(half_body)
+    for data in batches(2):
+        optimizer.zero_grad()
+        step(model, *own_share(data, [0, 0]))
+        norm = optimizer.clip_master_grads(1e9).item()
+        bound = norm / 100
+        assert optimizer.clip_master_grads(bound).item() == pytest.approx(norm, rel=TOLERANCE)
+        assert optimizer.clip_master_grads(bound).item() == pytest.approx(bound, rel=1e-4)
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.mul_(0.5)
+        found = optimizer.clip_master_grads(1e9).item()
+        assert found == pytest.approx(bound / 2, rel=1e-3)  # torch adds 1e-6 to norms
+        want = [(each, each.detach() - each.grad) for each in updated(optimizer)]
+        optimizer.step()
+        for each, new in want:
+            torch.testing.assert_close(each.detach(), new)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def updated(optimizer: Any) -> list[Any]:
+    return [
+        each
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.grad is not None
+    ]
+
+
 def case_overflow_on_one_rank() -> None:
     model = smp.DistributedModel(net())
     optimizer = smp.DistributedOptimizer(adam(model.parameters()), static_loss_scale=STATIC)
@@ -636,7 +675,10 @@ CASES: dict[str, Callable[[], object]] = {
     "only_what_works_number_by_number": case_only_what_works_number_by_number,
     "delayed_parameters": case_delayed_parameters,
 }
-HALF: dict[str, Callable[[], object]] = {"half_bit_for_bit": case_half_bit_for_bit}
+HALF: dict[str, Callable[[], object]] = {
+    "half_bit_for_bit": case_half_bit_for_bit,
+    "gradients_of_masters_are_clipped": case_gradients_of_masters_are_clipped,
+}
 FP16: dict[str, Callable[[], object]] = {"overflow_on_one_rank": case_overflow_on_one_rank}
 #: Those that say something about partitions or slices too.
 COMBINED = (

@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes`` and ``order`` generate the
-scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
-tries a part that goes through all of them in strides.
+``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order`` and ``views``
+generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch.
+Every run tries a part that goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import population
 import pytest
 import torch
 import uses
+import views
 import writes
 from small_scripts import MICROBATCHES
 from world import compute_here, run, without_fork
@@ -37,6 +38,7 @@ STRIDES = {
     "parameters": 3,
     "writes": 40,
     "order": 60,
+    "views": 180,
 }
 
 
@@ -73,6 +75,7 @@ POPULATIONS = {
     "parameters": list(between.PARAMETERS),
     "writes": list(writes.WRITES),
     "order": list(order.ORDER),
+    "views": list(views.SEEN),
 }
 QUICK = {
     *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
@@ -127,6 +130,11 @@ def try_order(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(order.ORDER[name]) for name in names}
 
 
+def try_views(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some tensors that are written by one name and read by another."""
+    return {name: uses.outcome(views.SEEN[name]) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -135,6 +143,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "parameters": try_parameters,
     "writes": try_writes,
     "order": try_order,
+    "views": try_views,
 }
 
 
@@ -143,6 +152,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(layers.LAYERS) >= 240
     assert len(loops.LOOPS) >= 80
     assert len(order.ORDER) >= 1200
+    assert len(views.SEEN) >= 6000
     assert len(POPULATIONS["uses"]) >= 150
 
 

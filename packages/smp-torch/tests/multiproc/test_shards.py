@@ -93,7 +93,7 @@ def test_shards_with_other_parallelism(worlds: Worlds, world: str, case: str) ->
 
 @pytest.mark.parametrize("case", [*shard_cases.HALF, *shard_cases.FP16])
 @pytest.mark.parametrize(
-    ("kind", "degree"), [("fp16", 2), pytest.param("bf16", 4, marks=pytest.mark.slow)]
+    ("kind", "degree"), [("fp16", 2), ("bf16", 2), pytest.param("bf16", 4, marks=pytest.mark.slow)]
 )
 def test_shards_in_half_precision(worlds: Worlds, kind: str, degree: int, case: str) -> None:
     if case in shard_cases.FP16 and kind != "fp16":

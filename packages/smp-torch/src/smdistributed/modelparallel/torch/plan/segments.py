@@ -177,7 +177,7 @@ def cut(
         own, segment.nodes = segment.nodes, []
         gathered: set[Node] = set(own)
         for node in own:
-            for value in node.inputs:
+            for value in (*node.inputs, *node.changed_views):
                 _gather(value, segment, gathered, readers)
         segment.nodes = sorted(gathered, key=lambda node: node.index)
         segment.changed = {value for node in segment.nodes for value in node.changes}

@@ -165,11 +165,17 @@ class MasterStore:
                     "which half precision does not take; use sparse=False."
                 )
             else:
-                # A copy, since it will be unscaled. Blocks of sums in fp32 are the largest tensors
-                # of a step, and without a loss scale only clipping changes them, as torch's does.
-                is_own = isinstance(master.parameter, ShardedParameter)
-                copy = self._half is not torch.bfloat16 or not is_own
+                # A copy, since it will be unscaled.
+                copy = not self.shares_gradient(master.parameter)
                 master.tensor.grad = gradient.to(torch.float32, copy=copy)
+
+    def shares_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of a master is that of its parameter, in the same memory.
+
+        Blocks of sums in fp32 are the largest tensors of a step, and without a loss scale only
+        clipping changes them, as torch's does.
+        """
+        return self._half is torch.bfloat16 and isinstance(parameter, ShardedParameter)
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that the wrapped optimizer is about to use."""

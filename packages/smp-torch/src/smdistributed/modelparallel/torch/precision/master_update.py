@@ -173,8 +173,13 @@ class MasterUpdate:
     @torch.no_grad()
     def _take(self) -> None:
         """Brings gradients to the masters, unless those there are the newest."""
-        given = [gradient_here(each) for group in self.store.groups for each in group]
-        now = [(each, 0 if each is None else each._version) for each in given]
+        now = []
+        for parameter in (each for group in self.store.groups for each in group):
+            gradient = gradient_here(parameter)
+            # What masters share they have, whoever changes it.
+            shares = self.store.shares_gradient(parameter)
+            version = 0 if gradient is None or shares else gradient._version
+            now.append((gradient, version))
         if self._taken is None or not all(
             one is other and version == since
             for (one, version), (other, since) in zip(self._taken, now, strict=True)

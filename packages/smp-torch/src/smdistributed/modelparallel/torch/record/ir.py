@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import enum
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -54,8 +55,8 @@ class Value:
     Attributes:
         index: position among the values of the graph.
         node: the producer.
-        source: where it stands in the producer's result; or the value whose tensor the producer
-            changed in place; or where else a leaf leaves it.
+        source: where it stands in the producer's result; or the value whose tensor, or the memory
+            of it, the producer changed in place; or where else a leaf leaves it.
         is_changed: it, or memory that it shares, is changed in place later.
         order: its dims by stride, the largest first: how it lies in memory.
     """
@@ -146,6 +147,7 @@ class Node:
             computes them again; None outside. Each rank sees to its own part.
         rank: pp_rank that runs it; -1 while undecided or replicated.
         segment: index of its segment; -1 likewise.
+        made: grows with each node that this process makes, of whichever graph.
     """
 
     index: int
@@ -175,11 +177,21 @@ class Node:
     region: int | None = None
     rank: int = -1
     segment: int = -1
+    made: int = field(default_factory=itertools.count().__next__)
 
     @property
     def inputs(self) -> Iterator[Value]:
         """The values it reads."""
         return placeholders((self.args, self.kwargs), Value)
+
+    @property
+    def changed_views(self) -> Iterator[Value]:
+        """The values, computed again wherever they are read, that show what it changes in place."""
+        return (
+            value.source
+            for value in self.outputs
+            if isinstance(value.source, Value) and value.source.replicated
+        )
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.name}"

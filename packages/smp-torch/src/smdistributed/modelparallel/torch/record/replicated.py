@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import fill, follow
+from smdistributed.modelparallel.torch.record.nested import fill, follow, placeholders
 
 
 def sources(values: Iterable[Value]) -> list[Node]:
@@ -46,11 +46,6 @@ def evaluate_replicated(
     """
     known: dict[Value, torch.Tensor] = {}
 
-    def evaluate(value: Value) -> torch.Tensor:
-        if value not in known:
-            run(value.node)
-        return known[value]
-
     def run(node: Node) -> None:
         if node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
             given = inputs[node.target] if isinstance(node.target, int) else node.target
@@ -61,8 +56,8 @@ def evaluate_replicated(
             # The step itself changes it, later.
             known[node.outputs[0]] = given.clone() if node.outputs[0].is_changed else given
         else:
-            arguments = fill(node.args, Value, evaluate)
-            named = fill(node.kwargs, Value, evaluate)
+            arguments = fill(node.args, Value, known.__getitem__)
+            named = fill(node.kwargs, Value, known.__getitem__)
             seeded: Any = contextlib.nullcontext()
             if node.draw is not None and drawing is not None:
                 seeded = drawing(*node.draw)
@@ -71,7 +66,10 @@ def evaluate_replicated(
             for output in node.outputs:
                 source: Any = output.source
                 known[output] = (
-                    evaluate(source) if isinstance(source, Value) else follow(result, source)
+                    known[source] if isinstance(source, Value) else follow(result, source)
                 )
 
-    return function(*fill(args, Value, evaluate), **fill(kwargs, Value, evaluate))
+    # One after the other as in the script: what is changed in place had been read before.
+    for node in sorted(sources(placeholders((args, kwargs), Value)), key=lambda node: node.made):
+        run(node)
+    return function(*fill(args, Value, known.__getitem__), **fill(kwargs, Value, known.__getitem__))

@@ -63,7 +63,8 @@ class Values:
         self._where = where
         self._known: dict[int, Value] = {}
         self._constants: dict[Constant, Value] = {}
-        self._sharing: dict[int, list[Value]] = collections.defaultdict(list)
+        #: By memory, the tensors that lie in it, with a value that each has stood for.
+        self._sharing: dict[int, list[tuple[torch.Tensor, Value]]] = collections.defaultdict(list)
         # Identities above are only good while the tensors live.
         self._alive: list[torch.Tensor] = []
         #: Fakes that a leaf made and did not return -> where a replay finds them.
@@ -126,12 +127,13 @@ class Values:
             and all(value.replicated for value in inputs)
             and not any(entry.requires_grad(tensor) for _, tensor in entry.outputs),
         )
-        before = self._change(node, entry.changed)
+        before, seen = self._change(node, entry.changed)
         for key, (tap, tensor) in entry.inner.items():
             if tap.call is not None or key not in self._escaped:
                 self._escaped[key] = node, entry, tap, tensor
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
         made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
+        made += seen
         bound: set[int] = set()
         for tensor, source in made:
             if id(tensor) not in bound:
@@ -150,7 +152,7 @@ class Values:
         self._known[id(tensor)] = value
         self._alive.append(tensor)
         if tensor.layout is torch.strided:
-            self._sharing[storage_of(tensor)].append(value)
+            self._sharing[storage_of(tensor)].append((tensor, value))
         elif self._state.is_glue:
             raise UnsupportedError(
                 f"{node.name} gives a tensor of layout {tensor.layout}, in code between modules: "
@@ -159,22 +161,30 @@ class Values:
             )
         return value
 
-    def _change(self, node: Node, changed: Sequence[torch.Tensor]) -> dict[int, Value]:
+    def _change(
+        self, node: Node, changed: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, Value], list[tuple[torch.Tensor, Value]]]:
         """Notes that a node changes tensors in place.
 
         Returns:
-            by the id of each tensor, the value that it stood for before.
+            by the id of each tensor, the value that it stood for before; and the other tensors
+            that show the change, and are computed again wherever they are read, with theirs.
         """
         before = {id(tensor): self._known[id(tensor)] for tensor in changed}
+        seen = []
         for tensor in {id(tensor): tensor for tensor in changed}.values():
             old = before[id(tensor)]
-            node.aliases += [
-                value for value in self._sharing[storage_of(tensor)] if value is not old
-            ]
+            sharing = [each for each in self._sharing[storage_of(tensor)] if each[1] is not old]
+            node.aliases += [value for _, value in sharing]
             node.changes.append(old)
             for value in (old, *node.aliases):
                 value.is_changed = True
-        return before
+            seen += [
+                (other, value)
+                for other, value in sharing
+                if value.replicated and self._known.get(id(other)) is value
+            ]
+        return before, seen
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Graph]:
