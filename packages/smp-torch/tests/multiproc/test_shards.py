@@ -93,12 +93,18 @@ def test_shards_with_other_parallelism(worlds: Worlds, world: str, case: str) ->
 
 @pytest.mark.parametrize("case", [*shard_cases.HALF, *shard_cases.FP16])
 @pytest.mark.parametrize(
-    ("kind", "degree"), [("fp16", 2), ("bf16", 2), pytest.param("bf16", 4, marks=pytest.mark.slow)]
+    ("kind", "degree"), [("fp16", 2), pytest.param("bf16", 4, marks=pytest.mark.slow)]
 )
 def test_shards_in_half_precision(worlds: Worlds, kind: str, degree: int, case: str) -> None:
     if case in shard_cases.FP16 and kind != "fp16":
         pytest.skip("without a loss scale nothing is left out")
     run(worlds, sharded(degree, degree, **{kind: True}), run_case, case)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_clipping_of_masters_where_biases_are_whole(worlds: Worlds, kind: str) -> None:
+    config = {kind: True, "sdp_param_persistence_threshold": 10}
+    run(worlds, sharded(2, 2, **config), run_case, "gradients_of_masters_are_clipped")
 
 
 def around_a_checkpoint(path: str, resume: bool) -> list[float]:

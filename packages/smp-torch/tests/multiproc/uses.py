@@ -36,6 +36,7 @@ class Use:
         built: after the model was built, before it is given to the library.
         between: between two steps; ``step`` counts them, ``model`` is the DistributedModel.
         layer: the class that a layer is derived from.
+        more: parameters of the model's ``forward`` behind ``x``.
         keyed: it draws random numbers that go by the library's keys: they are not those of plain
             PyTorch, but the same with any number of partitions.
     """
@@ -52,6 +53,7 @@ class Use:
     built: str = ""
     between: str = ""
     layer: str = "nn.Linear"
+    more: str = ""
     keyed: bool = False
 
     def script(self) -> str:
@@ -84,7 +86,7 @@ class Net(nn.Module):
         self.third, self.fourth = Layer({WIDTH}, {WIDTH}), Layer({WIDTH}, {WIDTH})
 {code(self.init, 2)}
 
-    def forward(self, x):
+    def forward(self, x{self.more}):
         x = torch.tanh(self.first(x))
 {code(self.glue, 2)}
         x = torch.tanh(self.second(x))

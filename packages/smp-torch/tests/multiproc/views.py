@@ -48,8 +48,9 @@ READS = {
     "selected": "base * (base.view(-1)[earlier > 0.1].sum() + 1)",
 }
 _BEGIN = "earlier = base.view(-1); part = {view}; by = {by}"
-_KEEP = "KEPT['all'] = base, earlier, part, by"
-_TAKE = "base, earlier, part, by = KEPT['all']"
+#: The model takes all four.
+_TAKES = ["out = model(x, base, earlier, part, by)"]
+_TAKE = "base, earlier, part, by = given"
 #: Where it is made, written and read: code by place, in lines.
 PLACES: dict[str, dict[str, list[str]]] = {
     "before the model": {
@@ -62,15 +63,18 @@ PLACES: dict[str, dict[str, list[str]]] = {
         ],
     },
     "read late": {
-        "body": ["base = x * 2", _BEGIN, "{way}", _KEEP],
+        "body": ["base = x * 2", _BEGIN, "{way}"],
+        "call": _TAKES,
         "late": [_TAKE, "x = x + {read}"],
     },
     "written late": {
-        "body": ["base = x.clone()", _BEGIN, _KEEP],
+        "body": ["base = x.clone()", _BEGIN],
+        "call": _TAKES,
         "late": [_TAKE, "{way}", "x = x + {read}"],
     },
     "written in between, read twice": {
-        "body": ["base = x.clone()", _BEGIN, _KEEP],
+        "body": ["base = x.clone()", _BEGIN],
+        "call": _TAKES,
         "glue": [_TAKE, "x = x + {read}", "{way}"],
         "late": [_TAKE, "x = x + {read}"],
     },
@@ -82,11 +86,13 @@ PLACES: dict[str, dict[str, list[str]]] = {
         "late": ["base = x.clone()", _BEGIN, "{way}", "x = {read}"],
     },
     "by an activation": {
-        "body": ["base = x.clone()", _BEGIN, _KEEP],
+        "body": ["base = x.clone()", _BEGIN],
+        "call": _TAKES,
         "late": [_TAKE, "by = x.detach().mean()", "{way}", "x = x + {read}"],
     },
     "by an activation, seen on": {
-        "body": ["base = x.clone()", _BEGIN, _KEEP],
+        "body": ["base = x.clone()", _BEGIN],
+        "call": _TAKES,
         "glue": [_TAKE, "by = x.detach().mean()", "{way}"],
         "late": [_TAKE, "x = x + {read}"],
     },
@@ -102,7 +108,7 @@ def _use(place: str, view: str, way: str, read: str) -> Use:
         )
         for name, lines in PLACES[place].items()
     }
-    return Use(top="KEPT = {}", **code)
+    return Use(more=", *given", **code)
 
 
 SEEN = {
