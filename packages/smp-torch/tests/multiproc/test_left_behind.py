@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ WORLDS = {
     "dp2": world_of(2, {"microbatches": 4, "ddp": True}),
     "oss2": sharded(2),
     "tp2": tensor(2),
+    "tp2-prescaled": tensor(2, prescaled_batch=True),
     "sdp2": world_of(2, {**SHARDS, "microbatches": 2, "ddp": True}),
 }
 
@@ -354,7 +356,117 @@ def optimizers_that_see_all_gradients() -> None:
         torch.testing.assert_close(state[name], value)
 
 
+class Twice(nn.Module):
+    """One map under two names: of itself, or of two modules in it."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        ]
+        self.one, self.other = blocks
+        self.again = nn.Linear(WIDTH, WIDTH)
+        self.last = self.again
+        if inside:
+            self.other[0] = self.one[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.other(self.one(self.again(x))))
+
+
+def shared_maps_stay_shared() -> None:
+    for inside, auto in itertools.product((False, True), repeat=2):
+        torch.manual_seed(3)
+        plain = Twice(inside=inside)
+        torch.manual_seed(3)
+        with smp.tensor_parallelism(auto=auto):
+            module = Twice(inside=inside)
+        model = smp.DistributedModel(module)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+        @smp.step
+        def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        split = [type(each).__name__ for each in module.modules()]
+        assert any(name in ("DistributedLinear", "SplitLinear") for name in split), split
+        for _ in range(3):
+            x = torch.randn(8, WIDTH)
+            optimizer.zero_grad()
+            other.zero_grad()
+            train(model, x.chunk(smp.dp_size())[smp.dp_rank()])
+            plain(x).square().mean().backward()
+            optimizer.step()
+            other.step()
+        state = model.state_dict()
+        assert state.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+        model.load_state_dict(plain.state_dict())
+        assert sum(1 for _ in model.parameters()) == sum(1 for _ in plain.parameters())
+
+
+class Biased(nn.Module):
+    """Attends with a mask that it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, 4, 5, 5))
+        self.attention = smp.nn.DistributedAttentionLayer(
+            num_attention_heads=4,
+            attention_head_size=2,
+            hidden_size=WIDTH,
+            attention_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.attention((x, self.bias))
+        return made
+
+
+def learned_masks() -> None:
+    model = smp.DistributedModel(Biased().double())
+    rank = smp.rdp_rank() if smp.state.cfg.prescaled_batch else smp.dp_rank()
+    draws = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, 5, WIDTH, generator=draws, dtype=torch.float64)
+
+    @smp.step
+    def value(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sin().mean()
+        if torch.is_grad_enabled():
+            model.backward(loss)
+        return loss
+
+    value(model, x)
+    bias = model.get_module().bias
+    draws = torch.Generator().manual_seed(7)
+    along = torch.randn(bias.shape, generator=draws, dtype=torch.float64)
+    found = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            bias.add_(along, alpha=sign * 1e-5)
+            found.append(value(model, x).reduce_mean().item())
+    slopes = smp.allgather((found[0] - found[1]) / 2e-5, smp.WORLD)
+    assert (bias.grad * along).sum().item() == pytest.approx(sum(slopes) / len(slopes), rel=1e-5)
+
+
+def odd_rotations() -> None:
+    with pytest.raises(ValueError, match="rotary_dim must be even"):
+        smp.nn.DistributedTransformerLayer(
+            num_attention_heads=4, attention_head_size=8, hidden_size=32, rotary_dim=3
+        )
+
+
 CASES: dict[str, tuple[str, Any]] = {
+    "shared_maps_stay_shared": ("tp2", shared_maps_stay_shared),
+    "learned_masks": ("tp2", learned_masks),
+    "learned_masks_of_one_batch": ("tp2-prescaled", learned_masks),
+    "odd_rotations": ("tp2", odd_rotations),
     "see_all_in_a_pipeline": ("pp2", optimizers_that_see_all_gradients),
     "see_all_with_owners": ("oss2", optimizers_that_see_all_gradients),
     "seen_in_order": ("pp2", seen_in_order),

@@ -397,13 +397,19 @@ class Holder:
     def in_pieces(self) -> Iterator[tuple[str, list[Piece], Piece]]:
         """Yields name, pieces and own piece of what is in several, also before the partition.
 
-        As long as that is not decided, they are those of the own partition.
+        As long as that is not decided, they are those of the own partition. A tensor of a module
+        with several names comes with each of them, as a state has it.
         """
+        prefixes: dict[nn.Module, list[str]] = {}
+        for prefix, module in self.fakes.model.named_modules(remove_duplicate=False):
+            prefixes.setdefault(module, []).append(f"{prefix}." if prefix else "")
         for slot in self.fakes.slots:
             owner = self._owner_of(slot) if self.partitioned else self._own
             pieces = self._pieces_of(slot, owner)
             if len(pieces) > 1:
-                yield self.fakes.slot_name(slot), pieces, self._own_of(pieces, owner)
+                module, attribute = slot
+                for prefix in prefixes[module]:
+                    yield f"{prefix}{attribute}", pieces, self._own_of(pieces, owner)
 
     def pieces(self) -> dict[str, list[Piece]]:
         """Returns the pieces of every parameter and buffer, by name."""

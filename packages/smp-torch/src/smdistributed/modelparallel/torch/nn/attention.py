@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.nn.scores import (
     rotated,
     scale_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.exchange import gathered, leave
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter, gathered, leave
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
     Entered,
     Map,
@@ -186,7 +186,8 @@ class DistributedAttentionLayer(Block):
         own = sizes[group.rank]
         if mask.shape[0] != own:
             mask = mask.expand(own, *mask.shape[1:])
-        mask = gathered(group, mask, sizes)
+        # A mask may be learned.
+        mask = (enter if mask.requires_grad else gathered)(group, mask, sizes)
         if mask.shape[1] == self.num_attention_heads and mask.shape[1] > 1:
             mask = mask.chunk(group.size, dim=1)[group.rank]
         return mask

@@ -59,6 +59,11 @@ class LayerOptions:
     fused_dropout: bool = False
 
     def __post_init__(self) -> None:
+        if (self.rotary_dim or 0) % 2:
+            raise ValueError(
+                "rotary_dim must be even, as channels are rotated in pairs; received "
+                f"{self.rotary_dim}."
+            )
         if self.parallel_residual not in (None, "one_norm", "two_norms"):
             raise ValueError(
                 'parallel_residual must be None, "one_norm" or "two_norms"; received '

@@ -6,6 +6,7 @@ of which every rank takes its slices. With delayed parameters it keeps how these
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
@@ -100,6 +101,10 @@ class _Replacing:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._holders.setdefault(id(parameter), set()).add(module)
+        #: In how many places each module is.
+        self._places = collections.Counter(
+            child for module in model.modules() for child in module._modules.values()
+        )
 
     def run(self) -> nn.Module:
         self._auto = self._find_groups()
@@ -136,7 +141,10 @@ class _Replacing:
         if module in self._auto.groups:
             self._close(module, self._auto.groups[module])
             return module
-        for child_name, child in list(module.named_children()):
+        # Each name, also where two are of one module.
+        for child_name, child in list(module._modules.items()):
+            if child is None:
+                continue
             inside = self._visit(child, f"{name}.{child_name}" if name else child_name)
             if inside is not child:
                 module._modules[child_name] = inside
@@ -208,6 +216,7 @@ class _Replacing:
             mark is not None
             and mark.enabled
             and not isinstance(module, DistributedModule)
+            and self._places[module] <= 1
             and self._shared_weight(module) is None
             and self._kept_as_it_is(module) is None
             and (type(module) is nn.Linear or registration_of(module) is None)
