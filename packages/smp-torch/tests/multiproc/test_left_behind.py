@@ -462,7 +462,61 @@ def odd_rotations() -> None:
         )
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.three, self.four = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+        x = self.two(torch.tanh(self.one(x)))
+        late[:, 1:].add_(x.detach().mean())
+        return self.four(torch.tanh(self.three(x + late)))
+
+
+def batches_that_steps_change() -> None:
+    """What a step writes to its batch, from the batch and from activations, is in the batch."""
+    module = Deep()
+    plain = copy.deepcopy(module)
+    model = smp.DistributedModel(module)
+
+    def body(model: Any, x: torch.Tensor, late: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x.mul_(1.1)
+        x[:, 0].add_(1)
+        labels[labels < 0] = 0.5
+        loss: torch.Tensor = (model(x, late) - labels).square().mean()
+        return loss
+
+    @smp.step
+    def train(model: Any, *given: torch.Tensor) -> torch.Tensor:
+        loss = body(model, *given)
+        model.backward(loss)
+        return loss
+
+    @smp.step(non_split_inputs=["x"])
+    def together(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        made: torch.Tensor = model(x, x.clone())
+        return made
+
+    given = [torch.randn(8, WIDTH) for _ in range(3)]
+    same = [each.clone() for each in given]
+    count = smp.state.cfg.microbatches
+    for _ in range(3):
+        loss = train(model, *given).reduce_mean()
+        want = sum(
+            body(plain, *parts) / count
+            for parts in zip(*(each.chunk(count) for each in same), strict=True)
+        )
+        torch.testing.assert_close(loss, want.detach())
+        for one, other in zip(given, same, strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(UnsupportedError, match="not split over microbatches"):
+        together(model, given[0])
+
+
 CASES: dict[str, tuple[str, Any]] = {
+    "batches_that_steps_change": ("pp2", batches_that_steps_change),
     "shared_maps_stay_shared": ("tp2", shared_maps_stay_shared),
     "learned_masks": ("tp2", learned_masks),
     "learned_masks_of_one_batch": ("tp2-prescaled", learned_masks),

@@ -257,6 +257,7 @@ class Graph:
         roots: the values that ``backward`` was called on.
         result: the values that the step function returned.
         numbers: the values that the step function took numbers from.
+        written: what the arguments that it changed in place have become, by their positions.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
     """
@@ -267,6 +268,7 @@ class Graph:
         self.roots: list[Value] = []
         self.result: Any = None
         self.numbers: list[Value] = []
+        self.written: dict[int, Value] = {}
         self.constants: list[Any] = []
 
     def names(self) -> list[str]:
@@ -324,6 +326,8 @@ class Graph:
             and all(map(Node.does_as, self.nodes, other.nodes))
             and [value.index for value in self.roots] == [value.index for value in other.roots]
             and [value.index for value in self.numbers] == [value.index for value in other.numbers]
+            and {position: value.index for position, value in self.written.items()}
+            == {position: value.index for position, value in other.written.items()}
             and equal(self.result, other.result, _same_value)
         )
 
@@ -342,4 +346,5 @@ class Graph:
     @property
     def returned(self) -> list[Value]:
         """The distinct values that every rank gets after the step, in order."""
-        return list(dict.fromkeys([*placeholders(self.result, Value), *self.numbers]))
+        values = [*placeholders(self.result, Value), *self.numbers, *self.written.values()]
+        return list(dict.fromkeys(values))

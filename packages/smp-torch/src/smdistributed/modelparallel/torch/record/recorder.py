@@ -257,6 +257,7 @@ class Recorder(TorchFunctionMode):
         returned, numbers = values.arguments(end.args)
         graph = values.graph
         graph.result, graph.numbers = list(returned), list(numbers)
+        graph.written = values.written_inputs()
         for slot in (slot for model in self._scene.models for slot in model.rebound()):
             if slot[0] not in self._scene.leaves:
                 raise UnsupportedError(

@@ -70,9 +70,10 @@ class Values:
         #: Fakes that a leaf made and did not return -> where a replay finds them.
         self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
         self._num_inputs = len(inputs)
+        self._inputs: list[tuple[torch.Tensor, Value]] = []
         for position, fake in enumerate(inputs):
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
-            self._bind(fake, node, ())
+            self._inputs.append((fake, self._bind(fake, node, ())))
 
     # ------------------------------------------------------------------ writing
 
@@ -199,6 +200,14 @@ class Values:
             self.graph, self._known, self._constants, self.read = graph, known, constants, read
 
     # ------------------------------------------------------------------ reading
+
+    def written_inputs(self) -> dict[int, Value]:
+        """Returns what the arguments that were changed in place have become, by position."""
+        return {
+            position: self._known[id(fake)]
+            for position, (fake, given) in enumerate(self._inputs)
+            if given.is_changed
+        }
 
     def arguments(self, template: Any) -> Any:
         """Returns a template with values in the places of fakes and constants."""

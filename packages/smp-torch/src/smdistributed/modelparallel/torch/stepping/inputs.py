@@ -7,13 +7,13 @@ tensors on the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     in_order,
@@ -132,6 +132,49 @@ class StepInputs:
             received = self._receive(batch.header.kind, needed[self._pp_rank])
             calls, _ = self._split(_with_tensors(*batch.given, received))
         return [tensors_in(call) for call in calls]
+
+    def check_written(self, batch: MiniBatch, written: Sequence[Mapping[int, object]]) -> None:
+        """Raises if microbatches change an argument that all of them have.
+
+        Args:
+            batch: what is called.
+            written: for each microbatch, the positions of the tensors that it changes in place.
+
+        Raises:
+            UnsupportedError: they do.
+        """
+        if len(batch.calls) == 1:
+            return
+        first, second = (tensors_in(call) for call in batch.calls[:2])
+        for position in set().union(*written):
+            if first[position] is second[position]:
+                raise UnsupportedError(
+                    "the step function changes a tensor in place that it was given and that is "
+                    "not split over microbatches: with several partitions one microbatch would "
+                    f"not see what another one has written (its place among the {len(first)} "
+                    f"tensors of the call is {position}). Change a copy: x = x.clone()."
+                )
+
+    def write(self, batch: MiniBatch, written: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """Writes to the batch what the step function has changed in place, as one process does.
+
+        On other ranks than the first of the pipeline, if they were given tensors of its shapes.
+
+        Args:
+            batch: what was called.
+            written: for each microbatch, what has become of tensors, by their positions.
+        """
+        if not any(written):
+            return
+        own = [tuple(each.shape) for each in tensors_in(batch.given)]
+        if own != [each.shape for each in batch.header.kind.tensors]:
+            return
+        calls, _ = self._split(batch.given)
+        with torch.no_grad():
+            for call, found in zip(calls, written, strict=True):
+                tensors = tensors_in(call)
+                for position, value in found.items():
+                    tensors[position].detach().copy_(value)
 
     def _send(self, tensors: Sequence[torch.Tensor], needed: Sequence[set[int]]) -> None:
         transfers = [

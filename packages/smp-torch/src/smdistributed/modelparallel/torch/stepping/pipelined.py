@@ -107,6 +107,7 @@ class PipelinedStep:
             passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
+        self._inputs.check_written(batch, [each.graph.written for each in passed])
         prepared = self._preparation.of(tuple(each.plan for each in passed))
         constants = [each.constants_read() for each in passed]
         tensors = [
@@ -120,9 +121,10 @@ class PipelinedStep:
         self._absent_gradients.begin(prepared, trained)
         made = self._execute(prepared, batch, tensors, scales)
         runtime = self.runtime
-        results = share_results(
+        results, written = share_results(
             runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
         )
+        self._inputs.write(batch, written)
         for model in trained:
             model.data_parallel.end_step()
         self._absent_gradients.end(prepared, trained)

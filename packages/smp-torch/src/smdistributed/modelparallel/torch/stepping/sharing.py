@@ -23,8 +23,10 @@ def share_results(
     passed: Sequence[Passed],
     inputs: Sequence[Sequence[torch.Tensor]],
     made: Sequence[Mapping[int, torch.Tensor]],
-) -> list[Any]:
+) -> tuple[list[Any], list[dict[int, torch.Tensor]]]:
     """Returns the result of each microbatch with its tensors in place. Collective: PP_GROUP.
+
+    And what has become of the arguments that it changed in place, by their positions.
 
     Shape: those that the body returned, whole and the same on every rank of the pipeline.
 
@@ -55,7 +57,11 @@ def share_results(
         links.broadcast(batch, owner)
         for (m, value), tensor in zip(members, batch.unbind(), strict=True):
             found[m][value.index] = value.from_wire(tensor)
-    return [_filled(*each) for each in zip(passed, found, strict=True)]
+    written = [
+        {position: values[value.index] for position, value in plan.graph.written.items()}
+        for plan, values in zip(plans, found, strict=True)
+    ]
+    return [_filled(*each) for each in zip(passed, found, strict=True)], written
 
 
 def _owner(plan: Plan, value: Value) -> int:
