@@ -50,7 +50,8 @@ def _train(
     for number in range(STEPS):
         if number:
             between(names, net, model, number)
-        x, y = (torch.randn(MICROBATCHES * 2, WIDTH, generator=numbers) for _ in range(2))
+        if not (number and names.get("REUSES_BATCH")):
+            x, y = (torch.randn(MICROBATCHES * 2, WIDTH, generator=numbers) for _ in range(2))
         net.zero_grad()
         yield step(x, y)
 

@@ -56,6 +56,16 @@ PLACES: dict[str, dict[str, list[str]]] = {
     "before the model": {
         "body": ["base = x.clone()", _BEGIN, "{way}", "x = {read}"],
     },
+    "the batch, which comes again": {
+        "top": ["REUSES_BATCH = True"],
+        "body": ["base = x", _BEGIN, "{way}", "x = x * 0.1 + {read}"],
+    },
+    "the batch, late, which comes again": {
+        "top": ["REUSES_BATCH = True"],
+        "body": ["base = x", _BEGIN, "x = x.clone()"],
+        "call": _TAKES,
+        "late": [_TAKE, "{way}", "x = x + 0.1 * {read}"],
+    },
     "made of nothing": {
         "body": [
             *("base = torch.linspace(-1, 1, x.numel()).view(x.shape)", _BEGIN, "{way}"),
