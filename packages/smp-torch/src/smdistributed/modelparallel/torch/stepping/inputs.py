@@ -143,10 +143,11 @@ class StepInputs:
         Raises:
             UnsupportedError: they do.
         """
-        if len(batch.calls) == 1:
+        positions = set().union(*written)
+        if not positions or len(batch.calls) == 1:
             return
         first, second = (tensors_in(call) for call in batch.calls[:2])
-        for position in set().union(*written):
+        for position in positions:
             if first[position] is second[position]:
                 raise UnsupportedError(
                     "the step function changes a tensor in place that it was given and that is "
