@@ -111,6 +111,19 @@ class OnGpus(Lion):
         raise RuntimeError("expected a tensor of a GPU")
 
 
+class Standardized(Lion):
+    """Has no number for a parameter of one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    mean = each.grad.mean()
+                    deviation = (each.grad - mean).square().mean().sqrt()
+                    each.sub_((each.grad - mean) / deviation, alpha=0.1)
+
+
 class Around(Lion):
     """Has another optimizer do the work."""
 
@@ -143,6 +156,7 @@ GOOD: dict[str, Any] = {
     "centred": Centred,
     "groups": lambda given: Factored(names(given)),
     "around": Around,
+    "standardized": Standardized,
 }
 BAD: dict[str, Any] = {
     "clipping": lambda given: Clipping(given, lr=0.1),
@@ -207,6 +221,11 @@ def test_one_that_cannot_be_tried_is_warned_of(caplog: pytest.LogCaptureFixture)
     check(OnGpus(parameters()))
     assert "OnGpus could not be tried on small tensors (RuntimeError: expected " in caplog.text
     assert "it is wrong here: why." in caplog.text
+
+
+def test_one_that_makes_no_numbers_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    check(Standardized([nn.Parameter(torch.ones(())) for _ in range(3)]))
+    assert "it makes no finite numbers of them" in caplog.text
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

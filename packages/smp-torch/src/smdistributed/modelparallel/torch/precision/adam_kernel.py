@@ -1,9 +1,9 @@
 """The update of Adam as one kernel.
 
 Written by hand, for who updates many tensors has each started by itself: what PyTorch's compiler
-makes takes 80 to 145 us of a host to start, since each call looks at its arguments again, and of
-two forms of it the one that was faster when first tried was at times the slower one by far (on an
-H200, 36 ms for 3.4 billion parameters in bf16, beside 15).
+makes takes 80 to 145 us of a host to start, since each call looks at its arguments again. It was
+slow at times too, for a reason that was not found: on an H200, 36 ms for 3.4 billion parameters in
+bf16, beside 15.
 
 To be imported only where Triton is (``fusion.can_compile``).
 """
