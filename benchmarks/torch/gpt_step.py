@@ -5,8 +5,9 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
     torchrun --nproc-per-node 2 benchmarks/torch/gpt_step.py --size 1.3b smp 1f1b smp 1f1b
 
 Every word names a run; they share the processes, so that their ratio means something. What stands
-behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:compile`` and
-``1f1b:compile`` (each block by ``torch.compile``). Weights are bf16 on GPUs; AdamW; random tokens.
+behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:graphs``
+(``smp.step(cuda_graphs=True)``), ``smp:compile`` and ``1f1b:compile`` (each block by
+``torch.compile``). Weights are bf16 on GPUs; AdamW; random tokens.
 Times are medians of device events, the slowest rank's.
 """
 
@@ -29,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
 
-KINDS = {"smp": ("static", "compile"), "1f1b": ("compile",)}
+KINDS = {"smp": ("static", "graphs", "compile"), "1f1b": ("compile",)}
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
 
@@ -83,7 +84,7 @@ class Bench:
         distributed = smp.DistributedModel(model)
         optimizer = smp.DistributedOptimizer(self.optimizer(model.parameters()))
 
-        @smp.step(static="static" in self.changes)
+        @smp.step(static="static" in self.changes, cuda_graphs="graphs" in self.changes)
         def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = loss_of(model(x), y)
             model.backward(loss)

@@ -7,9 +7,10 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 ``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
 behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
-(``smp.step(static=True)``). The library decides the partition; with ``--trace`` by measured costs,
-and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
-tokens. Times are medians of device events, the slowest rank's.
+(``smp.step(static=True)``), ``graphs`` (``smp.step(cuda_graphs=True)``). The library decides the
+partition; with ``--trace`` by measured costs, and then ``predicted_ms`` is what it expects of a
+step. Weights are bf16 on GPUs; AdamW; random tokens. Times are medians of device events, the
+slowest rank's.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Prediction(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Looks for it in a line of the log."""
+        if record.levelno >= logging.WARNING:
+            print(record.getMessage(), flush=True)
         if found := re.search(r"predicted to take ([\d.]+) ms", record.getMessage()):
             self.milliseconds = float(found[1])
 
@@ -139,7 +142,7 @@ class Bench:
         )
         optimizer = smp.DistributedOptimizer(self.optimizer(model))
 
-        @smp.step(static="static" in changes)
+        @smp.step(static="static" in changes, cuda_graphs="graphs" in changes)
         def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
             model.backward(loss)
@@ -187,7 +190,7 @@ def run_name(word: str) -> str:
         ValueError: there is none of that name.
     """
     kind, *changes = word.split(":")
-    if kind in ("one", "smp") and set(changes) <= {"compile", "static"}:
+    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "graphs"}:
         return word
     raise ValueError(word)
 

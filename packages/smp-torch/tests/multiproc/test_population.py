@@ -21,6 +21,7 @@ import torch
 import uses
 import views
 import writes
+from host_graphs import capture_every_step
 from small_scripts import MICROBATCHES
 from world import compute_here, run, without_fork
 
@@ -42,10 +43,12 @@ STRIDES = {
 }
 
 
-def start(config: dict[str, object]) -> None:
+def start(config: dict[str, object], captures: bool) -> None:
     torch.set_num_threads(1)
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
     compute_here()
+    if captures:
+        capture_every_step()
 
 
 CONFIGS: dict[str, dict[str, object]] = {
@@ -53,9 +56,13 @@ CONFIGS: dict[str, dict[str, object]] = {
     "pp2": {"pipeline_parallel_degree": 2},
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
     "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
+    # Passes are captured as CUDA graphs, or as what stands for them.
+    "graphs": {"pipeline_parallel_degree": 2},
 }
 WORLDS = {
-    name: World(ranks, start, (config,), without_fork(ranks, "fork"), preload=("torch",))
+    name: World(
+        ranks, start, (config, name == "graphs"), without_fork(ranks, "fork"), preload=("torch",)
+    )
     for name, config in CONFIGS.items()
     for ranks in [1 if name == "one" else 2]
 }
@@ -83,6 +90,7 @@ QUICK = {
     *(("one", "uses", part) for part in range(0, STRIDES["uses"], 3)),
     # Halves are in a V too.
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
+    *(("graphs", kind, 2) for kind in POPULATIONS),
 }
 PARTS = [
     pytest.param(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.record import flops
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
 from smdistributed.modelparallel.torch.record.writes import writes_of
@@ -128,3 +129,29 @@ def test_fakes_are_written_to_where_real_tensors_would_be() -> None:
         with past_recording():
             real[:1].add_(1)
     assert real.sum() == 5001
+
+
+@pytest.fixture
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "_is_on_gpu", lambda out: True)
+
+
+@pytest.mark.usefixtures("_on_gpu")
+def test_on_a_gpu_what_is_no_product_counts_by_its_bytes() -> None:
+    x = torch.randn(8, 16)
+    moved = 2 * x.numel() * x.element_size()
+    assert counted(lambda: x.exp()) == flops._OPERATIONS_A_BYTE * moved
+    assert counted(lambda: x.t()[1:]) == 0
+
+
+@pytest.mark.usefixtures("_on_gpu")
+@pytest.mark.parametrize(
+    ("dtype", "precision", "longer"),
+    [(torch.half, "highest", 1), (torch.float, "high", 2), (torch.float, "highest", 14)],
+)
+def test_on_a_gpu_products_of_wider_numbers_count_more(
+    dtype: torch.dtype, precision: str, longer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    x = torch.randn(8, 16).to(dtype)
+    assert counted(lambda: x @ x.t()) == longer * 2 * 8 * 8 * 16

@@ -24,6 +24,7 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
     static: bool = False,
+    cuda_graphs: bool = False,
 ) -> Any:
     """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
 
@@ -42,6 +43,10 @@ def step(
             modules that are split, does the same in every call with such arguments and needs not
             run: with several partitions it runs in one call of a hundred. Where it asks about data,
             or is given objects with state, it runs in every call.
+        cuda_graphs: an addition of this library, a promise that what the Python inside modules that
+            are not split does depends on nothing but their state and their arguments: with several
+            partitions on GPUs their kernels are captured in the third call of a kind, and launched
+            by themselves after that. What cannot be captured runs as it is, and a warning says why.
 
     Raises:
         ConfigError: an option names no argument of the function.
@@ -59,6 +64,7 @@ def step(
         input_split_axes=input_split_axes,
         detach_outputs=detach_outputs,
         static=static,
+        cuda_graphs=cuda_graphs,
     )
 
 

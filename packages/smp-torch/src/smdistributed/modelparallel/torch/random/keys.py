@@ -46,6 +46,59 @@ def draw_step_seed() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
+class CapturedDraws:
+    """The draws of a pass that is captured as a CUDA graph: each is of a generator of its own.
+
+    A graph reads the seeds of its generators when it is launched.
+
+    Args:
+        random: of the step.
+        count: how many draws there are at most.
+
+    Attributes:
+        generators: one a draw, in order.
+    """
+
+    def __init__(self, random: StepRandom, count: int) -> None:
+        self._random = random
+        self.generators = [torch.Generator(random.device) for _ in range(count)]
+        self._keys: list[tuple[_Key, int]] = []
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, the pass is captured."""
+        self._random.captured = self
+        try:
+            yield
+        finally:
+            self._random.captured = None
+
+    @contextlib.contextmanager
+    def drawing(self, key: _Key, lane: int) -> Iterator[None]:
+        """Inside, one draw is captured.
+
+        Raises:
+            UnsupportedError: it is on the host, or there are more than were expected.
+        """
+        if len(self._keys) == len(self.generators):
+            raise UnsupportedError(f"{key[0]} draws random numbers, and did not before")
+        own = self.generators[len(self._keys)]
+        self._keys.append((key, lane))
+        (device_generator,) = self._random.generators_of_device
+        with self._random.kept_on_host(key[0]):
+            former = device_generator.graphsafe_get_state()
+            device_generator.graphsafe_set_state(own)
+            try:
+                yield
+            finally:
+                device_generator.graphsafe_set_state(former)
+
+    def seed(self) -> None:
+        """Seeds the draws for the step and the microbatch in progress."""
+        for generator, (key, lane) in zip(self.generators, self._keys, strict=False):
+            generator.manual_seed(self._random.seed_of(key, lane))
+
+
 class _Seeded:
     """A context in which generators are seeded; a plain class, since each draw enters one."""
 
@@ -83,6 +136,10 @@ class StepRandom:
         device: where the models run.
         num_lanes: how many ranks draw from one seed.
         lane: which of them this is.
+
+    Attributes:
+        draws: how many there were in each pass of the step.
+        captured: takes the draws of the pass in progress, if it is captured.
     """
 
     def __init__(self, device: torch.device, num_lanes: int = 1, lane: int = 0) -> None:
@@ -90,6 +147,9 @@ class StepRandom:
         self._lane = lane
         self._under_way: list[_Key] = []
         self._own_states: list[list[bytes]] = []
+        self.device = device
+        self.draws: list[int] = []
+        self.captured: CapturedDraws | None = None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])
@@ -135,6 +195,7 @@ class StepRandom:
         """
         self._seed = seed
         self._is_rehearsal = rehearsal
+        self.draws = []
         self._calls.clear()
         self.entered.clear()
         self._under_way.clear()
@@ -153,6 +214,7 @@ class StepRandom:
         """Says which microbatch is computed next, and in which direction."""
         self._microbatch = microbatch
         self._recomputing = backward
+        self.draws.append(0)
 
     def number_of_call(self, name: str) -> int:
         """Counts a call of a module; returns its number in this microbatch.
@@ -243,8 +305,14 @@ class StepRandom:
         return self._calls if self._repeated_calls is None else self._repeated_calls
 
     def _seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
-        seeded = _Seeded(self._generators, self._seed_of(*key, lane), key, self._under_way)
-        return seeded if self.is_real else self._noted(seeded)
+        if self.captured is not None:
+            return self.captured.drawing(key, lane)
+        seeded = _Seeded(self._generators, self.seed_of(key, lane), key, self._under_way)
+        if not self.is_real:
+            return self._noted(seeded)
+        if self.draws:
+            self.draws[-1] += 1
+        return seeded
 
     @contextlib.contextmanager
     def _noted(self, seeded: _Seeded) -> Iterator[None]:
@@ -265,8 +333,14 @@ class StepRandom:
 
     @contextlib.contextmanager
     def drawing_in_python(self, name: str, call: int) -> Iterator[None]:
-        """The same for the generators of Python and NumPy."""
-        seed = self._seed_of(name, call, 0, self._lane)
+        """The same for the generators of Python and NumPy.
+
+        Raises:
+            UnsupportedError: the pass is captured.
+        """
+        if self.captured is not None:
+            raise UnsupportedError(f"{name} draws from a generator of Python or NumPy")
+        seed = self.seed_of((name, call, 0), self._lane)
         former = random.getstate()
         numpy = sys.modules.get("numpy")
         former_numpy = numpy.random.get_state() if numpy is not None else None
@@ -297,7 +371,27 @@ class StepRandom:
                     for generator, state in zip(self._generators, before, strict=True):
                         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def _seed_of(self, name: str, call: int, draw: int, lane: int) -> int:
+    @property
+    def generators_of_device(self) -> list[torch.Generator]:
+        """The generators that are not on the host."""
+        return self._generators[1:]
+
+    @contextlib.contextmanager
+    def kept_on_host(self, name: str) -> Iterator[None]:
+        """Inside, nothing is drawn on the host: what a captured pass decides by it would stay.
+
+        Raises:
+            UnsupportedError: something is.
+        """
+        before = torch.default_generator.get_state()
+        yield
+        if not torch.equal(before, torch.default_generator.get_state()):
+            torch.default_generator.set_state(before)
+            raise UnsupportedError(f"{name} draws random numbers on the host")
+
+    def seed_of(self, key: _Key, lane: int) -> int:
+        """Returns the seed of a draw in the step and the microbatch in progress."""
+        name, call, draw = key
         microbatch = self._microbatch * self._num_lanes + lane
         text = f"{self._seed}:{microbatch}:{name}:{call}:{draw}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -226,6 +226,40 @@ class Snapshot:
             and not holders.same(holder.before, now := holder.read(holder.obj))
         ]
 
+    def first_other(self, device: torch.device) -> str:
+        """Returns the path of the first thing that is another now; "" if there is none.
+
+        Args:
+            device: what is written in tensors there does not count.
+        """
+        for holder in self._holders:
+            if isinstance(holder.obj, torch.Tensor) and holder.obj.device == device:
+                continue
+            if not holders.same(holder.before, holder.read(holder.obj)):
+                return holder.path
+        return ""
+
+    def put_back_all(self, device: torch.device) -> list[Growth]:
+        """Puts back what is another now, but for what is written in tensors on a device.
+
+        Returns:
+            what was added to shared containers.
+
+        Raises:
+            UnsupportedError: something cannot be put back.
+        """
+        self.note_changes()
+        for holder, now in self._changed:
+            if isinstance(holder.obj, torch.Tensor) and holder.obj.device != device:
+                before = holder.before
+                if not before[1] or before[0][1] != now[0][1]:
+                    raise UnsupportedError(
+                        f"{holder.path} is a tensor on the host, and a module that was tried out "
+                        "wrote to it, which cannot be put back. Keep it on the device, or leave "
+                        "out cuda_graphs."
+                    )
+        return self.put_back()
+
     def _named(self, holder: Holder, now: Any) -> Iterator[Change]:
         if holder.owner is not None and holder.owner.attribute == "":
             for key in {**holder.before, **now}:

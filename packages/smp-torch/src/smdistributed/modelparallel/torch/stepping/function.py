@@ -49,6 +49,7 @@ class StepFunction:
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors.
         static: the Python of the function is promised to do the same in every call.
+        cuda_graphs: passes are captured as CUDA graphs.
 
     Raises:
         ConfigError: an option names no argument of the function, or that is none whose calls
@@ -63,6 +64,7 @@ class StepFunction:
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
         static: bool,
+        cuda_graphs: bool,
     ) -> None:
         check_function(function)
         if as_written(function) is not function:
@@ -76,6 +78,7 @@ class StepFunction:
         )
         self._detach_outputs = detach_outputs
         self._static = static
+        self._cuda_graphs = cuda_graphs
         self._engine: EagerStep | PipelinedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,7 @@ class StepFunction:
         given = runtime, self._function, self._rules, self._detach_outputs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given)
-        return PipelinedStep(*given, self._static)
+        return PipelinedStep(*given, self._static, self._cuda_graphs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
@@ -143,12 +146,13 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
     static: bool = False,
+    cuda_graphs: bool = False,
 ) -> Any:
     """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
 
     def decorate(function: Callable[..., Any]) -> StepFunction:
         return StepFunction(
-            slot, function, non_split_inputs, input_split_axes, detach_outputs, static
+            slot, function, non_split_inputs, input_split_axes, detach_outputs, static, cuda_graphs
         )
 
     return decorate if function is None else decorate(function)

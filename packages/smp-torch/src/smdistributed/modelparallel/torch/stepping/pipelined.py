@@ -30,6 +30,8 @@ from smdistributed.modelparallel.common.planning.simulator import TimedAction, T
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
+from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
@@ -48,6 +50,7 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     offloading_of,
 )
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
+from smdistributed.modelparallel.torch.stepping.replaying import Replays
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
 from smdistributed.modelparallel.torch.stepping.static import StaticPasses
@@ -62,6 +65,7 @@ class PipelinedStep:
         rules: which arguments are split.
         detach_outputs: must be True: results come from other processes, without their graphs.
         static: the caller promises that the Python of the function is always the same.
+        cuda_graphs: passes are captured as CUDA graphs.
     """
 
     is_tracing = True  # the body itself runs for nothing else
@@ -73,6 +77,7 @@ class PipelinedStep:
         rules: SplitRules,
         detach_outputs: bool,
         static: bool,
+        cuda_graphs: bool,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
@@ -88,6 +93,9 @@ class PipelinedStep:
         self._preparation = Preparation(runtime)
         self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)
+        self._replays: Replays | None = None
+        if cuda_graphs:
+            self._replays = Replays(runtime, name, offloads=self.offloading is not None)
         self._ran: tuple[Executor, list[Any]] | None = None
         self._recorder: Recorder | None = None
 
@@ -179,7 +187,7 @@ class PipelinedStep:
         self,
         prepared: Prepared,
         batch: MiniBatch,
-        inputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Inputs,
         scales: Sequence[Scale],
     ) -> list[dict[int, torch.Tensor]]:
         models = self._models_of(prepared.modules)
@@ -209,14 +217,40 @@ class PipelinedStep:
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(prepared, saving),
             ):
-                results, marks = prepared.executor.run(inputs, scales, enter_pass)
+                acting = self._acting(prepared, batch, models, inputs, scales)
+                with prepared.passes.putting_off():
+                    marks = prepared.executor.run(acting, enter_pass)
+                acting.end()
+            if self._replays is not None and isinstance(acting, Computation):
+                self._replays.note_draws(prepared)
         finally:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.
                 for model in models:
                     model.drawing.learn()
         self._ran = prepared.executor, marks
-        return results
+        return acting.results
+
+    def _acting(
+        self,
+        prepared: Prepared,
+        batch: MiniBatch,
+        models: Sequence[DistributedModel],
+        inputs: Inputs,
+        scales: Sequence[Scale],
+    ) -> Computation | Replay:
+        """Returns what computes a mini-batch: its Python, or what was captured of it."""
+        if self._replays is not None:
+            random = self.runtime.random
+
+            def enter_pass(kind: Kind, microbatch: int) -> None:
+                random.enter_pass(microbatch, backward=kind.is_backward)
+
+            replay = self._replays.of(prepared, models, inputs, scales, enter_pass)
+            if replay is not None:
+                return replay
+            random.begin(batch.header.seed)  # a capture that failed has counted calls
+        return Computation(prepared.passes, inputs, scales)
 
     def _offloaded(
         self, prepared: Prepared, saving: SavingHooks

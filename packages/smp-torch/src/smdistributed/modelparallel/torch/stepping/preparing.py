@@ -10,6 +10,7 @@ from torch import nn
 from smdistributed.modelparallel.common.planning.schedule import Schedule
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.itinerary import prepare
+from smdistributed.modelparallel.torch.execute.passes import Passes
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.plan.segments import Plan
@@ -26,7 +27,8 @@ class Prepared:
 
     Attributes:
         plans: one a microbatch.
-        executor: runs this rank's part.
+        passes: what this rank computes.
+        executor: has it done in order.
         needed_inputs: for each pp_rank, the positions of the tensor arguments that it reads.
         modules: those that are called or whose parameters are read.
         differentiated: those of them that a gradient may reach.
@@ -34,6 +36,7 @@ class Prepared:
     """
 
     plans: tuple[Plan, ...]
+    passes: Passes
     executor: Executor
     needed_inputs: list[set[int]]
     modules: set[nn.Module]
@@ -81,18 +84,18 @@ class Preparation:
         pp_size = runtime.topology.pp_size
         itinerary = prepare(plans, schedule, self._pp_rank)
         runtime.links.connect(itinerary.directions | _usual_directions(pp_size))
-        executor = Executor(
+        passes = Passes(
             plans,
             [self._programs_of(plan) for plan in plans],
             itinerary,
-            runtime.links,
             runtime.device,
             frees_cuts=runtime.config.offload_activations,
         )
         every = {index for plan in plans for index in range(len(plan.segments))}
         return Prepared(
             plans,
-            executor,
+            passes,
+            Executor(itinerary, runtime.links, runtime.device),
             [
                 {position for plan in set(plans) for position in plan.inputs_of_rank(rank)}
                 for rank in range(pp_size)

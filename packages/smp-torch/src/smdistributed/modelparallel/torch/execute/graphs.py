@@ -1,0 +1,82 @@
+"""CUDA graphs: kernels that were launched once, launched again without what launched them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None:
+        """Does it again, in the stream that is current."""
+
+
+class Graphs(Protocol):
+    """Captures what is done on a device. What is captured is not done."""
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, several things are captured that are done again in the same order."""
+
+    def capturing(
+        self, generators: Sequence[torch.Generator]
+    ) -> contextlib.AbstractContextManager[Graph]:
+        """Captures what is done inside, with what is drawn from generators of one's own."""
+
+
+class DeviceGraphs:
+    """See ``Graphs``: of a GPU. All of them share memory: only one session is done at a time.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See ``Graphs``."""
+        torch.cuda.synchronize()
+        # What is collected while a graph is captured may be a graph, whose end is no part of it.
+        gc.collect()
+        torch.cuda.empty_cache()
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream), warnings.catch_warnings():
+                # A pass may have nothing to compute.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                yield
+        finally:
+            if is_collecting:
+                gc.enable()
+            torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[torch.cuda.CUDAGraph]:
+        """See ``Graphs``."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+
+def graphs_of(device: torch.device) -> Graphs | None:
+    """Returns what captures on a device; None where nothing can."""
+    return DeviceGraphs(device) if device.type == "cuda" else None

@@ -1,0 +1,180 @@
+"""A mini-batch whose actions were captured: it runs without the Python in its modules.
+
+What comes in is copied to where the captured kernels read it; what goes out, and the gradients of
+the parameters, lie where they write it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, users_of_memory
+from smdistributed.modelparallel.torch.execute.executor import EnterPass
+from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
+from smdistributed.modelparallel.torch.execute.itinerary import Message
+from smdistributed.modelparallel.torch.execute.passes import (
+    Computation,
+    Inputs,
+    Outgoing,
+    Passes,
+)
+from smdistributed.modelparallel.torch.execute.starts import Scale
+
+
+class Draws(Protocol):
+    """The random numbers of one action."""
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """What they are drawn from."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Inside, the action is captured."""
+
+    def seed(self) -> None:
+        """Seeds the generators for the step in progress."""
+
+
+class CapturedAction(NamedTuple):
+    """An action that was captured, what it draws, and what leaves after it."""
+
+    graph: Graph
+    draws: Draws
+    outgoing: Outgoing
+
+
+@dataclass
+class Replay:
+    """The actions of one kind of mini-batch, as they were captured; see ``executor.Acting``.
+
+    Attributes:
+        inputs: for each microbatch, copies of its tensor arguments, which are read.
+        scales: for each microbatch, by what its losses count; tensors are copies.
+        incoming: by message, the buffer that is read.
+        actions: in order.
+        results: for each microbatch, the returned values that this rank makes.
+        gradients: those that a mini-batch gives to parameters that had none.
+        users: of each gradient, how many see it if nobody else holds it.
+    """
+
+    inputs: Inputs
+    scales: Sequence[Scale]
+    incoming: dict[Message, torch.Tensor]
+    actions: list[CapturedAction]
+    results: list[dict[int, torch.Tensor]]
+    gradients: dict[nn.Parameter, torch.Tensor]
+    users: list[int]
+
+    def fits(self, inputs: Inputs, scales: Sequence[Scale]) -> bool:
+        """Whether a mini-batch differs from the captured one by the numbers in tensors alone."""
+        return _looks(self.inputs, self.scales) == _looks(inputs, scales)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has a gradient of the last mini-batch, or a view of it."""
+        now = _users(self.gradients)
+        return any(map(operator.gt, now, self.users))
+
+    def begin(self, inputs: Inputs, scales: Sequence[Scale]) -> None:
+        """Takes the tensors of a mini-batch, which ``fits``."""
+        own, given = _tensors(self.inputs, self.scales), _tensors(inputs, scales)
+        if own:
+            with torch.no_grad():
+                copy_all(own, given)
+
+    def buffer(self, message: Message) -> torch.Tensor:
+        """See ``Acting``."""
+        return self.incoming[message]
+
+    def act(self, position: int, arrived: Outgoing) -> Outgoing:
+        """See ``Acting``."""
+        action = self.actions[position]
+        action.draws.seed()
+        action.graph.replay()
+        return action.outgoing
+
+    def end(self) -> None:
+        """Gives the parameters their gradients."""
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+
+
+def capture(
+    graphs: Graphs,
+    passes: Passes,
+    inputs: Inputs,
+    scales: Sequence[Scale],
+    parameters: Sequence[nn.Parameter],
+    draws: Sequence[Draws],
+    enter_pass: EnterPass,
+) -> Replay:
+    """Captures the actions of a mini-batch; computes nothing.
+
+    Args:
+        graphs: captures.
+        passes: of its kind.
+        inputs: of its microbatches.
+        scales: for each microbatch, by what its losses count.
+        parameters: of this rank; they have no gradients.
+        draws: of each action.
+        enter_pass: called before each action.
+
+    Raises:
+        Exception: something cannot be captured. Nothing has changed but what the Python of modules
+            changes.
+    """
+    itinerary = passes.itinerary
+    own = [[None if each is None else each.detach().clone() for each in one] for one in inputs]
+    own_scales = [each.clone() if isinstance(each, torch.Tensor) else each for each in scales]
+    computation = Computation(passes, own, own_scales)
+    incoming = {
+        message: computation.buffer(message) for needs in itinerary.needs for message in needs
+    }
+    actions: list[CapturedAction] = []
+    try:
+        with passes.putting_off(), graphs.session():
+            for position, (action, drawn) in enumerate(zip(itinerary.actions, draws, strict=True)):
+                arrived = [(message, incoming[message]) for message in itinerary.needs[position]]
+                enter_pass(action.kind, action.microbatch)
+                with drawn.capturing(), graphs.capturing(drawn.generators) as graph:
+                    outgoing = computation.act(position, arrived)
+                actions.append(CapturedAction(graph, drawn, outgoing))
+        found = {each: each.grad for each in parameters}
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    results = computation.results
+    gradients = {each: gradient for each, gradient in found.items() if gradient is not None}
+    del computation, found
+    return Replay(own, own_scales, incoming, actions, results, gradients, _users(gradients))
+
+
+def _tensors(inputs: Inputs, scales: Sequence[Scale]) -> list[torch.Tensor]:
+    every = (each for one in (*inputs, scales) for each in one)
+    return [each for each in every if isinstance(each, torch.Tensor)]
+
+
+def _looks(inputs: Inputs, scales: Sequence[Scale]) -> list[list[object]]:
+    """Returns what is burnt into captured kernels of what they are given."""
+    return [
+        [
+            (each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else each
+            for each in one
+        ]
+        for one in (*inputs, scales)
+    ]
+
+
+def _users(gradients: Mapping[nn.Parameter, torch.Tensor]) -> list[int]:
+    """Returns how many tensors see the memory of each, and variables it."""
+    return [
+        users_of_memory(gradient) + sys.getrefcount(gradient) for gradient in gradients.values()
+    ]

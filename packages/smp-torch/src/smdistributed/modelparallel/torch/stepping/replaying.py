@@ -1,0 +1,246 @@
+"""Mini-batches that run as CUDA graphs: which, and from when on.
+
+Each rank decides for itself: what goes between the ranks is the same either way. The first
+mini-batches of a kind run as they are, which compiles and chooses kernels; then their passes are
+captured. A mini-batch runs as captured while everything is as it was that the Python in its modules
+would see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.execute.executor import EnterPass
+from smdistributed.modelparallel.torch.execute.graphs import graphs_of
+from smdistributed.modelparallel.torch.execute.passes import Inputs
+from smdistributed.modelparallel.torch.execute.premises import Premises
+from smdistributed.modelparallel.torch.execute.replay import Replay, capture
+from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.random.keys import CapturedDraws
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.preparing import Prepared
+
+logger = logging.getLogger(__name__)
+
+#: Mini-batches of a kind that run before their passes are captured.
+_FIRST = 2
+#: How often those of a kind are captured, if what they rely on changes.
+_MOST_CAPTURES = 4
+#: Kinds whose captures are kept; each has the memory of its gradients.
+_MOST_KEPT = 4
+
+
+@dataclass
+class _State:
+    """What is known of one kind of mini-batch.
+
+    Attributes:
+        nodes: what this rank computes.
+        read: for each microbatch, the positions of the tensors that it reads.
+        calls: since it was last captured, or from the first on.
+        captures: how often it was.
+        draws: how often random numbers were drawn in each pass, when it ran last.
+        why_not: why it is not captured any more.
+    """
+
+    nodes: list[Node]
+    read: list[set[int]]
+    calls: int = 0
+    captures: int = 0
+    draws: list[int] = field(default_factory=list)
+    why_not: str = ""
+    replay: Replay | None = None
+    premises: Premises | None = None
+    told: set[str] = field(default_factory=set)
+
+
+class Replays:
+    """The captured mini-batches of one step function.
+
+    Args:
+        runtime: the state of the library in this process.
+        name: of the step function, for messages.
+        offloads: activations are offloaded.
+    """
+
+    def __init__(self, runtime: TorchRuntime, name: str, *, offloads: bool) -> None:
+        self._runtime = runtime
+        self._name = name
+        self._offloads = offloads
+        self._graphs = graphs_of(runtime.device)
+        self._states: weakref.WeakKeyDictionary[Prepared, _State] = weakref.WeakKeyDictionary()
+
+    def of(
+        self,
+        prepared: Prepared,
+        models: Sequence[DistributedModel],
+        inputs: Inputs,
+        scales: Sequence[Scale],
+        enter_pass: EnterPass,
+    ) -> Replay | None:
+        """Returns what runs a mini-batch as captured, with its tensors; None: run it as it is.
+
+        Args:
+            prepared: its kind.
+            models: whose modules it calls.
+            inputs: of its microbatches.
+            scales: by what their losses count.
+            enter_pass: called before each action that is captured.
+        """
+        if self._graphs is None:
+            return None
+        if (state := self._states.get(prepared)) is None:
+            rank = self._runtime.coordinates.pp_rank
+            nodes = {plan: _nodes(plan, rank) for plan in dict.fromkeys(prepared.plans)}
+            read = [_read(nodes[plan]) for plan in prepared.plans]
+            state = self._states[prepared] = _State(list(itertools.chain(*nodes.values())), read)
+        if state.why_not:
+            return None
+        inputs = [
+            [each if position in read else None for position, each in enumerate(one)]
+            for one, read in zip(inputs, state.read, strict=True)
+        ]
+        state.calls += 1
+        if state.replay is not None and state.premises is not None:
+            if reason := state.premises.broken_by():
+                self._give_up(state, reason)
+                return None
+        elif state.calls <= _FIRST:
+            return None
+        parameters = (
+            [each for model in models for _, each in model.local_named_parameters()]
+            if prepared.differentiated
+            else []
+        )
+        if any(each.grad is not None for each in parameters):
+            self._tell(state, "gradients of an earlier step are added to")
+            return None
+        if state.replay is None:
+            self._capture(state, prepared, models, parameters, inputs, scales, enter_pass)
+        elif state.replay.is_held:
+            self._tell(state, "gradients of an earlier step are still held")
+            return None
+        elif not state.replay.fits(inputs, scales):
+            self._give_up(state, "arguments have other types, or losses another scale")
+        if state.replay is not None:
+            state.replay.begin(inputs, scales)
+        return state.replay
+
+    def note_draws(self, prepared: Prepared) -> None:
+        """Takes note of how often a mini-batch drew, which ran as it is."""
+        if (state := self._states.get(prepared)) is not None:
+            state.draws = self._runtime.random.draws
+
+    def _capture(
+        self,
+        state: _State,
+        prepared: Prepared,
+        models: Sequence[DistributedModel],
+        parameters: Sequence[nn.Parameter],
+        inputs: Inputs,
+        scales: Sequence[Scale],
+        enter_pass: EnterPass,
+    ) -> None:
+        assert self._graphs is not None
+        kept = [each for each in self._states.values() if each.replay is not None]
+        state.why_not = self._reason(state.nodes, models, inputs)
+        if not state.why_not and len(kept) == _MOST_KEPT:
+            state.why_not = f"{_MOST_KEPT} kinds of mini-batches do already"
+        if not state.why_not:
+            state.captures += 1
+            premises = Premises(
+                {node.target: None for node in state.nodes if node.kind is NodeKind.LEAF},
+                [node.target for node in state.nodes if node.kind is NodeKind.ATTRIBUTE],
+                self._runtime.device,
+            )
+            random = self._runtime.random
+            counts = state.draws or [0] * len(prepared.executor.actions)
+            draws = [CapturedDraws(random, count) for count in counts]
+            try:
+                with random.kept_on_host("code of a module"):
+                    state.replay = capture(
+                        self._graphs, prepared.passes, inputs, scales, parameters, draws, enter_pass
+                    )
+            except Exception as error:  # the mini-batch runs as it is, and fails if it fails so
+                state.why_not = str(error).partition("\n")[0] or type(error).__name__
+            else:
+                state.premises = premises
+                if changed := premises.broken_by():
+                    state.why_not = f"{changed} while its passes ran"
+            if state.why_not:
+                premises.put_back()
+        if state.why_not:
+            state.replay = state.premises = None
+            self._tell(state, state.why_not)
+
+    def _reason(
+        self, nodes: Sequence[Node], models: Sequence[DistributedModel], inputs: Inputs
+    ) -> str:
+        """Returns why a kind of mini-batch is not captured; "" if it is."""
+        runtime = self._runtime
+        tensors = [each for one in inputs for each in one if each is not None]
+        if self._offloads:
+            return "activations are offloaded"
+        if runtime.sharding_groups is not None or any(
+            model.data_parallel.reduces for model in models
+        ):
+            return "gradients are reduced while it runs"
+        if runtime.topology.tp_size > 1:
+            return "its modules communicate"
+        if any(each.device != runtime.device or each.requires_grad for each in tensors):
+            return "an argument is on another device, or requires a gradient"
+        for node in nodes:
+            if node.decides:
+                return f"{node.name} decides by numbers"
+            if _writes_elsewhere(node, runtime.device):
+                return f"{node.name} writes to what is not on the device"
+        return ""
+
+    def _give_up(self, state: _State, reason: str) -> None:
+        """Drops what was captured; it may be captured once more."""
+        state.replay = state.premises = None
+        state.calls = 0
+        if state.captures == _MOST_CAPTURES:
+            state.why_not = reason
+        self._tell(state, reason)
+
+    def _tell(self, state: _State, reason: str) -> None:
+        if reason not in state.told:
+            state.told.add(reason)
+            logger.warning(
+                "step function %s runs a mini-batch without CUDA graphs on rank %d: %s",
+                self._name,
+                self._runtime.rank,
+                reason,
+            )
+
+
+def _writes_elsewhere(node: Node, device: torch.device) -> bool:
+    """Whether a module writes to arrays of NumPy, or to tensors on another device."""
+    for module, names in node.stateful.items():
+        for kept in (vars(module).get(name, module._buffers.get(name)) for name in names):
+            is_array = type(kept).__module__ == "numpy"
+            if is_array or (isinstance(kept, torch.Tensor) and kept.device != device):
+                return True
+    return False
+
+
+def _nodes(plan: Plan, pp_rank: int) -> list[Node]:
+    """Returns what a rank computes of a microbatch."""
+    return [node for each in plan.segments if each.rank == pp_rank for node in each.nodes]
+
+
+def _read(nodes: Sequence[Node]) -> set[int]:
+    """Returns the positions of the tensors, those of the call and behind them, that nodes read."""
+    kinds = (NodeKind.INPUT, NodeKind.CONSTANT)
+    return {node.target for node in nodes if node.kind in kinds and isinstance(node.target, int)}

@@ -1,0 +1,255 @@
+"""Training with passes that are captured as CUDA graphs, beside the same without."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from host_graphs import HostGraphs
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.execute.replay import Replay
+from smdistributed.modelparallel.torch.stepping import replaying
+
+WIDTH, STEPS = 16, 8
+
+
+class Own(nn.Linear):
+    """A layer that does something besides, with what it keeps."""
+
+    def __init__(self, more: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.more = more
+        self.calls = 0
+        self.factor = 1.0
+        self.log: list[int] = []
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(self, super().forward(x))
+
+
+def _counted(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    layer.calls += 1
+    return x * (1 + 1 / layer.calls)
+
+
+def _asking(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum().item() > 0 else x
+
+
+def _averaging(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    layer.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - layer.mean.clone()
+
+
+def _rebinding(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    layer.mean = layer.mean * 0.9 + x.detach().mean(0) * 0.1
+    return x - layer.mean
+
+
+def _on_the_host(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand((), device="cpu").item()
+
+
+def _in_python(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def _factor(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    return x * layer.factor
+
+
+class Cache:
+    """Travels through the layers."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+
+
+class Caching(nn.Linear):
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        x = super().forward(x)
+        cache.sums.append(x.detach().sum())
+        return x * torch.sigmoid(cache.sums[-1])
+
+
+class WithCache(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for layer in self:
+            x = layer(x, cache)
+        return x
+
+
+def _around(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(), layer, nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+        *(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+    )
+
+
+#: By name: the model, and why a rank does not run it as captured; "" if both do.
+NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "plain": (lambda: _around(nn.Linear(WIDTH, WIDTH)), ""),
+    "normed": (lambda: _around(nn.BatchNorm1d(WIDTH)), ""),
+    "averages": (lambda: _around(Own(_averaging)), ""),
+    "cache": (lambda: WithCache(Caching(WIDTH, WIDTH) for _ in range(4)), ""),
+    "dropout": (lambda: _around(nn.Dropout(0.5)), "of the host are not captured"),
+    "counts": (lambda: _around(Own(_counted)), "has changed while its passes ran"),
+    "rebinds": (lambda: _around(Own(_rebinding)), "has changed while its passes ran"),
+    "asks": (lambda: _around(Own(_asking)), "decides by numbers"),
+    "draws on the host": (lambda: _around(Own(_on_the_host)), "decides by numbers"),
+    "draws in Python": (lambda: _around(Own(_in_python)), "Python or NumPy"),
+}
+
+
+class Moments:
+    """What a script does after a step, before the update, and what it keeps of it."""
+
+    def __init__(self, model: Any, layer: Own) -> None:
+        self.model = model
+        self.layer = layer
+        self.kept: list[Any] = []
+
+    def nothing(self, number: int) -> None:
+        """Leaves everything as it is."""
+
+    def gradients_kept(self, number: int) -> None:
+        """Keeps gradients of a step, and looks at them after the next."""
+        if number % 3 == 1:
+            self.kept.append([each.grad for _, each in self.model.local_named_parameters()])
+
+    def view_kept(self, number: int) -> None:
+        """The same of views."""
+        if number % 3 == 1:
+            self.kept.append([each.grad[:1] for _, each in self.model.local_named_parameters()])
+
+    def attribute(self, number: int) -> None:
+        """Changes what a module computes with."""
+        self.layer.factor = 1.0 if number < 4 else 0.5
+
+    def evaluated(self, number: int) -> None:
+        """Trains and does not."""
+        self.model.train(number % 4 != 3)
+
+    def memory(self, number: int) -> None:
+        """Gives parameters other memory."""
+        if number == 4:
+            for _, each in self.model.local_named_parameters():
+                each.data = each.data * 0.5
+
+    def frozen(self, number: int) -> None:
+        """Freezes a parameter."""
+        self.layer.bias.requires_grad_(number < 4)
+
+    def hooked(self, number: int) -> None:
+        """Puts a hook on a parameter."""
+        if number == 4:
+            self.layer.bias.register_hook(lambda gradient: gradient * 2)
+
+    def module_hooked(self, number: int) -> None:
+        """Puts a hook on a module."""
+        if number == 4:
+            self.layer.register_forward_hook(lambda module, args, result: result * 2)
+
+    def accumulated(self, number: int) -> bool:
+        """Adds gradients of two steps up."""
+        return number % 4 == 2
+
+    def zeroed(self, number: int) -> None:
+        """Leaves gradients there, as zeros; see ``trained``."""
+
+
+MOMENTS = [name for name in vars(Moments) if not name.startswith("_")]
+
+
+class Reasons(logging.Handler):
+    """Keeps why mini-batches ran as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes a line of the log."""
+        self.found.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[tuple[list[Any], Reasons]]:
+    """Counts what runs as captured; without a GPU something stands for its graphs."""
+    reasons, begun = Reasons(), []
+    begin = Replay.begin
+
+    def counted(self: Replay, *args: Any) -> None:
+        begun.append(self)
+        begin(self, *args)
+
+    replaying.logger.addHandler(reasons)
+    stand_in = () if torch.cuda.is_available() else (HostGraphs(),)
+    graphs_of = (lambda device: stand_in[0]) if stand_in else replaying.graphs_of
+    try:
+        with (
+            mock.patch.object(Replay, "begin", counted),
+            mock.patch.object(replaying, "graphs_of", graphs_of),
+        ):
+            yield begun, reasons
+    finally:
+        replaying.logger.removeHandler(reasons)
+
+
+def trained(
+    make: Callable[[], nn.Module], moment: str, *, cuda_graphs: bool
+) -> tuple[list[float], list[torch.Tensor], list[Any]]:
+    """Trains a model; returns losses, what this rank has of it afterwards, and what was kept."""
+    torch.manual_seed(0)
+    random.seed(0)
+    net = make()
+    layer = next((each for each in net.modules() if isinstance(each, Own)), None)
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 0.01))
+    moments = Moments(model, layer)
+
+    @smp.step(cuda_graphs=cuda_graphs)
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = ((model(x) - y) ** 2).mean()
+        if net.training:
+            model.backward(loss)
+        return loss
+
+    numbers = torch.Generator(torch.get_default_device()).manual_seed(1)
+    losses = []
+    for number in range(STEPS):
+        # Two sizes of batches come in turns in the end.
+        size = 16 if number < 6 or number % 2 else 8
+        x, y = torch.randn(2, size, WIDTH, generator=numbers)
+        losses.append(step(x, y).reduce_mean().item())
+        has_gradients = net.training
+        adds_up = getattr(moments, moment)(number)
+        if has_gradients and not adds_up:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=moment != "zeroed" or number < 4)
+    own = [each.detach().clone() for _, each in model.local_named_parameters()]
+    own += [each.clone() for _, each in model.local_named_buffers()]
+    kept = [[part.clone() for part in each if part is not None] for each in moments.kept]
+    return losses, own, kept
+
+
+def compare(name: str, moment: str) -> tuple[bool, int, list[str]]:
+    """Returns whether training is the same, how many steps ran as captured, and why not others."""
+    make = NETS[name][0] if name in NETS else (lambda: _around(Own(_factor)))
+    want = trained(make, moment, cuda_graphs=False)
+    with captured() as (begun, reasons):
+        got = trained(make, moment, cuda_graphs=True)
+    pairs = zip((want[1], *want[2]), (got[1], *got[2]), strict=True)
+    same = want[0] == got[0] and all(
+        len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in pairs
+    )
+    return same, len(begun), reasons.found

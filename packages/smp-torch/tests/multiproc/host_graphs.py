@@ -1,0 +1,124 @@
+"""Graphs of what the dispatcher is told on the host: a stand-in for CUDA graphs without a GPU.
+
+What is captured here is computed at once, and what it wrote to tensors from outside is undone when
+the session ends. Doing it again runs the same operations on the same memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.stepping import replaying
+
+
+class HostGraph:
+    """Operations, with their arguments and where their results are."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def replay(self) -> None:
+        """Computes everything again, into the same memory."""
+        for function, args, kwargs, result, grad_enabled in self.calls:
+            # An operation may change how a tensor looks, not only what is in it.
+            args, kwargs = _aliases((args, kwargs))
+            with torch.set_grad_enabled(grad_enabled):  # some keep more then
+                again = function(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
+class HostGraphs:
+    """See ``execute.graphs.Graphs``."""
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """See ``Graphs``."""
+        self._made.clear()
+        self._before.clear()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in self._before.values():
+                    tensor.detach().copy_(before)
+
+    @contextlib.contextmanager
+    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[HostGraph]:
+        """See ``Graphs``."""
+        if generators:
+            raise RuntimeError("random numbers of the host are not captured")
+        graph = HostGraph()
+        with (
+            _Capture(graph, self._made, self._before),
+            mock.patch.object(torch.Tensor, "numpy", _not_here),
+        ):
+            yield graph
+
+
+def _not_here(tensor: torch.Tensor) -> Any:
+    raise TypeError("can't convert a tensor of a device to numpy")
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, graph: HostGraph, made: set[int], before: dict[int, Any]) -> None:
+        super().__init__()
+        self._graph = graph
+        self._made = made
+        self._before = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        for tensor in _tensors(list(_written(func, args, kwargs))):
+            memory = tensor.untyped_storage()._cdata
+            if memory not in self._made:
+                self._before.setdefault(memory, (tensor, tensor.detach().clone()))
+        before = _aliases((args, kwargs))
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+            memories = {each.untyped_storage()._cdata for each in _tensors(result)}
+            self._made |= memories - given
+            self._graph.calls.append((func, *before, _aliases(result), torch.is_grad_enabled()))
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Yields what an operation may write to."""
+    if func is torch.ops.aten.native_batch_norm.default:
+        yield args[3:5]  # its schema does not say so
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _aliases(tree: Any) -> Any:
+    """Returns a structure with other tensors, that have the same memory."""
+    return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, tree)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def capture_every_step() -> None:
+    """Has step functions capture their passes in the second call, if that is possible."""
+    smp.step.__defaults__ = (*smp.step.__defaults__[:-1], True)
+    replaying._FIRST = 1
+    if not torch.cuda.is_available():
+        replaying.graphs_of = lambda device: HostGraphs()
