@@ -368,6 +368,17 @@ def trainer(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("release", ["4.24.0", "4.57.*", "5.*"])
+def families(session: nox.Session, release: str) -> None:
+    """Translate the families of Transformers, as published scripts pin it and as it is now."""
+    install_groups(session, "test")
+    install_packages(session, "smp-common", "smp-torch")
+    session.install(f"transformers=={release}", "numpy<2")
+    test = "packages/smp-torch/tests/multiproc/test_tensor_parallel.py"
+    session.run("pytest", test, "-k", "transformers", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
     install_groups(session, "lint")

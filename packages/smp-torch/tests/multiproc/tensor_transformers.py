@@ -93,7 +93,12 @@ def roberta() -> Any:
 
 def scaled() -> Any:
     """GPT-2 with the fields that change its scores."""
-    return gpt2(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
+    # Other kinds of attention of Transformers 4 pass over them.
+    return gpt2(
+        scale_attn_by_inverse_layer_idx=True,
+        reorder_and_upcast_attn=True,
+        _attn_implementation="eager",
+    )
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -150,7 +155,7 @@ def family_case(name: str) -> None:
     # Gradients go the same way as weights do.
     expected = to_ours({key: _gradient(reference, key) for key in wanted})
     gradients = {key: each.grad for key, each in model.local_named_parameters()}
-    of = max(each.norm().item() for each in expected.values())
+    of = max(each.norm().item() for each in expected.values() if each.is_floating_point())
     for key in gradients:
         part = tensor_cases.local_part(model, key, expected[key])
         tensor_cases.assert_near(gradients[key], part, key, of)

@@ -174,7 +174,9 @@ def test_transformers_give_their_own_numbers(worlds: Worlds, world: str, family:
     ],
 )
 def test_other_transformers_are_split_by_their_linears(worlds: Worlds, name: str) -> None:
-    pytest.importorskip("transformers")
+    hf = pytest.importorskip("transformers")
+    if name == "llama" and not hasattr(hf, "LlamaForCausalLM"):
+        pytest.skip(f"transformers {hf.__version__} has no Llama")
     run(worlds, WORLDS["tp2"], run_transformers, "other_case", name)
 
 

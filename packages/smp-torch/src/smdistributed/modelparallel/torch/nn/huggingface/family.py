@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.nn.huggingface.family_map import FamilyMap
+from smdistributed.modelparallel.torch.nn.huggingface.family_map import FamilyMap, State
 from smdistributed.modelparallel.torch.nn.lm_head import DistributedTransformerLMHead
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Registration
@@ -59,10 +59,13 @@ class Family:
                 self.map.to_ours, num_heads=heads_of(module.config)
             ),
             translate_back=lambda module: functools.partial(
-                self.map.to_theirs, num_heads=heads_of(module.config)
+                self._to_theirs, heads_of(module.config), self.map.constants_of(module)
             ),
             wrap=wrapped_encoder if self.is_encoder else wrapped_language_model,
         )
+
+    def _to_theirs(self, num_heads: int, constants: State, state: State) -> dict[str, torch.Tensor]:
+        return {**self.map.to_theirs(state, num_heads=num_heads), **constants}
 
     def _refusal(self, module: Any) -> str | None:
         try:
@@ -160,6 +163,9 @@ def wrapped_encoder(made: Any, original: nn.Module) -> Callable[..., Any]:
 def _call_encoder(made: DistributedTransformer, signature: Any, *args: Any, **kwargs: Any) -> Any:
     bound = signature.bind(made, *args, **kwargs).arguments
     given = {**bound, **bound.get("kwargs", {})}
+    masks = given.get("head_mask")
+    if isinstance(masks, list | tuple) and all(each is None for each in masks):
+        given["head_mask"] = None  # models of Transformers 4 pass one for each layer
     for name in ("encoder_hidden_states", "past_key_values", "head_mask"):
         _refuse_given(type(made).__name__, name, given.get(name))
     for name in ("output_attentions", "output_hidden_states"):

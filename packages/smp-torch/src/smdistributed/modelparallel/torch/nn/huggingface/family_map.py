@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 
@@ -125,6 +126,19 @@ class FamilyMap:
         if self.tied is not None and self.tied[0] not in found:
             found[self.tied[0]] = found[self.tied[1]]
         return found
+
+    def constants_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns what the state of a model of theirs has that is no weight: causal masks.
+
+        Models of Transformers before 4.28 have some, and load no state without.
+        """
+        if not self.dropped:
+            return {}
+        return {
+            name: tensor
+            for name, tensor in module.state_dict().items()
+            if re.fullmatch(self.dropped, name) and not tensor.is_meta
+        }
 
     def _is_tied(self, state: State) -> bool:
         if self.tied is None or self.tied[0] not in state:
