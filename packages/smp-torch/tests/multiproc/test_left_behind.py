@@ -513,6 +513,14 @@ def batches_that_steps_change() -> None:
             torch.testing.assert_close(one, other)
     with pytest.raises(UnsupportedError, match="not split over microbatches"):
         together(model, given[0])
+    wide = torch.randn(8, 2 * WIDTH)
+    for one, other in ((given[1], given[1]), (wide[:, :WIDTH], wide[:, 1 : WIDTH + 1])):
+        # Only rank 0 says what is given, and so what shares memory.
+        mine = (one, other) if smp.pp_rank() == 0 else (one, other.clone())
+        with pytest.raises(UnsupportedError, match=r"shares its memory.*numbers 0 and 1"):
+            train(model, *mine, given[2])
+    apart = wide[:, :WIDTH], wide[:4].flip(1).repeat(2, 1)[:, :WIDTH]
+    assert train(model, *apart, given[2]).reduce_mean().isfinite()
 
 
 CASES: dict[str, tuple[str, Any]] = {

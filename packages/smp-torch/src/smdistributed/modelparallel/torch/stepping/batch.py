@@ -68,10 +68,12 @@ class CallKind:
 
     Attributes:
         tensors: the kinds of its tensor arguments, in order.
+        overlapping: pairs of them, by position, that may share memory.
         state: training flags, grad mode and the like.
     """
 
     tensors: tuple[TensorKind, ...]
+    overlapping: tuple[tuple[int, int], ...]
     state: State
 
 

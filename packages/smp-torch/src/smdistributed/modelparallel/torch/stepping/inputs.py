@@ -19,6 +19,7 @@ from smdistributed.modelparallel.common.microbatch import (
     in_order,
     split_arguments,
 )
+from smdistributed.modelparallel.torch.compat.private.tensors import overlapping
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.record.nested import (
     map_tensors,
@@ -54,10 +55,9 @@ class StepInputs:
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
         """Returns what this rank was called with."""
-        return CallKind(
-            tuple(TensorKind.of(tensor) for tensor in tensors_in((args, kwargs))),
-            self._state(),
-        )
+        tensors = tensors_in((args, kwargs))
+        kinds = tuple(TensorKind.of(tensor) for tensor in tensors)
+        return CallKind(kinds, overlapping(tensors), self._state())
 
     def _state(self) -> State:
         device = self._runtime.device.type
@@ -134,7 +134,7 @@ class StepInputs:
         return [tensors_in(call) for call in calls]
 
     def check_written(self, batch: MiniBatch, written: Sequence[Mapping[int, object]]) -> None:
-        """Raises if microbatches change an argument that all of them have.
+        """Raises if microbatches change an argument that others show: microbatches, or arguments.
 
         Args:
             batch: what is called.
@@ -144,6 +144,14 @@ class StepInputs:
             UnsupportedError: they do.
         """
         positions = set().union(*written)
+        for pair in batch.header.kind.overlapping:
+            if not positions.isdisjoint(pair):
+                raise UnsupportedError(
+                    "the step function changes a tensor in place that it was given, and another "
+                    f"one that it was given shares its memory (they are numbers {pair[0]} and "
+                    f"{pair[1]} of the tensors of the call): with several partitions that one "
+                    "would not show what is written. Change a copy: x = x.clone()."
+                )
         if not positions or len(batch.calls) == 1:
             return
         first, second = (tensors_in(call) for call in batch.calls[:2])

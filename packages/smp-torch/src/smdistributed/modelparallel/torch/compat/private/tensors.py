@@ -17,6 +17,27 @@ def storage_of(tensor: torch.Tensor) -> int:
     return number
 
 
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Returns the pairs of tensors, by position, whose first and last bytes enclose common ones."""
+    reaches = [_reach(each) for each in tensors]
+    return tuple(
+        (one, other)
+        for other, (memory, start, end) in enumerate(reaches)
+        for one, (its_memory, its_start, its_end) in enumerate(reaches[:other])
+        if memory == its_memory and start < its_end and its_start < end
+    )
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the memory of a tensor, and where in it it begins and ends, in bytes."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0, 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.storage_offset() * tensor.element_size()
+    return storage_of(tensor), start, start + (last + 1) * tensor.element_size()
+
+
 def is_of_leaf(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf of autograd, or a view of one."""
     base = tensor if tensor._base is None else tensor._base
