@@ -110,6 +110,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 class Moments:
     """What a script does after a step, before the update, and what it keeps of it."""
 
@@ -158,6 +163,11 @@ class Moments:
         """Puts a hook on a module."""
         if number == 4:
             self.layer.register_forward_hook(lambda module, args, result: result * 2)
+
+    def hooked_after(self, number: int) -> None:
+        """Puts a hook on a parameter that runs when its gradient has been added up."""
+        if number == 4:
+            self.layer.bias.register_post_accumulate_grad_hook(_halve)
 
     def accumulated(self, number: int) -> bool:
         """Adds gradients of two steps up."""
@@ -224,7 +234,7 @@ def trained(
             model.backward(loss)
         return loss
 
-    numbers = torch.Generator(torch.get_default_device()).manual_seed(1)
+    numbers = torch.Generator(torch.get_default_device()).manual_seed(1 + smp.dp_rank())
     losses = []
     for number in range(STEPS):
         # Two sizes of batches come in turns in the end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from graph_cases import MOMENTS, NETS, compare
-from world import pipeline, run
+from world import pipeline, replicas, run
 
 from smdistributed.modelparallel.common.testing import Worlds
 
@@ -33,6 +33,23 @@ def test_models(worlds: Worlds, name: str, order: str) -> None:
         assert not told
         # The third, fourth, fifth and sixth step, and the last of the size that came first.
         assert [count for _, count, _ in found] == [5, 5]
+
+
+REPLICAS = {
+    "together": replicas(2, 2),
+    "owners": replicas(2, 2, shard_optimizer_state=True, pipeline="zero_bubble"),
+}
+
+
+@pytest.mark.parametrize("kind", REPLICAS)
+@pytest.mark.parametrize("moment", ["nothing", "accumulated", "gradients_kept"])
+def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
+    if (kind, moment) == ("owners", "accumulated"):
+        pytest.skip("owners have gradients that others have not")
+    found = run(worlds, REPLICAS[kind], compare, "normed", moment)
+    for same, count, _ in found:
+        assert same
+        assert count > 0
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

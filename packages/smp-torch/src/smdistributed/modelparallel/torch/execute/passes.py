@@ -152,9 +152,6 @@ class Computation:
             self._left[microbatch].clear()
         return outgoing
 
-    def end(self) -> None:
-        """Ends the mini-batch: autograd has given the parameters their gradients."""
-
     def _take(self, message: Message, arrived: torch.Tensor) -> None:
         value = self._passes.values[message.microbatch][message.value]
         tensor = value.from_wire(arrived)

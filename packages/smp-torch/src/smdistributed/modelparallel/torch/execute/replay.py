@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private.backward import accumulations_seen
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, users_of_memory
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
@@ -27,6 +28,7 @@ from smdistributed.modelparallel.torch.execute.passes import (
     Passes,
 )
 from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
 
 
 class Draws(Protocol):
@@ -44,11 +46,19 @@ class Draws(Protocol):
 
 
 class CapturedAction(NamedTuple):
-    """An action that was captured, what it draws, and what leaves after it."""
+    """An action that was captured.
+
+    Attributes:
+        graph: what it computes.
+        draws: its random numbers.
+        outgoing: what leaves after it.
+        added: the parameters to whose gradients it adds, in order.
+    """
 
     graph: Graph
     draws: Draws
     outgoing: Outgoing
+    added: list[torch.Tensor]
 
 
 @dataclass
@@ -84,11 +94,13 @@ class Replay:
         return any(map(operator.gt, now, self.users))
 
     def begin(self, inputs: Inputs, scales: Sequence[Scale]) -> None:
-        """Takes the tensors of a mini-batch, which ``fits``."""
+        """Takes the tensors of a mini-batch, which ``fits``; parameters have their gradients."""
         own, given = _tensors(self.inputs, self.scales), _tensors(inputs, scales)
         if own:
             with torch.no_grad():
                 copy_all(own, given)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
 
     def buffer(self, message: Message) -> torch.Tensor:
         """See ``Acting``."""
@@ -99,12 +111,9 @@ class Replay:
         action = self.actions[position]
         action.draws.seed()
         action.graph.replay()
+        for parameter in action.added:
+            note_added(parameter)
         return action.outgoing
-
-    def end(self) -> None:
-        """Gives the parameters their gradients."""
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
 
 
 def capture(
@@ -123,7 +132,7 @@ def capture(
         passes: of its kind.
         inputs: of its microbatches.
         scales: for each microbatch, by what its losses count.
-        parameters: of this rank; they have no gradients.
+        parameters: of this rank; they have no gradients, and no hooks but such as count.
         draws: of each action.
         enter_pass: called before each action.
 
@@ -139,14 +148,21 @@ def capture(
         message: computation.buffer(message) for needs in itinerary.needs for message in needs
     }
     actions: list[CapturedAction] = []
+    added: list[torch.Tensor] = []
+
+    def note(parameter: torch.Tensor) -> None:
+        added.append(parameter)
+
+    note.only_counts = True  # type: ignore[attr-defined] # see weight_gradients.py
     try:
-        with passes.putting_off(), graphs.session():
+        with passes.putting_off(), accumulations_seen(parameters, note), graphs.session():
             for position, (action, drawn) in enumerate(zip(itinerary.actions, draws, strict=True)):
                 arrived = [(message, incoming[message]) for message in itinerary.needs[position]]
                 enter_pass(action.kind, action.microbatch)
                 with drawn.capturing(), graphs.capturing(drawn.generators) as graph:
                     outgoing = computation.act(position, arrived)
-                actions.append(CapturedAction(graph, drawn, outgoing))
+                actions.append(CapturedAction(graph, drawn, outgoing, added.copy()))
+                added.clear()
         found = {each: each.grad for each in parameters}
     finally:
         for parameter in parameters:

@@ -220,7 +220,6 @@ class PipelinedStep:
                 acting = self._acting(prepared, batch, models, inputs, scales)
                 with prepared.passes.putting_off():
                     marks = prepared.executor.run(acting, enter_pass)
-                acting.end()
             if self._replays is not None and isinstance(acting, Computation):
                 self._replays.note_draws(prepared)
         finally:

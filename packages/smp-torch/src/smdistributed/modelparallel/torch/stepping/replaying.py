@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
+from smdistributed.modelparallel.torch.record.turns import accumulation_hooks
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
 
@@ -153,7 +154,7 @@ class Replays:
     ) -> None:
         assert self._graphs is not None
         kept = [each for each in self._states.values() if each.replay is not None]
-        state.why_not = self._reason(state.nodes, models, inputs)
+        state.why_not = self._reason(state.nodes, models, parameters, inputs)
         if not state.why_not and len(kept) == _MOST_KEPT:
             state.why_not = f"{_MOST_KEPT} kinds of mini-batches do already"
         if not state.why_not:
@@ -184,17 +185,21 @@ class Replays:
             self._tell(state, state.why_not)
 
     def _reason(
-        self, nodes: Sequence[Node], models: Sequence[DistributedModel], inputs: Inputs
+        self,
+        nodes: Sequence[Node],
+        models: Sequence[DistributedModel],
+        parameters: Sequence[nn.Parameter],
+        inputs: Inputs,
     ) -> str:
         """Returns why a kind of mini-batch is not captured; "" if it is."""
         runtime = self._runtime
         tensors = [each for one in inputs for each in one if each is not None]
         if self._offloads:
             return "activations are offloaded"
-        if runtime.sharding_groups is not None or any(
-            model.data_parallel.reduces for model in models
-        ):
-            return "gradients are reduced while it runs"
+        if any(model.data_parallel.shards is not None for model in models):
+            return "parameters are in shards"
+        if any(map(accumulation_hooks, parameters)):
+            return "a parameter has a hook that runs when its gradient has been added up"
         if runtime.topology.tp_size > 1:
             return "its modules communicate"
         if any(each.device != runtime.device or each.requires_grad for each in tensors):

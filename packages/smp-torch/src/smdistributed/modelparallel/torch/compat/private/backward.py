@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ def hooks_on_gradient(tensor: torch.Tensor) -> bool:
 def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
     """Returns the hooks that a leaf calls when its gradient has been added up."""
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+@contextlib.contextmanager
+def accumulations_seen(
+    leaves: Iterable[torch.Tensor], see: Callable[[torch.Tensor], None]
+) -> Iterator[None]:
+    """Inside, leaves call ``see`` when their gradient has been added up, and no hook of theirs."""
+    former = [(leaf, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    for leaf, _ in former:
+        leaf._post_accumulate_grad_hooks = {0: see}
+    try:
+        yield
+    finally:
+        for leaf, hooks in former:
+            leaf._post_accumulate_grad_hooks = hooks
 
 
 def applied_alone(function: type[torch.autograd.Function]) -> Callable[..., Any]:

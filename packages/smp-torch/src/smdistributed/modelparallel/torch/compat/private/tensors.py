@@ -34,7 +34,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int, int]:
         return 0, 0, 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     return storage_of(tensor), start, start + (last + 1) * tensor.element_size()
 
 
