@@ -224,12 +224,18 @@ def trained(
     net = make()
     layer = next((each for each in net.modules() if isinstance(each, Own)), None)
     model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 0.01))
+    fp16 = smp.state.cfg.fp16
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), 0.01),
+        dynamic_loss_scale=fp16,
+        dynamic_loss_args={"init_scale": 256.0, "scale_window": 3} if fp16 else None,
+    )
+    dtype = torch.half if fp16 else torch.bfloat16 if smp.state.cfg.bf16 else torch.float
     moments = Moments(model, layer)
 
     @smp.step(cuda_graphs=cuda_graphs)
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss = ((model(x) - y) ** 2).mean()
+        loss = ((model(x.to(dtype)) - y) ** 2).mean()
         if net.training:
             model.backward(loss)
         return loss

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.execute import weight_gradients
 from smdistributed.modelparallel.torch.stepping import replaying
 
 
@@ -65,6 +66,8 @@ class HostGraphs:
         with (
             _Capture(graph, self._made, self._before),
             mock.patch.object(torch.Tensor, "numpy", _not_here),
+            # On a GPU nobody watches.
+            mock.patch.object(weight_gradients, "is_watched", return_value=False),
         ):
             yield graph
 

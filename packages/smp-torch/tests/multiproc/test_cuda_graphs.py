@@ -35,6 +35,19 @@ def test_models(worlds: Worlds, name: str, order: str) -> None:
         assert [count for _, count, _ in found] == [5, 5]
 
 
+HALF = {
+    kind: pipeline(2, launcher="fork", pipeline="zero_bubble", **{kind: True})
+    for kind in ("bf16", "fp16")
+}
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision(worlds: Worlds, kind: str) -> None:
+    for same, count, told in run(worlds, HALF[kind], compare, "plain", "nothing"):
+        assert same
+        assert (count, told) == (5, [])
+
+
 REPLICAS = {
     "together": replicas(2, 2),
     "owners": replicas(2, 2, shard_optimizer_state=True, pipeline="zero_bubble"),

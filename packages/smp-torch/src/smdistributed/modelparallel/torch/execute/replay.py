@@ -111,6 +111,7 @@ class Replay:
         action = self.actions[position]
         action.draws.seed()
         action.graph.replay()
+        # A reduction begins before the stream waits for what the next action needs.
         for parameter in action.added:
             note_added(parameter)
         return action.outgoing
