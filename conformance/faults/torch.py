@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a gradient replaces the one before it",
-        "torch/execute/executor.py",
+        "torch/execute/passes.py",
         "gradients[index] = gradient if known is None else known + gradient",
         "gradients[index] = gradient",
         ("shared_values_gather_their_gradients",),
