@@ -57,8 +57,6 @@ REPLICAS = {
 @pytest.mark.parametrize("kind", REPLICAS)
 @pytest.mark.parametrize("moment", ["nothing", "accumulated", "gradients_kept"])
 def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
-    if (kind, moment) == ("owners", "accumulated"):
-        pytest.skip("owners have gradients that others have not")
     found = run(worlds, REPLICAS[kind], compare, "normed", moment)
     for same, count, _ in found:
         assert same
