@@ -221,3 +221,18 @@ def test_python_and_numpy_are_keyed_where_a_module_draws_from_them() -> None:
         assert random.getstate() == before
         assert step.draws_in_python(module)
     assert found[0] == found[1]
+
+
+def _drawing(step: StepRandom, error: Exception | None) -> None:
+    with step.kept_on_host("a module"):
+        torch.rand(2)
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()])
+def test_what_a_capture_draws_on_the_host_is_put_back(error: Exception | None) -> None:
+    before = torch.random.get_rng_state()
+    with pytest.raises(UnsupportedError if error is None else ZeroDivisionError):
+        _drawing(StepRandom(torch.device("cpu")), error)
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -384,9 +384,12 @@ class StepRandom:
             UnsupportedError: something is.
         """
         before = torch.default_generator.get_state()
-        yield
-        if not torch.equal(before, torch.default_generator.get_state()):
+        try:
+            yield
+        finally:
+            is_moved = not torch.equal(before, torch.default_generator.get_state())
             torch.default_generator.set_state(before)
+        if is_moved:
             raise UnsupportedError(f"{name} draws random numbers on the host")
 
     def seed_of(self, key: _Key, lane: int) -> int:
