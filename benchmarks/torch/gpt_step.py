@@ -7,7 +7,9 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 Every word names a run; they share the processes, so that their ratio means something. What stands
 behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:graphs``
 (``smp.step(cuda_graphs=True)``), ``smp:compile`` and ``1f1b:compile`` (each block by
-``torch.compile``). Weights are bf16 on GPUs; AdamW; random tokens.
+``torch.compile``), ``smp:loss`` (``smp.step(compile=True)``) and ``1f1b:loss`` (the loss by
+``torch.compile``). With ``--trace`` orders follow from measured costs, and ``predicted_ms`` is
+what the library expects of a step. Weights are bf16 on GPUs; AdamW; random tokens.
 Times are medians of device events, the slowest rank's.
 """
 
@@ -25,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, SIZES, device_milliseconds, loss_of, peak_gib
-from ranks import print_kernels, slowest
+from ranks import Prediction, print_kernels, slowest
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
 
-KINDS = {"smp": ("static", "graphs", "compile"), "1f1b": ("compile",)}
+KINDS = {"smp": ("static", "graphs", "compile", "loss"), "1f1b": ("compile", "loss")}
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
 
@@ -61,6 +63,7 @@ class Bench:
         self.x, self.y = (part.to(self.device) for part in (tokens[:, :-1], tokens[:, 1:]))
         self.stages = layers_of_stages(self.size.layers, smp.size())
         self.changes: list[str] = []
+        self.prediction = Prediction()
 
     def build(self, layers: int, **ends: bool) -> GPT:
         """Returns a model on the device."""
@@ -81,10 +84,18 @@ class Bench:
         model = self.build(self.size.layers)
         if self.options.partition == "stages":
             self._fix(model)
-        distributed = smp.DistributedModel(model)
+        distributed = smp.DistributedModel(
+            model,
+            trace_device="gpu" if self.options.trace else "cpu",
+            trace_execution_times=self.options.trace,
+        )
         optimizer = smp.DistributedOptimizer(self.optimizer(model.parameters()))
 
-        @smp.step(static="static" in self.changes, cuda_graphs="graphs" in self.changes)
+        @smp.step(
+            static="static" in self.changes,
+            cuda_graphs="graphs" in self.changes,
+            compile="loss" in self.changes,
+        )
         def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = loss_of(model(x), y)
             model.backward(loss)
@@ -114,10 +125,11 @@ class Bench:
         ends = {"first": rank == 0, "last": rank == size - 1}
         part = self.build(self.stages[rank], **ends)
         optimizer = self.optimizer(part.parameters())
+        computed = torch.compile(loss_of) if "loss" in self.changes else loss_of
         schedule = Schedule1F1B(
             PipelineStage(part, rank, size, self.device),
             count,
-            loss_fn=lambda logits, targets: loss_of(logits, targets) / count,
+            loss_fn=lambda logits, targets: computed(logits, targets) / count,
             scale_grads=False,
         )
 
@@ -164,6 +176,7 @@ class Bench:
         losses = smp.allgather(None if loss is None else [loss.item(), last.item()], smp.WORLD)
         if smp.rank() == 0:
             row["loss"] = next(filter(None, losses))
+            row["predicted_ms"] = self.prediction.milliseconds if kind == "smp" else None
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
         if self.options.profile:
             print_kernels(step)
@@ -204,7 +217,8 @@ def main() -> None:
         default="interleaved",
     )
     parser.add_argument("--partition", choices=["stages", "auto"], default="stages")
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
+    parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +24,21 @@ def print_kernels(step: Callable[[], Any]) -> None:
     for each in smp.allgather(kernel_milliseconds(step), smp.WORLD):
         if smp.rank() == 0:
             print(json.dumps(each), flush=True)
+
+
+class Prediction(logging.Handler):
+    """Keeps what the library has said that it expects of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.milliseconds: float | None = None
+        library = logging.getLogger("smdistributed")
+        library.setLevel(logging.INFO)
+        library.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Looks for it in a line of the log."""
+        if record.levelno >= logging.WARNING:
+            print(record.getMessage(), flush=True)
+        if found := re.search(r"predicted to take ([\d.]+) ms", record.getMessage()):
+            self.milliseconds = float(found[1])

@@ -7,10 +7,10 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 ``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
 behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
-(``smp.step(static=True)``), ``graphs`` (``smp.step(cuda_graphs=True)``). The library decides the
-partition; with ``--trace`` by measured costs, and then ``predicted_ms`` is what it expects of a
-step. Weights are bf16 on GPUs; AdamW; random tokens. Times are medians of device events, the
-slowest rank's.
+(``smp.step(static=True)``), ``graphs`` (``smp.step(cuda_graphs=True)``), ``loss``
+(``smp.step(compile=True)``). The library decides the partition; with ``--trace`` by measured costs,
+and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
+tokens. Times are medians of device events, the slowest rank's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
-import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from gpt import device_milliseconds, peak_gib
-from ranks import print_kernels, slowest
+from ranks import Prediction, print_kernels, slowest
 
 import smdistributed.modelparallel.torch as smp
 
@@ -67,21 +65,6 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
 }
 
 
-class Prediction(logging.Handler):
-    """Keeps what the library has said that it expects of a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.milliseconds: float | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Looks for it in a line of the log."""
-        if record.levelno >= logging.WARNING:
-            print(record.getMessage(), flush=True)
-        if found := re.search(r"predicted to take ([\d.]+) ms", record.getMessage()):
-            self.milliseconds = float(found[1])
-
-
 class Bench:
     """What all runs share."""
 
@@ -97,9 +80,6 @@ class Bench:
         self.tokens = self.tokens.to(self.device)
         self.one_ms = 0.0
         self.prediction = Prediction()
-        library = logging.getLogger("smdistributed")
-        library.setLevel(logging.INFO)
-        library.addHandler(self.prediction)
 
     def build(self, *, compiled: bool) -> Any:
         """Returns the model on the device."""
@@ -142,7 +122,9 @@ class Bench:
         )
         optimizer = smp.DistributedOptimizer(self.optimizer(model))
 
-        @smp.step(static="static" in changes, cuda_graphs="graphs" in changes)
+        @smp.step(
+            static="static" in changes, cuda_graphs="graphs" in changes, compile="loss" in changes
+        )
         def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
             model.backward(loss)
@@ -154,6 +136,7 @@ class Bench:
             optimizer.zero_grad()
             return loss
 
+        step.train = train  # type: ignore[attr-defined]
         return step
 
     def run(self, name: str) -> None:
@@ -190,7 +173,7 @@ def run_name(word: str) -> str:
         ValueError: there is none of that name.
     """
     kind, *changes = word.split(":")
-    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "graphs"}:
+    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "graphs", "loss"}:
         return word
     raise ValueError(word)
 
@@ -204,7 +187,7 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--pipeline", default="zero_bubble")
     parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()

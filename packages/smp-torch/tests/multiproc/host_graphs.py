@@ -7,6 +7,7 @@ the session ends. Doing it again runs the same operations on the same memory.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -119,9 +120,18 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
+def every_step(**options: object) -> None:
+    """Has step functions take options that they are not given."""
+    names = list(inspect.signature(smp.step).parameters)
+    smp.step.__defaults__ = tuple(
+        options.get(name, default)
+        for name, default in zip(names, smp.step.__defaults__, strict=True)
+    )
+
+
 def capture_every_step() -> None:
     """Has step functions capture their passes in the second call, if that is possible."""
-    smp.step.__defaults__ = (*smp.step.__defaults__[:-1], True)
+    every_step(cuda_graphs=True)
     replaying._FIRST = 1
     if not torch.cuda.is_available():
         replaying.graphs_of = lambda device: HostGraphs()

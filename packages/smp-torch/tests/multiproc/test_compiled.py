@@ -15,7 +15,7 @@ from torch import nn
 from world import generator, run, start
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.testing import World, Worlds
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
@@ -220,6 +220,68 @@ def test_what_was_compiled_runs_compiled(worlds: Worlds, world: str, ways: list[
             assert set(counts[:first]) <= {0}, way
             # Graphs for training, of which none is new after the first step; others to evaluate.
             assert 0 < counts[first] == counts[STEPS - 1] < counts[STEPS], (way, counts)
+
+
+def train_between(options: Any, kind: str) -> tuple[list[float], int]:
+    """Trains a model whose loss and sums between modules are compiled, or nothing is.
+
+    Returns:
+        the losses, and how many graphs there were.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    graphs = Graphs()
+    net = Net(0.5)
+    if kind == "with blocks":
+        each_block(net, {"backend": graphs, "fullgraph": True})
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    @smp.step(compile=options and {"backend": graphs})
+    def step(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+        scores = model(x).float() * factor
+        loss = nn.functional.cross_entropy(scores, y)
+        if kind == "in place":
+            loss += scores.square().mean().sqrt()
+        model.backward(loss)
+        return loss
+
+    numbers, losses = generator(1), []
+    for position in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=numbers)
+        y = torch.randint(3, (4,), generator=numbers)
+        optimizer.zero_grad()
+        factor = 1.0 + position if kind == "numbers" else 1.0
+        losses.append(step(x, y, factor).reduce_mean().item())
+        optimizer.step()
+    return losses, graphs.count
+
+
+def compare_between(kind: str) -> tuple[bool, int, int]:
+    (plain, blocks), (losses, count) = (train_between(each, kind) for each in (False, True))
+    return losses == plain, blocks, count
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("plain", 1), ("with blocks", 1), ("numbers", STEPS), ("in place", 1)]
+)
+@pytest.mark.parametrize("world", ["pp2", "halves"])
+def test_what_lies_between_modules_is_compiled(
+    worlds: Worlds, world: str, kind: str, count: int
+) -> None:
+    first, last = run(worlds, WORLDS[world], compare_between, kind)
+    assert first[0]
+    assert last[0]
+    # The loss is where the last module is; the microbatches and steps share what is compiled.
+    assert last[2] - last[1] == count
+    assert first[2] == first[1]
+
+
+def test_options_of_the_compiler_are_checked() -> None:
+    with pytest.raises(ConfigError, match="received bakend: choose of backend"):
+        smp.step(compile={"bakend": "eager"})
+    with pytest.raises(ConfigError, match="received 'inductor'"):
+        smp.step(compile="inductor")
 
 
 def test_masks_of_compiled_blocks_do_not_depend_on_the_partition(worlds: Worlds) -> None:

@@ -21,7 +21,7 @@ import torch
 import uses
 import views
 import writes
-from host_graphs import capture_every_step
+from host_graphs import capture_every_step, every_step
 from small_scripts import MICROBATCHES
 from world import compute_here, run, without_fork
 
@@ -43,12 +43,14 @@ STRIDES = {
 }
 
 
-def start(config: dict[str, object], captures: bool) -> None:
+def start(config: dict[str, object], name: str) -> None:
     torch.set_num_threads(1)
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
     compute_here()
-    if captures:
+    if name == "graphs":
         capture_every_step()
+    if name == "compiled":
+        every_step(compile={"backend": "aot_eager"})
 
 
 CONFIGS: dict[str, dict[str, object]] = {
@@ -58,11 +60,11 @@ CONFIGS: dict[str, dict[str, object]] = {
     "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
     # Passes are captured as CUDA graphs, or as what stands for them.
     "graphs": {"pipeline_parallel_degree": 2},
+    # What lies between modules is compiled.
+    "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
 }
 WORLDS = {
-    name: World(
-        ranks, start, (config, name == "graphs"), without_fork(ranks, "fork"), preload=("torch",)
-    )
+    name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=("torch",))
     for name, config in CONFIGS.items()
     for ranks in [1 if name == "one" else 2]
 }
@@ -91,6 +93,7 @@ QUICK = {
     # Halves are in a V too.
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
     *(("graphs", kind, 2) for kind in POPULATIONS),
+    *(("compiled", kind, 3) for kind in ("uses", "order")),
 }
 PARTS = [
     pytest.param(

@@ -140,7 +140,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_what_is_no_product_counts_by_its_bytes() -> None:
     x = torch.randn(8, 16)
     moved = 2 * x.numel() * x.element_size()
-    assert counted(lambda: x.exp()) == flops._OPERATIONS_A_BYTE * moved
+    assert counted(lambda: x.exp()) == flops.OPERATIONS_A_BYTE * moved
     assert counted(lambda: x.t()[1:]) == 0
 
 
@@ -155,3 +155,13 @@ def test_on_a_gpu_products_of_wider_numbers_count_more(
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     x = torch.randn(8, 16).to(dtype)
     assert counted(lambda: x @ x.t()) == longer * 2 * 8 * 8 * 16
+
+
+@pytest.mark.usefixtures("_on_gpu")
+def test_on_a_gpu_attention_in_half_precision_is_no_product_of_wider_numbers() -> None:
+    """Its sums of exponentials are in single precision."""
+    query = torch.empty(1, 2, 8, 4, dtype=torch.half)
+    sums = torch.empty(1, 2, 8)
+    attention = aten._scaled_dot_product_flash_attention.default
+    flops, moved = FlopCounter().count(attention, (query,) * 3, {}, (query, sums))
+    assert (flops, moved) == (4 * 2 * 8 * 8 * 4, 0)

@@ -103,8 +103,8 @@ def test_a_clock_is_used_and_no_generator_moves() -> None:
 
 
 def test_costs_are_counted_or_measured() -> None:
-    costs, work = ComputeCosts(), Work(10, 4, ("a", "b", "a"))
-    assert costs.of(work) == PassCosts(10, 20, 4)
+    costs, work = ComputeCosts(), Work(10, 4, operations=("a", "b", "a"))
+    assert costs.of(work) == PassCosts(10, 2 * 4 + 2.5 * 6, 4)
     costs.measures = True
     costs.take({"a": PassCosts(1, 3, 1), "b": PassCosts(5, 5)})
     assert costs.of(work) == PassCosts(7, 11, 2)

@@ -16,6 +16,9 @@ from itertools import accumulate
 
 # The bottleneck is found by so many halvings of what it may be: to a millionth of the whole load.
 _HALVINGS = 20
+# A rank may be heavier than need be by one in so many: loads are not known better, and an embedding
+# table on the other rank is worth less than a first piece that is as long as the last.
+_SLACK = 100
 # Cuts that are tried on both sides of a place.
 _NEAR = 8
 # How often each cut is looked at again, at most.
@@ -61,10 +64,12 @@ class VProblem:
     def cuts(self) -> list[_Inside]:
         """For every rank, where what it and the ranks after it hold begins and ends.
 
-        No rank is heavier than the bottleneck. Few pieces are empty, few cuts are bad, and then
-        ranks and pieces are about even: one cut after the other is moved while that helps.
+        No rank is heavier than the bottleneck and a hundredth. Few pieces are empty, few cuts are
+        bad, and then ranks and pieces are about even: one cut after the other is moved while that
+        helps.
         """
-        bound = self.bottleneck()
+        bottleneck = self.bottleneck()
+        bound = bottleneck + bottleneck // _SLACK
         insides = self._insides(bound)
         found: list[_Inside] = []
         for rank in range(self.num_ranks - 1, 0, -1):

@@ -25,6 +25,7 @@ def step(
     detach_outputs: bool = True,
     static: bool = False,
     cuda_graphs: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
 
@@ -47,9 +48,13 @@ def step(
             are not split does depends on nothing but their state and their arguments: with several
             partitions on GPUs their kernels are captured in the third call of a kind, and launched
             by themselves after that. What cannot be captured runs as it is, and a warning says why.
+        compile: an addition of this library: with several partitions, what the function and modules
+            that are split compute between modules, such as a loss, is compiled; a dictionary gives
+            options of ``torch.compile``. Modules run compiled if you compile them. What the
+            compiler refuses runs as it is, and a warning says why.
 
     Raises:
-        ConfigError: an option names no argument of the function.
+        ConfigError: an option names no argument of the function, or none of ``torch.compile``.
         SMPError: from a call, ``static`` was promised, and the Python did something else.
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
@@ -65,6 +70,7 @@ def step(
         detach_outputs=detach_outputs,
         static=static,
         cuda_graphs=cuda_graphs,
+        compile=compile,
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,7 +40,9 @@ class DeviceGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        #: Those that there are.
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -48,6 +51,9 @@ class DeviceGraphs:
         # What is collected while a graph is captured may be a graph, whose end is no part of it.
         gc.collect()
         torch.cuda.empty_cache()
+        if not self._graphs:
+            # Memory without a graph, of which tensors are left, takes no other graphs.
+            self._pool = torch.cuda.graph_pool_handle()
         is_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -67,6 +73,7 @@ class DeviceGraphs:
         for generator in generators:
             graph.register_generator_state(generator)
         # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
+        self._graphs.add(graph)
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
             yield graph

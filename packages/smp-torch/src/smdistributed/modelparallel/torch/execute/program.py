@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
+from smdistributed.modelparallel.torch.plan.runs import runs_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
@@ -137,6 +139,7 @@ class Program:
         segment: the segment.
         device: where it runs.
         drawing: seeds the generators for one draw, given its key.
+        compiled: compiles what lies between modules; None: it runs as it is.
 
     Attributes:
         source: the generated code, for people who debug.
@@ -149,8 +152,10 @@ class Program:
         segment: SegmentNodes,
         device: torch.device,
         drawing: Callable[..., contextlib.AbstractContextManager[None]],
+        compiled: CompiledRuns | None = None,
     ) -> None:
         self._device = device
+        self._compiled = compiled
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
         self.leaves = {node.target for node in segment.nodes if node.kind is NodeKind.LEAF}
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
@@ -170,9 +175,8 @@ class Program:
             ["inputs", "carried", *(f"v{value.index}" for value in segment.inputs)]
         )
         results = "".join(f"v{value.index}, " for value in segment.outputs)
-        self.source = "\n".join(
-            [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
-        )
+        lines = [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
+        self.source = "\n".join(lines)
         exec(compile(self.source, f"<segment {segment.index}>", "exec"), self._names)
         self.run: SegmentFunction = self._names[f"segment_{segment.index}"]
 
@@ -189,9 +193,22 @@ class Program:
             later = kept | _read_after(segment, nodes[-1])
             if region is not None and _can_repeat(nodes):
                 lines += self._checkpointed(nodes, later)
-            else:
+            elif self._compiled is None:
                 lines += self._straight(nodes, later)
+            else:
+                lines += self._with_runs(nodes, later, self._compiled)
         return lines
+
+    def _with_runs(
+        self, nodes: Sequence[Node], later: set[Value], compiled: CompiledRuns
+    ) -> list[str]:
+        """Returns the calls of nodes, those of runs as functions."""
+        parts: list[list[str]] = []
+        for part, is_run in reversed(list(runs_of(nodes))):
+            run = self._run(part, later, compiled) if is_run else self._straight(part, later)
+            parts.append(run)
+            later = later.union(*map(_read, part))
+        return [*itertools.chain(*reversed(parts))]
 
     def _checkpointed(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
         """Returns a nested function and its call.
@@ -199,19 +216,36 @@ class Program:
         What it reads from before are its parameters: a deleted variable would be missing when the
         backward pass calls it again. Its draws are keyed, so no random state is kept.
         """
-        made = {value for node in nodes for value in node.outputs}
-        read = {value: None for node in nodes for value in _read(node) if value not in made}
-        returned = [value for node in nodes for value in node.outputs if value in later]
-        parameters = [f"v{value.index}" for value in read]
-        results = "".join(f"v{value.index}, " for value in returned)
+        parameters, results, dead = _outside(nodes, later)
         call = ", ".join(["region", *parameters, "use_reentrant=False", "preserve_rng_state=False"])
-        dead = [f"v{value.index}" for value in read if value not in later]
         return [
-            f"    def region({', '.join(parameters)}):",
-            *(f"    {line}" for line in self._straight(nodes, set(returned))),
-            f"        return ({results})",
+            *(f"    {line}" for line in self._function("region", nodes, later)),
             f"    {f'({results}) = ' if results else ''}checkpoint({call})",
             f"    del {', '.join(['region', *dead])}",
+        ]
+
+    def _function(self, name: str, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+        parameters, results, _ = _outside(nodes, later)
+        returned = {value for node in nodes for value in node.outputs if value in later}
+        return [
+            f"def {name}({', '.join(parameters)}):",
+            *self._straight(nodes, returned),
+            f"    return ({results})",
+        ]
+
+    def _run(self, nodes: Sequence[Node], later: set[Value], compiled: CompiledRuns) -> list[str]:
+        """Returns the call of a function that does what nodes do, which is compiled."""
+        parameters, results, dead = _outside(nodes, later)
+        source = "\n".join(self._function("run", nodes, later))
+        looks = tuple(
+            (value.shape, value.order, value.dtype, value.device, value.requires_grad)
+            for node in nodes
+            for value in _read(node)
+        )
+        name = self._constant(compiled.of(source, self._names, looks))
+        return [
+            f"    ({results}) = {name}({', '.join(parameters)})",
+            *([f"    del {', '.join(dead)}"] if dead else []),
         ]
 
     def _straight(self, nodes: Sequence[Node], later: set[Value]) -> list[str]:
@@ -333,6 +367,14 @@ def _access(path: Path) -> str:
 def _read(node: Node) -> list[Value]:
     """Returns the values that a node's code names, other than those it makes."""
     return [*node.inputs, *(v.source for v in node.outputs if isinstance(v.source, Value))]
+
+
+def _outside(nodes: Sequence[Node], later: set[Value]) -> tuple[list[str], str, list[str]]:
+    """Returns what a function of nodes is given and gives back, and what nobody needs after it."""
+    made = {value for node in nodes for value in node.outputs}
+    read = list(dict.fromkeys(v for node in nodes for v in _read(node) if v not in made))
+    results = "".join(f"v{v.index}, " for node in nodes for v in node.outputs if v in later)
+    return [f"v{v.index}" for v in read], results, [f"v{v.index}" for v in read if v not in later]
 
 
 def _read_after(segment: SegmentNodes, node: Node) -> set[Value]:

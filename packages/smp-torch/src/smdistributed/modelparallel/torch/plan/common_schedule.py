@@ -43,10 +43,12 @@ class Ordered(NamedTuple):
     Attributes:
         schedule: their order; the segments of an action are those of the microbatch's own plan.
         makespan: how long a simulation took for them, in the unit of the costs.
+        in_seconds: whether that is seconds.
     """
 
     schedule: Schedule
     makespan: float
+    in_seconds: bool
 
 
 def common_schedule(
@@ -68,8 +70,7 @@ def common_schedule(
     timelines = []
     for kind in kinds_of(pipeline):
         halves = kind == "zero_bubble"
-        graphs = [plan.segment_graph(num_ranks, halves=halves) for plan in different]
-        merged, places = _lay_over(graphs)
+        merged, places = _merged(different, num_ranks, halves=halves)
         timelines.append(lean_or_fastest(merged, len(plans), kind, active_microbatches))
     best = min(timelines, key=lambda timeline: timeline.makespan)
     # The costs are counted, not measured, and the halves take a little more than the whole.
@@ -92,7 +93,33 @@ def common_schedule(
             for actions in chosen.schedule.ranks
         )
     )
-    return Ordered(schedule, chosen.makespan)
+    in_seconds = _are_timed(plans) or all(plan.in_seconds for plan in plans)
+    return Ordered(schedule, chosen.makespan, in_seconds)
+
+
+def seconds_of(plans: Sequence[Plan], num_ranks: int, schedule: Schedule) -> float:
+    """Returns how long a simulation takes for an order, by what passes of the plans took.
+
+    Args:
+        plans: the plan of each microbatch, the same one: the passes of others differ.
+        num_ranks: size of the pipeline.
+        schedule: the order.
+    """
+    kinds = {action.kind for actions in schedule.ranks for action in actions}
+    halves = Kind.WEIGHT_GRADIENTS in kinds
+    graph = plans[0].segment_graph(num_ranks, halves=halves, timed=True)
+    return simulate(graph, schedule, len(plans), _with_transfers(graph)).makespan
+
+
+def _are_timed(plans: Sequence[Plan]) -> bool:
+    return all(plan.is_timed for plan in plans)
+
+
+def _merged(
+    plans: Sequence[Plan], num_ranks: int, *, halves: bool
+) -> tuple[SegmentGraph, list[list[int]]]:
+    timed = _are_timed(plans)
+    return _lay_over([plan.segment_graph(num_ranks, halves=halves, timed=timed) for plan in plans])
 
 
 def one_by_one(plans: Sequence[Plan], num_ranks: int) -> Schedule:
@@ -143,17 +170,21 @@ def fastest(
     An order that keeps all ranks busy if transfers take no time can make every pass wait for one,
     in a V more than elsewhere; one that was found with transfers in mind may have a larger bubble.
     """
-    passes = [graph.segments[segment].cost(each) for each, segment in graph.predecessors]
-    ranks = {segment.rank for segment in graph.segments}
-    # Of a pass of all that a rank has, since a V has twice as many passes of half the length.
-    mean = sum(passes) / max(1, 3 * len(ranks))
-    real = CostModel(latency=_LATENCY * mean)
+    real = _with_transfers(graph)
     found = [
         build_schedule(graph, num_microbatches, kind, active_microbatches, costs).schedule
         for costs in ((CostModel(), real) if kind == "zero_bubble" else (CostModel(),))
     ]
     timelines = [simulate(graph, each, num_microbatches, real) for each in found]
     return min(timelines, key=lambda timeline: timeline.makespan)
+
+
+def _with_transfers(graph: SegmentGraph) -> CostModel:
+    """Returns the costs of transfers: a share of a pass."""
+    passes = [graph.segments[segment].cost(each) for each, segment in graph.predecessors]
+    ranks = {segment.rank for segment in graph.segments}
+    # Of a pass of all that a rank has, since a V has twice as many passes of half the length.
+    return CostModel(latency=_LATENCY * sum(passes) / max(1, 3 * len(ranks)))
 
 
 def _lay_over(graphs: Sequence[SegmentGraph]) -> tuple[SegmentGraph, list[list[int]]]:

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 
 from smdistributed.modelparallel.torch.record.work import Work
 
-#: What a backward pass takes, in forward passes, where operations are counted.
-_BACKWARD_FACTOR = 2.0
+#: What a backward pass takes, in forward passes, where operations are counted: products with
+#: weights are two; attention computes its scores again, and others read gradients besides what
+#: they have read before.
+_BACKWARD_OF_WEIGHTS, _BACKWARD_OF_OTHERS = 2.0, 2.5
+#: What operations that are compiled as one move, of what each by itself moves, about.
+_MOVED_TOGETHER = 0.25
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,23 @@ class PassCosts:
             self.weights + other.weights,
         )
 
+    def __sub__(self, other: PassCosts) -> PassCosts:
+        return self + PassCosts(-other.forward, -other.backward, -other.weights)
+
 
 class ComputeCosts:
     """Turns work into costs; the same on every rank.
 
+    Args:
+        compiles_runs: what lies between modules is compiled.
+
     Attributes:
+        compiles_runs: as given.
         measures: whether costs are seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles_runs: bool = False) -> None:
+        self.compiles_runs = compiles_runs
         self.measures = False
         self._measured: dict[str, PassCosts] = {}
 
@@ -68,4 +80,16 @@ class ComputeCosts:
         if self.measures:
             known = [self._measured[each] for each in work.operations if each in self._measured]
             return sum(known, PassCosts())
-        return PassCosts(work.flops, _BACKWARD_FACTOR * work.flops, work.weight_flops)
+        others = work.flops - work.weight_flops
+        backward = _BACKWARD_OF_WEIGHTS * work.weight_flops + _BACKWARD_OF_OTHERS * others
+        return PassCosts(work.flops, backward, work.weight_flops)
+
+    def saved(self, moved: int) -> PassCosts:
+        """Returns what compiling saves, about, of the operations that stand for moving memory.
+
+        Args:
+            moved: of the work between modules, whose runs are not known yet.
+        """
+        if not self.compiles_runs or self.measures:
+            return PassCosts()
+        return self.of(Work(flops=round((1 - _MOVED_TOGETHER) * moved)))

@@ -192,6 +192,9 @@ class _Tree:
     def compute(self, *costs: ModuleProfile) -> float:
         return sum(self._costs.of(each.work).both for each in costs)
 
+    def saved(self, moved: int) -> float:
+        return self._costs.saved(moved).both
+
     def own_parameter_bytes(self, module: nn.Module) -> int:
         total = 0
         for name in module._parameters:
@@ -210,7 +213,7 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
     parameter_bytes = tree.own_parameter_bytes(module)
     children: list[Unit] = []
     below_compute = 0.0
-    below_bytes = 0
+    below_bytes = below_moved = 0
     for child in module.children():
         if child in tree.placed:
             continue
@@ -219,9 +222,13 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         inner = _called_below(tree, child)
         below_compute += tree.compute(*inner)
         below_bytes += sum(each.activation_bytes for each in inner)
+        below_moved += sum(each.work.moved for each in inner)
     if costs is None:
         order = min((child.order for child in children), default=order)
     compute = max(0.0, tree.compute(costs) - below_compute) if costs else 0.0
+    if costs and module is tree.fakes.model:  # the one that is split in any case
+        moved = max(0, costs.work.moved - below_moved)
+        compute = max(0.0, compute - tree.saved(moved))
     activations = max(0, costs.activation_bytes - below_bytes) if costs else 0
     if tree.profile is None:
         compute = parameter_bytes

@@ -19,6 +19,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
+from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
@@ -38,6 +39,7 @@ class SegmentNodes:
         outputs: values that other segments, the result or the backward pass take from it.
         changed: values whose tensors it changes in place.
         costs: of its own nodes; ``weights`` are those of gradients that can be put off.
+        seconds: the same, as its passes were timed; None before they were.
     """
 
     index: int
@@ -47,6 +49,7 @@ class SegmentNodes:
     outputs: list[Value] = field(default_factory=list)
     changed: set[Value] = field(default_factory=set)
     costs: PassCosts = field(default_factory=PassCosts)
+    seconds: PassCosts | None = None
 
 
 @dataclass(eq=False)
@@ -99,19 +102,28 @@ class Plan:
         nodes += sources([value for value in self.graph.returned if value.replicated])
         return {node.target for node in nodes if node.kind is NodeKind.INPUT}
 
-    def segment_graph(self, num_ranks: int, *, halves: bool = False) -> SegmentGraph:
+    @property
+    def is_timed(self) -> bool:
+        """Whether its passes were timed."""
+        return all(segment.seconds is not None for segment in self.segments)
+
+    def segment_graph(
+        self, num_ranks: int, *, halves: bool = False, timed: bool = False
+    ) -> SegmentGraph:
         """Returns the shape of the plan, as the simulator takes it.
 
         Args:
             num_ranks: size of the pipeline.
             halves: backward passes are two, where that gives the second something to do.
+            timed: costs are what passes took.
         """
-        total = sum(segment.costs.forward for segment in self.segments) or 1
+        known = [(timed and segment.seconds) or segment.costs for segment in self.segments]
+        total = sum(costs.forward for costs in known) or 1
         # Every pass costs something, also one without counted operations.
         floor = total * 1e-3 / max(1, len(self.segments))  # a step may compute nothing
         segments = []
-        for segment in self.segments:
-            costs = segment.costs + PassCosts(floor, 2 * floor)
+        for segment, cost in zip(self.segments, known, strict=True):
+            costs = cost + PassCosts(floor, 2 * floor)
             backward = segment.index in self.backward
             later = costs.weights if halves and backward else 0.0
             segments.append(
@@ -190,6 +202,9 @@ def cut(
             for value in node.outputs
             if value in readers or value in returned or value in graph.roots
         ]
+    if costs.compiles_runs and not costs.measures:
+        for segment in segments:
+            segment.costs += _saved_by_runs(segment, costs)
     _check_in_place(graph, readers, returned)
     _check_state(graph)
     _check_rewrites(graph)
@@ -228,6 +243,19 @@ def _assign(
         segments[-1].costs += cost if node.grad_enabled else replace(cost, weights=0.0)
         node.segment = segments[-1].index
     return segments
+
+
+def _saved_by_runs(segment: SegmentNodes, costs: ComputeCosts) -> PassCosts:
+    """Returns what it changes of a segment's costs that its runs are compiled."""
+    saved = PassCosts()
+    later = set(segment.outputs)
+    for part, is_run in reversed(list(runs_of(segment.nodes))):
+        own = [node for node in part if node.segment == segment.index]
+        if is_run and own:
+            saved += costs.of(work_of_run(own, later))
+            saved -= sum((costs.of(node.work) for node in own), PassCosts())
+        later.update(value for node in part for value in node.inputs)
+    return saved
 
 
 def _travelling(

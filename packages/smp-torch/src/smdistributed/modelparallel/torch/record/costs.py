@@ -99,6 +99,8 @@ class Reading:
 
     flops: int
     weight_flops: int
+    moved: int
+    kernels: int
     operations: int
     bytes: int
     random_draws: int
@@ -132,6 +134,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         #: Those of products of two matrices and of convolutions: of layers with a weight.
         self._weight_flops = 0
+        self._moved = 0
+        self._kernels = 0
         self.bytes = 0
         self.random_draws = 0
         self.writes = 0
@@ -139,12 +143,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reading(self) -> Reading:
         """Returns the counts."""
-        names = len(self._names)
-        return Reading(self.flops, self._weight_flops, names, self.bytes, self.random_draws)
+        return Reading(
+            self.flops,
+            self._weight_flops,
+            self._moved,
+            self._kernels,
+            len(self._names),
+            self.bytes,
+            self.random_draws,
+        )
 
     def put_back(self, reading: Reading) -> None:
         """Forgets what was counted since a reading."""
         self.flops, self._weight_flops = reading.flops, reading.weight_flops
+        self._moved, self._kernels = reading.moved, reading.kernels
         self.bytes, self.random_draws = reading.bytes, reading.random_draws
         del self._names[reading.operations :]
 
@@ -153,6 +165,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Work(
             self.flops - reading.flops,
             self._weight_flops - reading.weight_flops,
+            self._moved - reading.moved,
+            self._kernels - reading.kernels,
             tuple(self._names[reading.operations :]),
         )
 
@@ -182,12 +196,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
-        flops = self._flop_counter.count(func, args, kwargs, out)
+        flops, moved = self._flop_counter.count(func, args, kwargs, out)
         self.flops += flops
+        self._moved += moved
         if func._overloadpacket in OF_WEIGHTS:
             self._weight_flops += flops
-        if self._operations is not None and makes_tensors(func, out):
-            self._names.append(self._operations.name(func, args, kwargs, flops))
+        if makes_tensors(func, out):
+            self._kernels += 1
+            if self._operations is not None:
+                self._names.append(self._operations.name(func, args, kwargs, flops))
         if self._not_kept is None and isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out

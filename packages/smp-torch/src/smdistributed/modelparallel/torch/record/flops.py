@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: What products in half precision make while a GPU moves a byte, about: an H200 makes 750e12 and
 #: moves 3.7e12 in a second, an H100 700e12 and 2.7e12.
-_OPERATIONS_A_BYTE = 200
+OPERATIONS_A_BYTE = 200
 #: How much longer a GPU takes for products in single precision, with TF32 and without.
 _LONGER_IN_TF32, _LONGER_IN_SINGLE = 2, 14
 #: How the operations of attention begin whose tensors are (batch, heads, length, width).
@@ -36,8 +36,10 @@ class FlopCounter:
     def __init__(self) -> None:
         self._refused: set[Any] = set()
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-        """Returns the floating-point operations of a call.
+    def count(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> tuple[int, int]:
+        """Returns the floating-point operations of a call, and how many stand for its bytes.
 
         Where PyTorch has no formula, on the host 0, on a GPU what its bytes are worth. Where the
         formula refuses, attention is counted by its shapes, and any other operation as one for each
@@ -47,9 +49,10 @@ class FlopCounter:
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
             moves = is_on_gpu and makes_tensors(func, out)
-            return _OPERATIONS_A_BYTE * _moved_bytes((args, kwargs, out)) if moves else 0
+            moved = OPERATIONS_A_BYTE * _moved_bytes((args, kwargs, out)) if moves else 0
+            return moved, moved
         counted = self._counted(formula, func, args, kwargs, out)
-        return counted * _longer(out) if is_on_gpu else counted
+        return counted * _longer(out) if is_on_gpu else counted, 0
 
     def _counted(self, formula: Any, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         try:
@@ -67,8 +70,11 @@ def _is_on_gpu(out: Any) -> bool:
 
 
 def _longer(out: Any) -> int:
-    """Returns how much longer than in half precision a GPU takes for a product."""
-    if all(each.element_size() < 4 for each in tensors_in(out) if each.is_floating_point()):
+    """Returns how much longer than in half precision a GPU takes for a product.
+
+    Attention in half precision gives sums in single precision besides its result.
+    """
+    if any(each.element_size() < 4 for each in tensors_in(out) if each.is_floating_point()):
         return 1
     is_exact = torch.get_float32_matmul_precision() == "highest"
     return _LONGER_IN_SINGLE if is_exact else _LONGER_IN_TF32

@@ -19,18 +19,24 @@ class Work:
     Attributes:
         flops: floating-point operations of the forward pass, as counted by PyTorch.
         weight_flops: those of products with a weight.
+        moved: of the former, what stands for moving memory, where that takes the time.
+        kernels: operations that compute something, each by a kernel of its own on a GPU.
         operations: the names of the operations that reached the dispatcher, in ``Operations``;
             empty where costs are counted.
     """
 
     flops: int = 0
     weight_flops: int = 0
+    moved: int = 0
+    kernels: int = 0
     operations: tuple[str, ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.flops + other.flops,
             self.weight_flops + other.weight_flops,
+            self.moved + other.moved,
+            self.kernels + other.kernels,
             self.operations + other.operations,
         )
 

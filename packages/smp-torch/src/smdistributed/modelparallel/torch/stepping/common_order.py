@@ -72,6 +72,11 @@ class CommonOrder:
         self._heard.move_to_end(number)
         return number, self._heard[number]
 
+    def forget(self) -> None:
+        """Makes all schedules anew: what they follow from has changed. Every rank must call."""
+        self._own.clear()
+        self._heard.clear()
+
     def _made(self, plans: Plans) -> tuple[int, Schedule]:
         if plans not in self._own:
             schedule = schedule_of(self._runtime, plans)
@@ -104,15 +109,11 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     config, num_ranks = runtime.config, runtime.topology.pp_size
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
     if not reasons:
-        schedule, makespan = common_schedule(
+        schedule, makespan, in_seconds = common_schedule(
             plans, num_ranks, config.pipeline, config.active_microbatches
         )
-        if plans[0].in_seconds and runtime.rank == 0:
-            logger.info(
-                "a step of %d microbatches is predicted to take %.1f ms, without its optimizer",
-                len(plans),
-                1e3 * makespan,
-            )
+        if in_seconds:
+            say_prediction(runtime, len(plans), makespan)
         reasons = dict.fromkeys(statistics_in_turn(plans, schedule))
     if reasons:
         schedule = one_by_one(plans, num_ranks)
@@ -124,6 +125,16 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
                 stacklevel=2,
             )
     return schedule
+
+
+def say_prediction(runtime: TorchRuntime, num_microbatches: int, seconds: float) -> None:
+    """Tells the log how long a step is predicted to take."""
+    if runtime.rank == 0:
+        logger.info(
+            "a step of %d microbatches is predicted to take %.1f ms, without its optimizer",
+            num_microbatches,
+            1e3 * seconds,
+        )
 
 
 def _structure(plans: Plans) -> str:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     check_function,
@@ -30,6 +30,8 @@ NOT_COMPILED = (
     "step function {} is not compiled itself, since its backward pass runs over all partitions; "
     "compile the model, or modules in it."
 )
+#: What ``torch.compile`` takes besides what it compiles.
+_COMPILER_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
 
 
 class StepFunction:
@@ -50,6 +52,7 @@ class StepFunction:
         detach_outputs: detach returned tensors.
         static: the Python of the function is promised to do the same in every call.
         cuda_graphs: passes are captured as CUDA graphs.
+        compiling: options of ``torch.compile``, if what lies between modules is compiled.
 
     Raises:
         ConfigError: an option names no argument of the function, or that is none whose calls
@@ -65,6 +68,7 @@ class StepFunction:
         detach_outputs: bool,
         static: bool,
         cuda_graphs: bool,
+        compiling: Mapping[str, Any] | None,
     ) -> None:
         check_function(function)
         if as_written(function) is not function:
@@ -79,6 +83,7 @@ class StepFunction:
         self._detach_outputs = detach_outputs
         self._static = static
         self._cuda_graphs = cuda_graphs
+        self._compiling = compiling
         self._engine: EagerStep | PipelinedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +102,7 @@ class StepFunction:
         given = runtime, self._function, self._rules, self._detach_outputs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given)
-        return PipelinedStep(*given, self._static, self._cuda_graphs)
+        return PipelinedStep(*given, self._static, self._cuda_graphs, self._compiling)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
@@ -147,12 +152,43 @@ def step(
     detach_outputs: bool = True,
     static: bool = False,
     cuda_graphs: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
+    compiling = _options_of(compile)
 
     def decorate(function: Callable[..., Any]) -> StepFunction:
         return StepFunction(
-            slot, function, non_split_inputs, input_split_axes, detach_outputs, static, cuda_graphs
+            slot,
+            function,
+            non_split_inputs,
+            input_split_axes,
+            detach_outputs,
+            static,
+            cuda_graphs,
+            compiling,
         )
 
     return decorate if function is None else decorate(function)
+
+
+def _options_of(compile: object) -> Mapping[str, Any] | None:
+    """Returns the options of ``torch.compile``; None where nothing is to be compiled.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if isinstance(compile, bool):
+        return {} if compile else None
+    if isinstance(compile, Mapping):
+        unknown = [str(each) for each in compile if each not in _COMPILER_OPTIONS]
+        if not unknown:
+            return dict(compile)
+        raise ConfigError(
+            f"compile takes the options of torch.compile; received {', '.join(unknown)}: choose of "
+            f"{', '.join(_COMPILER_OPTIONS)}."
+        )
+    raise ConfigError(
+        "compile is True, False, or a dictionary of options of torch.compile; received "
+        f"{compile!r}."
+    )

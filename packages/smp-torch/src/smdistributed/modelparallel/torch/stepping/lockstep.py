@@ -64,6 +64,7 @@ class Lockstep:
         runtime: the state of the library in this process.
         function: the user's function.
         inside: a context in which the function may run; told the recorder.
+        compiles_runs: what lies between modules is compiled.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Lockstep:
         runtime: TorchRuntime,
         function: Callable[..., Any],
         inside: Callable[[Recorder], AbstractContextManager[None]],
+        *,
+        compiles_runs: bool,
     ) -> None:
         self._runtime = runtime
         self._function = function
         self._inside = inside
-        self._tracing = Tracing(runtime)
+        self._tracing = Tracing(runtime, compiles_runs=compiles_runs)
         self._is_first = runtime.coordinates.pp_rank == 0
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._ways_in: dict[Trace, int] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
     offloading_of,
 )
+from smdistributed.modelparallel.torch.stepping.pass_times import PassTimes
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 from smdistributed.modelparallel.torch.stepping.replaying import Replays
 from smdistributed.modelparallel.torch.stepping.results import combine
@@ -66,6 +67,7 @@ class PipelinedStep:
         detach_outputs: must be True: results come from other processes, without their graphs.
         static: the caller promises that the Python of the function is always the same.
         cuda_graphs: passes are captured as CUDA graphs.
+        compiling: options of ``torch.compile``, if what lies between modules is compiled.
     """
 
     is_tracing = True  # the body itself runs for nothing else
@@ -78,6 +80,7 @@ class PipelinedStep:
         detach_outputs: bool,
         static: bool,
         cuda_graphs: bool,
+        compiling: Mapping[str, Any] | None,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
@@ -87,10 +90,12 @@ class PipelinedStep:
         self.runtime = runtime
         self._function = function
         self._inputs = StepInputs(runtime, rules)
-        lockstep = Lockstep(runtime, function, self._running)
+        compiles_runs = compiling is not None
+        lockstep = Lockstep(runtime, function, self._running, compiles_runs=compiles_runs)
         name = getattr(function, "__name__", str(function))
         self._passes = StaticPasses(lockstep, name) if static else lockstep
-        self._preparation = Preparation(runtime)
+        self._preparation = Preparation(runtime, compiling)
+        self._pass_times = PassTimes(runtime, self._preparation)
         self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)
         self._replays: Replays | None = None
@@ -138,6 +143,8 @@ class PipelinedStep:
         self._absent_gradients.end(prepared, trained)
         for model in trained:
             model.run_post_step_hooks()
+        assert self._ran is not None
+        self._pass_times.note(prepared, self._ran[1])
         return combine(results, batch.weights, detach=True)
 
     @contextlib.contextmanager

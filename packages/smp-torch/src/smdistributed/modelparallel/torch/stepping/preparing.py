@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Schedule
+from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.passes import Passes
@@ -27,6 +30,7 @@ class Prepared:
 
     Attributes:
         plans: one a microbatch.
+        schedule: the order of what all ranks compute.
         passes: what this rank computes.
         executor: has it done in order.
         needed_inputs: for each pp_rank, the positions of the tensor arguments that it reads.
@@ -36,6 +40,7 @@ class Prepared:
     """
 
     plans: tuple[Plan, ...]
+    schedule: Schedule
     passes: Passes
     executor: Executor
     needed_inputs: list[set[int]]
@@ -49,10 +54,12 @@ class Preparation:
 
     Args:
         runtime: the state of the library in this process.
+        compiling: options of ``torch.compile``, if what lies between modules is compiled.
     """
 
-    def __init__(self, runtime: TorchRuntime) -> None:
+    def __init__(self, runtime: TorchRuntime, compiling: Mapping[str, Any] | None) -> None:
         self._runtime = runtime
+        self._compiled = None if compiling is None else CompiledRuns(compiling)
         self._pp_rank = runtime.coordinates.pp_rank
         self._order = CommonOrder(runtime)
         self._known: OrderedDict[tuple[tuple[Plan, ...], int], Prepared] = OrderedDict()
@@ -79,6 +86,11 @@ class Preparation:
             }
         return prepared
 
+    def again(self) -> None:
+        """Orders every mini-batch anew when it comes: passes were timed. Every rank must call."""
+        self._order.forget()
+        self._known.clear()
+
     def _prepare(self, plans: tuple[Plan, ...], schedule: Schedule) -> Prepared:
         runtime = self._runtime
         pp_size = runtime.topology.pp_size
@@ -94,6 +106,7 @@ class Preparation:
         every = {index for plan in plans for index in range(len(plan.segments))}
         return Prepared(
             plans,
+            schedule,
             passes,
             Executor(itinerary, runtime.links, runtime.device),
             [
@@ -109,7 +122,9 @@ class Preparation:
         if plan not in self._programs:
             runtime = self._runtime
             self._programs[plan] = {
-                segment.index: Program(plan, segment, runtime.device, runtime.random.drawing)
+                segment.index: Program(
+                    plan, segment, runtime.device, runtime.random.drawing, self._compiled
+                )
                 for segment in plan.segments
                 if segment.rank == self._pp_rank
             }

@@ -22,15 +22,16 @@ class Tracing:
 
     Args:
         runtime: the state of the library in this process.
+        compiles_runs: what lies between modules is compiled.
 
     Attributes:
         costs: what work costs.
     """
 
-    def __init__(self, runtime: TorchRuntime) -> None:
+    def __init__(self, runtime: TorchRuntime, *, compiles_runs: bool) -> None:
         self._runtime = runtime
         self._operations = Operations()
-        self.costs = ComputeCosts()
+        self.costs = ComputeCosts(compiles_runs=compiles_runs)
 
     @contextlib.contextmanager
     def metered(self, models: Sequence[DistributedModel], scene: Scene) -> Iterator[Meter]:

@@ -181,6 +181,13 @@ def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
             vars(each)["forward"] = forward
 
 
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Returns what a compiler raises about what it cannot compile; looked up once it has."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
 # Compiling backward passes
 
 

@@ -1,0 +1,118 @@
+"""Timing the passes of a mini-batch while it is trained on, and ordering what follows by that.
+
+Counted costs, and operations timed one by one, say less of a pass than the pass itself: what its
+kernels find in caches, how fast the device runs under load, what the host does in between. What
+microbatches are computed, and what from, stays; only the order of passes may change, and with it
+the order in which gradients are added up.
+
+Source: smd_model_parallel_pytorch.rst, DistributedModel (trace_execution_times).
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.torch.model.distributed import models_of
+from smdistributed.modelparallel.torch.plan.common_schedule import (
+    WORTH,
+    common_schedule,
+    seconds_of,
+)
+from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
+from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.common_order import say_prediction
+from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
+
+#: The call whose passes are timed: before it, modules and functions are compiled, kernels chosen,
+#: and graphs of passes captured.
+_TIMED_CALL = 4
+
+#: Segment, kind -> seconds.
+_Seconds = dict[tuple[int, Kind], float]
+
+
+class PassTimes:
+    """Has the mini-batches of one step function ordered by the times of passes, once.
+
+    Args:
+        runtime: the state of the library in this process.
+        preparation: makes the orders.
+    """
+
+    def __init__(self, runtime: TorchRuntime, preparation: Preparation) -> None:
+        self._runtime = runtime
+        self._preparation = preparation
+        self._calls = 0
+
+    def note(self, prepared: Prepared, marks: Sequence[Any]) -> None:
+        """Counts a call; times its passes, if it is the one, and somebody asked for times.
+
+        Collective: WORLD.
+
+        Args:
+            prepared: what ran.
+            marks: of its executor.
+        """
+        self._calls += 1
+        if self._calls != _TIMED_CALL or not any(
+            model.tracing.trace_execution_times for model in models_of(self._runtime)
+        ):
+            return
+        plan, num_microbatches = prepared.plans[0], len(prepared.plans)
+        shape = [(each.rank, each.index in plan.backward) for each in plan.segments]
+        is_one = len(set(prepared.plans)) == 1 and not plan.in_turn
+        own = self._own(prepared, marks) if is_one else {}
+        everyones = self._runtime.communicator.allgather((is_one, shape, own), CommGroup.WORLD)
+        if any(each[:2] != (True, shape) for each in everyones):
+            return
+        seconds = _slowest([each[2] for each in everyones])
+        for segment in plan.segments:
+            segment.seconds = _costs(segment, seconds)
+        self._order(prepared, plan, num_microbatches)
+
+    def _own(self, prepared: Prepared, marks: Sequence[Any]) -> _Seconds:
+        found = collections.defaultdict(list)
+        for each in prepared.executor.timed(marks):
+            found[each.action.segment, each.action.kind].append(each.end - each.start)
+        return {key: statistics.median(times) for key, times in found.items()}
+
+    def _order(self, prepared: Prepared, plan: Plan, num_microbatches: int) -> None:
+        """Orders by the times, if that gains; tells how long a step is predicted to take."""
+        config, num_ranks = self._runtime.config, self._runtime.topology.pp_size
+        now = seconds_of(prepared.plans, num_ranks, prepared.schedule)
+        better = common_schedule(
+            prepared.plans, num_ranks, config.pipeline, config.active_microbatches
+        )
+        if better.makespan < WORTH * now:
+            self._preparation.again()
+        else:
+            say_prediction(self._runtime, num_microbatches, now)
+
+
+def _slowest(everyones: Sequence[_Seconds]) -> _Seconds:
+    """Returns what a pass took where it took longest: replicas wait for each other."""
+    found: _Seconds = {}
+    for each in everyones:
+        for key, seconds in each.items():
+            found[key] = max(seconds, found.get(key, 0.0))
+    return found
+
+
+def _costs(segment: SegmentNodes, seconds: Mapping[tuple[int, Kind], float]) -> PassCosts:
+    """Returns the costs of a segment, from what its passes took."""
+
+    def of(kind: Kind) -> float:
+        return seconds.get((segment.index, kind), 0.0)
+
+    weights = of(Kind.WEIGHT_GRADIENTS)
+    if whole := of(Kind.BACKWARD):
+        counted = segment.costs
+        weights = whole * counted.weights / counted.backward if counted.backward else 0.0
+        return PassCosts(of(Kind.FORWARD), whole, weights)
+    return PassCosts(of(Kind.FORWARD), of(Kind.INPUT_GRADIENTS) + weights, weights)

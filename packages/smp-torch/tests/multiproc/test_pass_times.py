@@ -1,0 +1,130 @@
+"""``trace_execution_times``: passes are timed in a step, and ordered by that from the next on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from world import generator, pipeline, replicas, run
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.common.planning.simulator import TimedAction
+from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
+from smdistributed.modelparallel.torch.stepping import tracing
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+
+WIDTH, STEPS = 4, 8
+#: What passes are said to take: on one rank twice what they take on the other, or on both alike.
+SECONDS = {
+    "uneven": {Kind.FORWARD: 1.0, Kind.INPUT_GRADIENTS: 5.0, Kind.WEIGHT_GRADIENTS: 0.5},
+    "even": {Kind.FORWARD: 1.0, Kind.INPUT_GRADIENTS: 1.0, Kind.WEIGHT_GRADIENTS: 1.0},
+}
+WORLDS = {
+    "halves": pipeline(2, launcher="fork", microbatches=8, pipeline="zero_bubble"),
+    "whole": pipeline(2, launcher="fork", microbatches=8, pipeline="interleaved"),
+    "replicas": replicas(2, 2, microbatches=8, pipeline="zero_bubble"),
+}
+
+
+class Heard(logging.Handler):
+    """Keeps what the library says of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        library = logging.getLogger("smdistributed")
+        library.setLevel(logging.INFO)
+        library.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps it."""
+        if "predicted" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+def train(kind: str | None, sizes: Sequence[int]) -> tuple[list[float], list[Any], list[str]]:
+    """Trains, with times of passes that are made up.
+
+    Returns:
+        the losses, the order of each step on this rank, and what was said.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = smp.DistributedModel(
+        net, trace_execution_times=kind is not None, trace_device="gpu" if kind else "cpu"
+    )
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    heard, orders = Heard(), []
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    def timed(executor: Executor, marks: Any) -> list[TimedAction]:
+        # Rank 0 has half of the work where it is uneven.
+        factor = 0.5 if kind == "uneven" and smp.pp_rank() == 0 else 1.0
+        seconds = SECONDS[kind or "even"]
+        return [
+            TimedAction(each, 0.0, factor * seconds.get(each.kind, 2.0))
+            for each in executor.actions
+        ]
+
+    def measured(operations: dict[str, Any], device: torch.device) -> dict[str, PassCosts]:
+        return {
+            name: PassCosts(each.flops, 5 * each.flops, 4 * each.flops)
+            for name, each in operations.items()
+        }
+
+    numbers, losses = generator(1), []
+    with (
+        mock.patch.object(Executor, "timed", timed),
+        mock.patch.object(tracing, "measure", measured),
+    ):
+        for size in sizes:
+            optimizer.zero_grad()
+            x = torch.randn(size, WIDTH, generator=numbers)
+            losses.append(step(x).reduce_mean().item())
+            optimizer.step()
+            orders.append([(each.kind, each.microbatch) for each in step._engine._ran[0].actions])
+    logging.getLogger("smdistributed").removeHandler(heard)
+    return losses, orders, heard.lines
+
+
+def compare(kind: str, sizes: Sequence[int]) -> tuple[bool, list[Any], list[str]]:
+    plain, _, _ = train(None, sizes)
+    losses, orders, lines = train(kind, sizes)
+    return losses == pytest.approx(plain, rel=1e-6), orders, lines
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", SECONDS)
+def test_passes_are_ordered_by_what_they_took(worlds: Worlds, world: str, kind: str) -> None:
+    ranks = run(worlds, WORLDS[world], compare, kind, [16] * STEPS)
+    for same, orders, _ in ranks:
+        assert same
+        # The fourth step is timed; nothing changes before and after the fifth.
+        assert orders[:4] == orders[:1] * 4
+        assert orders[4:] == orders[4:5] * (STEPS - 4)
+    changed = any(orders[4] != orders[0] for _, orders, _ in ranks)
+    assert changed == (world != "whole" and kind == "uneven")
+    # What was predicted by operations, and by passes.
+    assert [len(lines) for _, _, lines in ranks] == [2] + [0] * (len(ranks) - 1)
+    assert "8 microbatches is predicted to take" in ranks[0][2][1]
+
+
+def test_microbatches_that_differ_keep_their_order(worlds: Worlds) -> None:
+    for same, orders, lines in run(worlds, WORLDS["halves"], compare, "uneven", [13] * STEPS):
+        assert same
+        assert orders == orders[:1] * STEPS
+        assert len(lines) <= 1
