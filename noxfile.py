@@ -544,6 +544,7 @@ def gpu(session: nox.Session) -> None:
     install_groups(session, "test")
     install_packages(session, "smp-common", "smp-torch")
     names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts", "population")
+    names += ("cuda_graphs", "compiled", "pass_times")
     files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
 

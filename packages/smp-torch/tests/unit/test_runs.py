@@ -11,6 +11,7 @@ from recorded import CPU, Recorded
 from torch import nn
 from torch.nn import functional as F
 
+from smdistributed.modelparallel.torch.execute import compiled_runs
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns, _tell
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
@@ -69,6 +70,13 @@ def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
     return y.exp().tanh()
 
 
+def in_place_later(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    z = y * y.detach().exp()
+    y[0] = 0
+    return z + y
+
+
 def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.exp().tanh()
@@ -92,6 +100,7 @@ BETWEEN: dict[str, tuple[Between, list[tuple[int, bool]]]] = {
         [(3, False), (2, True), (2, False)],
     ),
     "in place": (in_place, [(4, False), (2, True)]),
+    "in place later": (in_place_later, [(8, False)]),
     "without gradient": (without_gradient, [(2, False), (2, True), (3, True)]),
 }
 
@@ -183,6 +192,38 @@ def test_the_user_s_errors_are_the_user_s() -> None:
         run(torch.ones(2, 3))
 
 
+def test_what_is_called_tells_functions_apart() -> None:
+    compiled = CompiledRuns({"backend": "eager"})
+    for function in (torch.exp, torch.sin, torch.exp):
+        run = compiled.of("def run(v1):\n    return (c1(v1),)", {"c1": function}, None)
+        torch.testing.assert_close(run(torch.ones(2)), (function(torch.ones(2)),))
+    assert len(compiled._known) == 2
+
+
+def test_so_many_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell.cache_clear()
+    monkeypatch.setattr(compiled_runs, "_MOST_COMPILED", 2)
+    backend, x = Counting(), torch.ones(2)
+    compiled = CompiledRuns({"backend": backend})
+    for number in range(4):
+        run = compiled.of(f"def run(v1):\n    return (v1 * {number},)", {}, None)
+        torch.testing.assert_close(run(x), (x * number,))
+    assert backend.count == 2
+    assert "2 different ones are already" in caplog.text
+
+
+def test_shapes_are_compiled_apart() -> None:
+    """The compiler gives up where one function has come in too many."""
+    backend = Counting()
+    compiled = CompiledRuns({"backend": backend})
+    for size in range(1, 11):
+        run = compiled.of("def run(v1):\n    return (v1 * 2,)", {}, size)
+        assert run(torch.ones(size))[0].shape == (size,)
+    assert backend.count == 10
+
+
 def test_names_of_python_are_no_variables() -> None:
     compiled = CompiledRuns({"backend": "eager"})
     source = "def run(v7):\n    return (c1(v7, slice(0, 1)),)"
@@ -202,3 +243,21 @@ def test_a_run_costs_what_goes_in_and_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(node.work.flops for node in run) == 4 * 2 * a_tensor
     assert work_of_run(run, set(together.outputs)).flops == 2 * a_tensor
     assert separate.costs.forward - together.costs.forward == (8 - 2) * a_tensor
+
+
+def test_what_lies_between_modules_weighs_less_in_the_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flops, "_is_on_gpu", lambda out: True)
+
+    def weight(*, compiles: bool) -> float:
+        net = Net(lambda net, x: x.exp().tanh())
+        step = Recorded(net, {"first": 0, "last": 1})
+        step.costs = ComputeCosts(compiles_runs=compiles)
+        placement = step.place(net, torch.rand(2, WIDTH))
+        return sum(unit.compute for unit in placement.assignment.placed if not unit.name)
+
+    a_tensor = 2 * WIDTH * 4 * flops.OPERATIONS_A_BYTE
+    # Of two operations, each with two tensors; forward, and backward two and a half times that.
+    assert weight(compiles=False) == 3.5 * 4 * a_tensor
+    assert weight(compiles=True) == weight(compiles=False) / 4
