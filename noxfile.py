@@ -543,8 +543,10 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need CUDA devices, and on devices those that can use them."""
     install_groups(session, "test")
     install_packages(session, "smp-common", "smp-torch")
-    names = ("gpu", "equality", "gradients", "checkpoint", "state", "scripts", "population")
-    names += ("cuda_graphs", "compiled", "pass_times")
+    names = [
+        *("gpu", "equality", "gradients", "checkpoint", "state", "scripts", "population"),
+        *("cuda_graphs", "compiled", "pass_times"),
+    ]
     files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
     session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
 
