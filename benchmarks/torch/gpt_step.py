@@ -9,7 +9,8 @@ behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:gra
 (``smp.step(cuda_graphs=True)``), ``smp:compile`` and ``1f1b:compile`` (each block by
 ``torch.compile``), ``smp:loss`` (``smp.step(compile=True)``) and ``1f1b:loss`` (the loss by
 ``torch.compile``). With ``--trace`` orders follow from measured costs, and ``predicted_ms`` is
-what the library expects of a step. Weights are bf16 on GPUs; AdamW; random tokens.
+what the library expects of a step. ``--replicas`` pipelines share the processes; each trains on a
+batch of its own, by ``smp`` alone. Weights are bf16 on GPUs; AdamW; random tokens.
 Times are medians of device events, the slowest rank's.
 """
 
@@ -57,11 +58,11 @@ class Bench:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", smp.local_rank())
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(5 + smp.dp_rank())
         shape = (options.microbatches * options.microbatch_size, self.size.length + 1)
         tokens = torch.randint(self.size.vocabulary, shape, generator=generator)
         self.x, self.y = (part.to(self.device) for part in (tokens[:, :-1], tokens[:, 1:]))
-        self.stages = layers_of_stages(self.size.layers, smp.size())
+        self.stages = layers_of_stages(self.size.layers, smp.pp_size())
         self.changes: list[str] = []
         self.prediction = Prediction()
 
@@ -112,7 +113,7 @@ class Bench:
 
     def _fix(self, model: GPT) -> None:
         """Gives each rank the blocks that a stage of the other runs has."""
-        for ends, rank in ((("tokens", "positions"), 0), (("norm", "head"), smp.size() - 1)):
+        for ends, rank in ((("tokens", "positions"), 0), (("norm", "head"), smp.pp_size() - 1)):
             for name in ends:
                 smp.set_partition(getattr(model, name), rank)
         owners = [rank for rank, layers in enumerate(self.stages) for _ in range(layers)]
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="of the pipeline")
     parser.add_argument("--active", type=int, default=0, help="microbatches in flight")
     parser.add_argument(
         "--pipeline",
@@ -224,7 +226,8 @@ def main() -> None:
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
     config: dict[str, object] = {
-        "pipeline_parallel_degree": ranks,
+        "pipeline_parallel_degree": ranks // options.replicas,
+        "ddp": options.replicas > 1,
         "microbatches": options.microbatches,
         "pipeline": options.pipeline,
         "auto_partition": options.partition == "auto",
