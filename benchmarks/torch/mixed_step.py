@@ -1,14 +1,15 @@
-"""Time of one training step of a GPT that is split in several ways at once.
+"""Time of one training step of a model of Transformers that is split in several ways at once.
 
 Start it with one process a GPU (or with several on the CPU, for a look at the code paths):
 
     torchrun --nproc-per-node 4 benchmarks/torch/mixed_step.py --tensor 2 --pipeline 2
 
-The model is plain PyTorch; ``--tensor``, ``--pipeline`` and ``--sharded`` are degrees, and what
-they leave of the ranks are replicas. Blocks are split by ``tensor_parallelism(auto=True)``. The
-batch is that of the whole job, the same for every way, so that the losses are, too. On GPUs weights
-are bf16 with fp32 masters (``bf16``). AdamW; random tokens, the same in every step. FLOPs are those
-of ``gpt.Size``. Times are medians of device events, the slowest rank's.
+``--tensor``, ``--pipeline`` and ``--sharded`` are degrees, and what they leave of the ranks are
+replicas. The model is as it is; blocks are split by ``tensor_parallelism(auto=True)``. The batch is
+that of the whole job, the same for every way, so that the losses are, too. On GPUs weights are bf16
+with fp32 masters (``bf16``). AdamW; random tokens, the same in every step. FLOPs are 6 N + 12 L h s
+a token, where N are the parameters without the embedding. Times are medians of device events, the
+slowest rank's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import statistics
 from typing import Any
 
 import torch
-from gpt import GPT, SIZES, device_milliseconds, loss_of, measured
+import transformers
+from gpt import device_milliseconds, measured
 from ranks import print_kernels
+from transformers_step import MODELS
 
 import smdistributed.modelparallel.torch as smp
 
 
-def start(options: argparse.Namespace) -> None:
-    """Starts the library with the degrees of the command line."""
+def start(options: argparse.Namespace) -> torch.device:
+    """Starts the library with the degrees of the command line; returns the device."""
     config: dict[str, Any] = {
         "ddp": True,
         "tensor_parallel_degree": options.tensor,
@@ -38,26 +41,36 @@ def start(options: argparse.Namespace) -> None:
     if options.sharded > 1:
         config["sharded_data_parallel_degree"] = options.sharded
     smp.init(config)
+    is_cuda = torch.cuda.is_available()
+    return torch.device("cuda", smp.local_rank()) if is_cuda else torch.device("cpu")
 
 
-def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    """Returns a model on a device, and its optimizer."""
-    size = SIZES[options.size]
+def build(options: argparse.Namespace, device: torch.device) -> Any:
+    """Returns the user's model."""
+    kind, config, blocks, _ = MODELS[options.model]
     torch.manual_seed(1)
     with device, smp.tensor_parallelism(enabled=options.tensor > 1, auto=True):
-        module = GPT(size, size.layers)
-    for block in module.blocks if options.compile else ():
+        module = getattr(transformers, kind)(config)
+    for block in module.get_submodule(blocks) if options.compile else ():
         block.compile()
-    model = smp.DistributedModel(module)
-    fused = device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
-    return model, smp.DistributedOptimizer(optimizer)
+    return module
+
+
+def flops_per_token(model: str) -> float:
+    """Returns what a training step computes for a token."""
+    kind, config, _, length = MODELS[model]
+    with torch.device("meta"):
+        module = getattr(transformers, kind)(config)
+    parameters = sum(each.numel() for each in module.parameters())
+    embedding = module.get_input_embeddings().weight.numel()
+    attention = 12 * config.num_hidden_layers * config.hidden_size * length
+    return float(6 * (parameters - embedding) + attention)
 
 
 def main() -> None:
     """Trains, and prints a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=SIZES, default="6.7b")
+    parser.add_argument("--model", choices=MODELS, default="llama_7b")
     parser.add_argument("--tensor", type=int, default=1, help="tensor_parallel_degree")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline_parallel_degree")
     parser.add_argument("--sharded", type=int, default=1, help="sharded_data_parallel_degree")
@@ -69,39 +82,39 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()
-    start(options)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", smp.local_rank())
-    model, optimizer = build(options, device)
+    device = start(options)
+    model = smp.DistributedModel(build(options, device))
+    fused = device.type == "cuda"
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
+    )
 
     @smp.step(cuda_graphs=options.graphs)
-    def train(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model(tokens), targets)
+    def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         model.backward(loss)
         return loss
 
-    size = SIZES[options.size]
+    _, config, _, length = MODELS[options.model]
     draws = torch.Generator().manual_seed(1234)
-    tokens = torch.randint(size.vocabulary, (options.batch, size.length + 1), generator=draws)
+    tokens = torch.randint(config.vocab_size, (options.batch, length), generator=draws)
     own = tokens.chunk(smp.dp_size())[smp.dp_rank()].to(device)
     losses = []
 
     def step() -> None:
-        losses.append(train(model, own[:, :-1], own[:, 1:]).reduce_mean())
+        losses.append(train(model, own).reduce_mean())
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(options.warmup):
         step()
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(device_milliseconds(step, options.steps))
     slowest = max(smp.allgather(ms, smp.WORLD))
-    flops = size.flops_per_token * options.batch * size.length / smp.size()
+    flops = flops_per_token(options.model) * options.batch * length / smp.size()
     figures = measured(slowest, flops)
-    ends = torch.stack([losses[0], losses[-1]]).tolist()
-    everyones = smp.allgather(ends, smp.WORLD)
+    everyones = smp.allgather(torch.stack([losses[0], losses[-1]]).tolist(), smp.WORLD)
     if smp.rank() == 0:
         first, last = (statistics.mean(each) for each in zip(*everyones, strict=True))
         row = {"loss_first": round(first, 6), "loss_last": round(last, 6)}

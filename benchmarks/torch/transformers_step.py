@@ -62,6 +62,26 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
         "model.layers",
         2048,
     ),
+    "tiny_llama": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+        ),
+        "model.layers",
+        64,
+    ),
+    "llama_7b": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(
+            hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+        ),
+        "model.layers",
+        2048,
+    ),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
 
@@ -161,7 +161,6 @@ def give_state(obj: Any, other: Any) -> None:
 
 
 _PLAIN = (dict, list)
-_chained = itertools.chain.from_iterable
 _WITHOUT_CONTENTS = (torch.Tensor, bool, int, float, str, type(None), torch.nn.Module, type)
 
 
@@ -187,23 +186,20 @@ class Contents:
                 self._nodes.append(obj)
                 pending += _items(obj).values()
         self._before = [_items(node) for node in self._nodes]
-        self._keyed = [
-            place for place, node in enumerate(self._nodes) if not isinstance(node, list)
-        ]
+        # In one go over all: a cache of Transformers has an object for each layer, and each layer
+        # is given it.
+        lists = {place: node for place, node in enumerate(self._nodes) if isinstance(node, list)}
+        rest = {place: node for place, node in enumerate(self._nodes) if place not in lists}
+        self._numbers = {place: number for number, place in enumerate([*rest, *lists])}
+        self._identities = Identities(
+            [each if isinstance(each, dict) else vars(each) for each in rest.values()],
+            lists.values(),
+            [(each, "__dict__") for each in rest.values() if not isinstance(each, dict)],
+        )
 
     def is_current(self) -> bool:
         """Whether nothing has been put into them, or taken out, since."""
-        # In one go over all: a cache of Transformers has an object for each layer, and each layer
-        # is given it.
-        before = self._before
-        now = [each if isinstance(each, _PLAIN) else vars(each) for each in self._nodes]
-        if list(map(len, before)) != list(map(len, now)):
-            return False
-        values = [each if isinstance(each, list) else dict.values(each) for each in now]
-        if not all(map(operator.is_, _chained(map(dict.values, before)), _chained(values))):
-            return False
-        keys = (_chained(map(each.__getitem__, self._keyed)) for each in (before, now))
-        return all(map(operator.is_, *keys))
+        return self._identities.are_current()
 
     def effects(self) -> list[tuple[int, dict[Any, Any]]]:
         """Returns what has been put into them since; new objects as copies.
@@ -227,6 +223,7 @@ class Contents:
             }
             _refill(nodes[place], found)
             self._before[place] = found
+            self._identities.note(self._numbers[place])
             is_new = is_new or any(
                 id(each) not in self._places and _has_contents(each) for each in found.values()
             )

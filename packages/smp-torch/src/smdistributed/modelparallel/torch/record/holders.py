@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.writes import SMALL, writes_of
 
 MISSING = object()
@@ -250,8 +251,11 @@ def _refill_cell(cell: types.CellType, value: Any) -> None:
         cell.cell_contents = value
 
 
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
 def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
+    return tuple(getattr(function, name) for name in _OF_FUNCTIONS)
 
 
 def _refill_function(function: types.FunctionType, parts: tuple[Any, ...]) -> None:
@@ -291,6 +295,13 @@ def put_entries(entries: dict[str, Any], items: dict[str, Any]) -> None:
     entries.update(items)
 
 
+def entries(names: tuple[str, ...]) -> Kind:
+    """Returns how some names of a namespace are read and put back."""
+    return Kind(
+        lambda namespace: {name: namespace.get(name, MISSING) for name in names}, put_entries
+    )
+
+
 def same(before: Any, now: Any) -> bool:
     """Whether contents are the same objects, in the same places."""
     if before is now:
@@ -306,6 +317,35 @@ def same(before: Any, now: Any) -> bool:
     if isinstance(before, tuple) and isinstance(now, tuple):
         return len(before) == len(now) and all(map(same, before, now))
     return isinstance(before, _BY_VALUE) and type(before) is type(now) and bool(before == now)
+
+
+def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
+    """Returns what is in most holders, to be compared in one go, and the other holders.
+
+    They have just been found to be as they were.
+    """
+    mappings: list[Any] = []
+    sequences: list[Any] = []
+    attributes: list[tuple[Any, str]] = []
+    names: list[tuple[Any, str]] = []
+    others = []
+    for holder in held:
+        obj, before = holder.obj, holder.before
+        if holder.read is DICT.read:
+            mappings.append(obj)
+        elif holder.read is CLASS.read:
+            mappings.append(vars(obj))
+        elif holder.read is LIST.read:
+            sequences.append(obj)
+        elif holder.read is FUNCTION.read:
+            attributes += [(obj, name) for name in _OF_FUNCTIONS]
+        elif holder.read is CELL.read and before is not MISSING:
+            attributes.append((obj, "cell_contents"))
+        elif holder.put_back is put_entries and MISSING not in before.values():
+            names += [(obj, name) for name in before]
+        else:
+            others.append(holder)
+    return Identities(mappings, sequences, attributes, names), others
 
 
 DICT = Kind(_read_dict, _refill_dict)

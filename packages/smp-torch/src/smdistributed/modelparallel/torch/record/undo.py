@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record import holders
 from smdistributed.modelparallel.torch.record.growth import Growth, added_to, is_growth
 from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
+from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
 _ATOMS = (
@@ -160,6 +161,8 @@ class Snapshot:
             or holder.owner.attribute not in _OWN_ATTRIBUTES
             or (holder.owner.attribute == "" and holder.owner.module not in self._modules)
         ]
+        #: Of these, once nothing was another: what is compared in one go, and the rest.
+        self._unchanged: tuple[Identities, list[Holder]] | None = None
 
     def note_changes(self) -> list[Change]:
         """Returns what has changed since; only that is put back later."""
@@ -219,12 +222,18 @@ class Snapshot:
         Args:
             apart_from: identities of what does not count.
         """
-        return [
+        looked_at = self._outer
+        if self._unchanged is not None and self._unchanged[0].are_current():
+            looked_at = self._unchanged[1]
+        found = [
             Difference(holder, now)
-            for holder in self._outer
+            for holder in looked_at
             if id(holder.obj) not in apart_from
             and not holders.same(holder.before, now := holder.read(holder.obj))
         ]
+        if looked_at is self._outer and not found and not apart_from:
+            self._unchanged = holders.in_one_go(self._outer)
+        return found
 
     def first_other(self, device: torch.device) -> str:
         """Returns the path of the first thing that is another now; "" if there is none.
@@ -431,14 +440,7 @@ class Snapshot:
             return
         self._namespaces.add(key)
 
-        def read(entries: dict[str, Any]) -> dict[str, Any]:
-            return {name: entries.get(name, MISSING) for name in named}
-
-        self._holders.append(
-            Holder(
-                namespace, None, f"a global of {path}", read, holders.put_entries, read(namespace)
-            )
-        )
+        self._hold(holders.entries(named), namespace, None, f"a global of {path}")
         for name in named:
             self._pending.append((namespace[name], None, name))
 
