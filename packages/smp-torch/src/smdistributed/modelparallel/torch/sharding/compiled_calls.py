@@ -16,6 +16,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.compiled import around_compiled
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import give_class
 
 #: Parameters with the number of writes to each.
 _Given = list[tuple[ShardedParameter, int]]
@@ -49,7 +50,7 @@ class CompiledCalls:
                 shard.home.enter([shard])
                 with past_subclass_functions():
                     given.append((parameter, parameter._version))
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                give_class(parameter, nn.Parameter)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if not self._given or self._given[-1][0] is not module:
@@ -58,7 +59,7 @@ class CompiledCalls:
         for parameter, version in self._given.pop()[1]:
             if parameter._version != version:
                 written.append(parameter.shard.name)
-            parameter.__class__ = ShardedParameter
+            give_class(parameter, ShardedParameter)
             parameter.shard.home.leave([parameter.shard])
         if written:
             raise UnsupportedError(

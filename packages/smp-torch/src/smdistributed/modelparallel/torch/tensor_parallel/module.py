@@ -17,6 +17,10 @@ from torch import nn
 from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    SliceGuard,
+    using_own_slices,
+)
 
 #: From one form of a state to another: whole tensors by name.
 StateTranslation = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -83,6 +87,12 @@ class DistributedModule(nn.Module):
     has_split_children: ClassVar[bool] = False
     _group: ClassVar[TensorGroup] = TensorGroup()
     _makes_values: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = vars(cls).get("forward")
+        if forward is not None:
+            cls.forward = using_own_slices(forward)
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +219,17 @@ def name_places(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedModule):
             module.place = f"{name or 'the model'} ({type(module).__name__})"
+
+
+def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
+    """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
+    names = {module: each for each, module in model.named_modules(prefix=name)}
+    attributes: dict[nn.Module, list[str]] = {
+        module: [each for each in module._parameters if module.slice_of(each) is not None]
+        for module in names
+        if isinstance(module, DistributedModule)
+    }
+    return SliceGuard(attributes, names)
 
 
 @contextlib.contextmanager
