@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import whole
 
 MICROBATCHES = 2
 #: What reads a linear map, or what looks like one, as a number or a scalar.
@@ -359,11 +360,33 @@ class Block(nn.Module):
         return self.block((sequences, None))[0] * torch.linspace(-1, 2, WIDTH)
 
 
+class Head(smp.nn.DistributedModule):
+    """A user's own, which uses the slices of another module."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return F.linear(states, whole(self.tensor_group, self.weight))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = smp.nn.DistributedEmbedding(5, WIDTH)
+        self.head = Head(self.embedding)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.head(states + self.embedding((states > 0).long()[:, 0]))
+
+
 #: Other modules that have slices, and with which options they are made.
 OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "group": (Group, {"auto": True}),
     "embedding": (Looked, {"distribute_embedding": True}),
     "layer": (Block, {}),
+    "tied": (Tied, {}),
 }
 
 

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import us
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     SliceGuard,
+    SliceSlot,
     using_own_slices,
 )
 
@@ -223,13 +224,26 @@ def name_places(model: nn.Module) -> None:
 
 def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
     """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
-    names = {module: each for each, module in model.named_modules(prefix=name)}
-    attributes: dict[nn.Module, list[str]] = {
-        module: [each for each in module._parameters if module.slice_of(each) is not None]
-        for module in names
-        if isinstance(module, DistributedModule)
+    distributed = [each for each in model.modules() if isinstance(each, DistributedModule)]
+    split = {
+        id(parameter)
+        for module in distributed
+        for attribute, parameter in module._parameters.items()
+        if module.slice_of(attribute) is not None
     }
-    return SliceGuard(attributes, names)
+    slots = {
+        module: [
+            SliceSlot(module, attribute, f"{prefix}.{attribute}".lstrip("."))
+            for attribute, parameter in module._parameters.items()
+            if id(parameter) in split  # one that is tied is there twice
+        ]
+        for prefix, module in model.named_modules(prefix=name)
+    }
+    inside: dict[nn.Module, list[SliceSlot]] = {
+        module: [slot for each in module.modules() for slot in slots[each]]
+        for module in distributed
+    }
+    return SliceGuard([slot for found in slots.values() for slot in found], inside)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 
 
-class _Slot(NamedTuple):
+class SliceSlot(NamedTuple):
     """A parameter of a module that is a slice, and its name in the model."""
 
     module: nn.Module
@@ -46,28 +46,20 @@ class SliceGuard:
     """Refuses what reads the slices of one model.
 
     Args:
-        attributes: distributed module -> its parameters that are slices, by name.
-        names: module -> dotted name.
+        slots: where slices are.
+        inside: distributed module -> where they are in it and in the modules in it.
 
     Attributes:
-        inside: distributed module -> the slices in it and in the modules in it.
         call: calls the forward of a distributed module.
         behind: module and attribute -> what a fake stands for while a step is recorded, which code
             may hold.
     """
 
     def __init__(
-        self, attributes: Mapping[nn.Module, Sequence[str]], names: Mapping[nn.Module, str]
+        self, slots: Sequence[SliceSlot], inside: Mapping[nn.Module, Sequence[SliceSlot]]
     ) -> None:
-        own = {
-            module: [_Slot(module, each, f"{names[module]}.{each}".lstrip(".")) for each in found]
-            for module, found in attributes.items()
-        }
-        self.inside = {
-            module: [slot for each in module.modules() for slot in own.get(each, ())]
-            for module in attributes
-        }
-        self.slots = [slot for slots in own.values() for slot in slots]
+        self.slots = slots
+        self.inside = inside
         self.call = _call_with_slices
         self.behind: Mapping[tuple[nn.Module, str], torch.Tensor] = {}
 
