@@ -121,6 +121,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Raises:
             SMPError: called outside a step function with more than one partition.
+            UnsupportedError: code of the model reads a slice of a parameter that tensor
+                parallelism has split as if it were the whole.
         """
         if self._runtime.topology.pp_size > 1 and self._runtime.current_step is None:
             raise SMPError(

@@ -76,7 +76,8 @@ class DistributedModule(nn.Module):
     Base of every class that stands for another one under ``smp.tensor_parallelism``. A subclass of
     your own has an ``__init__`` and a ``forward``; its split parameters are made by
     ``add_slice``. Constructing one is local. Its forward and backward passes are collective:
-    TP_GROUP.
+    TP_GROUP. While a ``DistributedModel`` or a step function runs, ``forward`` alone has the split
+    parameters: other code that reads them gets an ``UnsupportedError``.
 
     Attributes:
         translations: of its state, to the form of the module that it stands for, and back; None

@@ -143,11 +143,6 @@ def _call_with_slices(
             tensor.__class__ = kind
 
 
-def give_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
-    """Gives a tensor another class; of a slice that is refused, behind that."""
-    tensor.__class__ = _guarded(kind) if isinstance(tensor, GuardedSlice) else kind
-
-
 def _guard(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Has functions of torch refuse tensors; returns those that were not refused before."""
     changed = []
@@ -215,6 +210,9 @@ def _run(cls: type[GuardedSlice], func: Any, types: Any, args: Any = (), kwargs:
 def _class_of(kind: type[torch.Tensor], is_compiler_loaded: bool) -> Any:
     # Only where there is a compiler can it be told what to leave alone.
     inside = {"kind": kind, "__torch_function__": classmethod(never_compiled(_run))}
+    gathered = getattr(kind, "gathered", None)
+    if gathered is not None:  # of a parameter in shards
+        inside["gathered"] = _class_of(gathered, is_compiler_loaded)
     return type(GuardedSlice.__name__, (GuardedSlice, kind), inside)
 
 
