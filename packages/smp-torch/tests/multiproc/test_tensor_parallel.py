@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tensor_cases
 import tensor_transformers
+import weight_reads
 from world import run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -91,6 +92,42 @@ def test_behaviour(worlds: Worlds, case: str) -> None:
 )
 def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
+
+
+def run_reads(first: int, stride: int) -> dict[tuple[str, str], int]:
+    return weight_reads.population(first, stride)
+
+
+def run_reads_of(name: str, *args: str) -> Any:
+    return getattr(weight_reads, name)(*args)
+
+
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_reads_of_weights_are_exact_or_refused(worlds: Worlds, stride: int) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_reads, 0, stride):
+        assert set(found) == {("others", "refused"), ("harmless", "exact")}
+        assert sum(found.values()) == len(range(0, 561, stride))
+
+
+@pytest.mark.parametrize("stride", [pytest.param(7, marks=pytest.mark.slow), 41])
+def test_reads_of_weights_in_a_pipeline(worlds: Worlds, stride: int) -> None:
+    for found in run(worlds, WORLDS["pp2-tp2"], run_reads, 0, stride, timeout=280):
+        assert set(found) == {("others", "refused"), ("harmless", "exact")}
+
+
+@pytest.mark.parametrize("module", weight_reads.OTHERS)
+def test_reads_of_other_split_modules(worlds: Worlds, module: str) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_reads_of, "other_modules", module):
+        assert found == {("others", "refused"): 8, ("harmless", "exact"): 8}
+
+
+def test_reads_in_compiled_modules(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_reads_of, "compiled"):
+        assert found == {("others", "refused"): 4, ("harmless", "exact"): 4}
+
+
+def test_between_steps_parameters_are_slices(worlds: Worlds) -> None:
+    run(worlds, WORLDS["tp2"], run_reads_of, "between_steps")
 
 
 def run_join() -> None:

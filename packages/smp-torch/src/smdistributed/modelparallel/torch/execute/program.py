@@ -42,6 +42,7 @@ from smdistributed.modelparallel.torch.record.switches import (
     switched,
 )
 from smdistributed.modelparallel.torch.record.taps import Tap, tapped
+from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 
 #: (tensor arguments and constants of the microbatch, its carried objects, the segment's inputs)
 #: -> its outputs
@@ -302,6 +303,9 @@ class Program:
             seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r})"
             if node.decides:
                 seeded += f", {self._constant(self._known_changes(node))}"
+            guard = guard_of(node.target, node.name)
+            if guard.slots:
+                seeded += f", {self._constant(guard)}.on()"
             seeded += ": "
         target, results = self._constant(that_can_wait(node.target)), "result"
         if node.taps:

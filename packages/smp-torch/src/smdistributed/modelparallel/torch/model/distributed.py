@@ -48,6 +48,10 @@ from smdistributed.modelparallel.torch.precision.casting import cast_model, half
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    slices_as_they_are,
+    slices_guarded,
+)
 
 
 class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
@@ -117,6 +121,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Raises:
             SMPError: called outside a step function with more than one partition.
+            UnsupportedError: code of the model reads a slice of a parameter that tensor
+                parallelism has split as if it were the whole.
         """
         if self._runtime.topology.pp_size > 1 and self._runtime.current_step is None:
             raise SMPError(
@@ -127,20 +133,26 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.check_outside_steps()
         if isinstance(self.module.module, FP16_Module):
             args, kwargs = self.module.module.cast(args), self.module.module.cast(kwargs)
+        if self._runtime.current_step is not None:
+            return self.get_module()(*args, **kwargs)
+        with slices_guarded([self.holder.fakes.slice_guard]), self._called_outside_steps():
+            return self.get_module()(*args, **kwargs)
+
+    def _called_outside_steps(self) -> contextlib.AbstractContextManager[None]:
         shards = self.data_parallel.shards
-        if shards is None or self._runtime.current_step is not None:
-            return self.get_module()(*args, **kwargs)
+        if shards is None:
+            return contextlib.nullcontext()
         self._follow_compiled(has_changed=False)
-        with shards.called_outside_steps():
-            return self.get_module()(*args, **kwargs)
+        return shards.called_outside_steps()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        if set_to_none:
-            with cleared_unseen(self.parameters()):
-                super().zero_grad()
-        else:
-            super().zero_grad(set_to_none)
+        with slices_as_they_are():
+            if set_to_none:
+                with cleared_unseen(self.parameters()):
+                    super().zero_grad()
+            else:
+                super().zero_grad(set_to_none)
         self.data_parallel.restart_accumulation()
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:

@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossSc
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
 from smdistributed.modelparallel.torch.precision.one_pass_adam import SMALLEST_ALONE, OnePassAdam
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 
 class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
@@ -279,7 +280,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        zero_grad(self.optimizer, set_to_none)
+        with slices_as_they_are():
+            zero_grad(self.optimizer, set_to_none)
         if self._masters is not None:
             self._masters.store.forget_gradients(set_to_none)
         for model in self._accumulating_models():

@@ -15,6 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 
 #: (module, name of a parameter or buffer in it)
 Slot = tuple[nn.Module, str]
@@ -36,6 +37,7 @@ class FakeModel:
         slots: every parameter and buffer slot -> its fake; tied slots share one.
         real: id of a real tensor -> its fake, while the fakes are in place.
         behind: slot -> its real tensor, while the fakes are in place.
+        slice_guard: refuses what reads slices of parameters while the model runs.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class FakeModel:
         self.model = model
         self._number = number
         self.names = {module: name for name, module in model.named_modules()}
+        self.slice_guard = guard_of(model)
         self._children = {module: list(module._modules.values()) for module in self.names}
         self._parameters = {module: _parameter_names(module) for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
@@ -143,12 +146,14 @@ class FakeModel:
             if fake.requires_grad is not tensor.requires_grad:
                 fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
+        self.slice_guard.behind = self.behind
         try:
             yield
         finally:
             for tensors, slot, tensor in real:
                 tensors[slot] = tensor
             self.real, self.behind = {}, {}
+            self.slice_guard.behind = {}
 
     def rebound(self) -> Iterator[Slot]:
         """Yields the parameters and buffers that code has assigned new tensors to; in place."""

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.record.real_run import run_on_random_numb
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.undo import Change
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
 
 #: Stands for the step function itself where the keys of random numbers have a module's name.
 STEP_FUNCTION = "step"
@@ -202,6 +203,8 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         try:
             return call(module, *args, **kwargs)
+        except SliceReadError:
+            raise
         except (UnsupportedError, RuntimeError, NotImplementedError, TypeError) as error:
             # Only fakes fail so; what also fails for real is the user's own error.
             try:

@@ -58,6 +58,10 @@ from smdistributed.modelparallel.torch.record.switches import positions
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    refuse_reads,
+    slices_guarded,
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -173,7 +177,8 @@ class Recorder(TorchFunctionMode):
     ) -> Passed:
         fakes = iter(self._now.trace.inputs)
         args, kwargs = map_tensors((list(call[0]), dict(call[1])), lambda tensor: next(fakes))
-        result = function(*args, **kwargs)
+        with slices_guarded(model.slice_guard for model in self._scene.models):
+            result = function(*args, **kwargs)
         with self._state.pausing():
             return self._finish(result)
 
@@ -338,6 +343,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._state.paused:
             return func(*args, **kwargs)
+        refuse_reads(func, types, args, kwargs)
         self._state.backward_code += func in GIVING_BACKWARD_CODE
         self._state.gradient_reads += func in READING_GRADIENTS
         if func in UNRECORDED:
@@ -393,6 +399,7 @@ class Recorder(TorchFunctionMode):
         """Stands in for a call that torch's function modes do not see."""
         if self._state.paused:
             return call(*args, **kwargs)
+        refuse_reads(target, map(type, args), args, kwargs)
         self._state.backward_code += 1
         if not self._state.leaf_depth:
             function: Any = getattr(call, "__self__", None)

@@ -17,8 +17,8 @@ from smdistributed.modelparallel.torch.compat.private.compiled import around_com
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
-#: Parameters with the number of writes to each.
-_Given = list[tuple[ShardedParameter, int]]
+#: Parameters with their classes, and the number of writes to each.
+_Given = list[tuple[ShardedParameter, Any, int]]
 
 
 class CompiledCalls:
@@ -47,18 +47,19 @@ class CompiledCalls:
                 shard = parameter.shard
                 shard.home.check_use(shard, type(module).__name__)
                 shard.home.enter([shard])
+                kind: Any = type(parameter)
                 with past_subclass_functions():
-                    given.append((parameter, parameter._version))
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                    given.append((parameter, kind, parameter._version))
+                parameter.__class__ = kind.gathered
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if not self._given or self._given[-1][0] is not module:
             return  # something else raised before ``_enter`` was called
         written = []
-        for parameter, version in self._given.pop()[1]:
+        for parameter, kind, version in self._given.pop()[1]:
             if parameter._version != version:
                 written.append(parameter.shard.name)
-            parameter.__class__ = ShardedParameter
+            parameter.__class__ = kind
             parameter.shard.home.leave([parameter.shard])
         if written:
             raise UnsupportedError(

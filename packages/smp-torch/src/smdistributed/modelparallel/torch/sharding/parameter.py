@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -180,8 +180,13 @@ _NUMBER_BY_NUMBER = _of(
 
 
 class ShardedParameter(nn.Parameter):
-    """See the module; parameters get this class when they are cut."""
+    """See the module; parameters get this class when they are cut.
 
+    Attributes:
+        gathered: their class in compiled modules, which have them whole.
+    """
+
+    gathered: ClassVar[type[nn.Parameter]] = nn.Parameter
     shard: Shard
 
     @classmethod

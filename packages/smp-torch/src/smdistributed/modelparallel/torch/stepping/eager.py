@@ -23,6 +23,10 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     offloading_of,
 )
 from smdistributed.modelparallel.torch.stepping.results import combine
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    slices_as_they_are,
+    slices_guarded,
+)
 
 
 class EagerStep:
@@ -80,6 +84,7 @@ class EagerStep:
             with (
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(len(calls), saving),
+                slices_guarded(model.holder.fakes.slice_guard for model in models),
             ):
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
@@ -129,12 +134,13 @@ class EagerStep:
         self._enter_pass(backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
         is_last = self._is_last and self._calls == self._usual_calls
-        for each in models_of(self.runtime):
-            if is_last:
-                each.data_parallel.enter_last_pass()
-            else:
-                each.data_parallel.enter_pass(frozenset())
-        differentiate(tensors, grad_tensors, scale)
+        with slices_as_they_are():
+            for each in models_of(self.runtime):
+                if is_last:
+                    each.data_parallel.enter_last_pass()
+                else:
+                    each.data_parallel.enter_pass(frozenset())
+            differentiate(tensors, grad_tensors, scale)
         self._enter_pass(backward=False)
 
     def _enter_pass(self, *, backward: bool) -> None:

@@ -17,6 +17,11 @@ from torch import nn
 from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    SliceGuard,
+    SliceSlot,
+    using_own_slices,
+)
 
 #: From one form of a state to another: whole tensors by name.
 StateTranslation = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -71,7 +76,8 @@ class DistributedModule(nn.Module):
     Base of every class that stands for another one under ``smp.tensor_parallelism``. A subclass of
     your own has an ``__init__`` and a ``forward``; its split parameters are made by
     ``add_slice``. Constructing one is local. Its forward and backward passes are collective:
-    TP_GROUP.
+    TP_GROUP. While a ``DistributedModel`` or a step function runs, ``forward`` alone has the split
+    parameters: other code that reads them gets an ``UnsupportedError``.
 
     Attributes:
         translations: of its state, to the form of the module that it stands for, and back; None
@@ -83,6 +89,12 @@ class DistributedModule(nn.Module):
     has_split_children: ClassVar[bool] = False
     _group: ClassVar[TensorGroup] = TensorGroup()
     _makes_values: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = vars(cls).get("forward")
+        if forward is not None:
+            cls.forward = using_own_slices(forward)
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +221,30 @@ def name_places(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedModule):
             module.place = f"{name or 'the model'} ({type(module).__name__})"
+
+
+def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
+    """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
+    distributed = [each for each in model.modules() if isinstance(each, DistributedModule)]
+    split = {
+        id(parameter)
+        for module in distributed
+        for attribute, parameter in module._parameters.items()
+        if module.slice_of(attribute) is not None
+    }
+    slots = {
+        module: [
+            SliceSlot(module, attribute, f"{prefix}.{attribute}".lstrip("."))
+            for attribute, parameter in module._parameters.items()
+            if id(parameter) in split  # one that is tied is there twice
+        ]
+        for prefix, module in model.named_modules(prefix=name)
+    }
+    inside: dict[nn.Module, list[SliceSlot]] = {
+        module: [slot for each in module.modules() for slot in slots[each]]
+        for module in distributed
+    }
+    return SliceGuard([slot for found in slots.values() for slot in found], inside)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_tracing_context: Callable[[], Any] = TracingContext.try_get
 
 
 def _wrapper_class() -> Any:
@@ -146,16 +149,39 @@ def hooked(module: nn.Module, enter: Callable[..., None], leave: Callable[..., N
     ]
 
 
+def is_compiler_loaded() -> bool:
+    """Whether anybody can have compiled anything: its import takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
 def never_compiled(function: _Function) -> _Function:
     """Returns a function that a compiler leaves alone where code that it compiles calls it.
 
     Of a module of torch's own it skips the frames, and would take the first one of somebody else's
     that runs below: a hook of autograd's, for one.
     """
-    if "torch._dynamo" not in sys.modules:  # seconds to import, and nobody compiles yet
+    if not is_compiler_loaded():
         return function
     left_alone: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left_alone
+
+
+def is_being_compiled() -> bool:
+    """Whether a compiler, in this thread, asks tensors about themselves; no code runs meanwhile."""
+    return _tracing_context() is not None
+
+
+def frame_left_alone(function: _Function) -> _Function:
+    """Returns a function whose own frame a compiler leaves alone; what it calls may be compiled.
+
+    It is the same one each time, once anybody compiles.
+    """
+    return _left_alone(function) if is_compiler_loaded() else function
+
+
+@functools.cache
+def _left_alone(function: Any) -> Any:
+    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -171,7 +197,7 @@ def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
     for each in wrappers:
         vars(each)["forward"] = each._orig_mod
     try:
-        if "torch._dynamo" in sys.modules:
+        if is_compiler_loaded():
             with torch.compiler.set_stance("force_eager"):
                 yield
         else:

@@ -31,6 +31,8 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     compile_like,
     compiled_call,
     forget_compiled,
+    frame_left_alone,
+    is_being_compiled,
     leaves_of_this_pass,
     run_eagerly,
 )
@@ -139,12 +141,23 @@ def _modes() -> None:
     _expect(isinstance(torch.ops.aten.add.Tensor, OpOverload), "operations have overloads")
 
 
+def _call_sum(tensor: torch.Tensor) -> torch.Tensor:
+    return _sum(tensor)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.abs().sum()
+
+
 def _compiled_modules() -> None:
     ran = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         ran.append("compiled")
+        _expect(is_being_compiled(), "a compiler at work is known")
         return graph.forward
+
+    _expect(not is_being_compiled(), "and one that is not")
 
     class Module(nn.Module):  # one of torch's own alone is not worth compiling
         def forward(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,6 +173,10 @@ def _compiled_modules() -> None:
     module(torch.zeros(1))
     _expect(ran[2:] == ["before", "compiled", "after"], "and compiled, with something around it")
     around.remove()
+    ran.clear()
+    alone = frame_left_alone(_call_sum)
+    torch.compile(lambda tensor: alone(tensor), backend=backend)(torch.zeros(1))
+    _expect(ran == ["compiled"], "what a function that is left alone calls is compiled")
     compiled = torch.compile(_failure, backend=backend)
     _expect(as_written(compiled) is _failure, "a compiled function tells what it was made of")
     for each in (module, wrapped):

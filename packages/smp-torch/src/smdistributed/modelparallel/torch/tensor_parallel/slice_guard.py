@@ -1,0 +1,260 @@
+"""Code that reads slices of parameters as if they were whole is told so.
+
+A distributed module knows that its parameters are slices; the code around it does not. A norm, a
+shape or a product of a slice would be silently those of a part. So while a model or a step function
+runs, slices have a class of their own: each function of torch that gets one goes through
+``__torch_function__``, which refuses all but what a slice and the whole have in common. They stay
+the same objects. The forward of a distributed module has its slices as they are, and so have
+backward passes, in which autograd and hooks of the library use them, and compilers, which ask what
+they are before they come to the code that reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.backward import is_in_backward
+from smdistributed.modelparallel.torch.compat.private.compiled import (
+    frame_left_alone,
+    is_being_compiled,
+    is_compiler_loaded,
+    never_compiled,
+)
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+
+
+class SliceSlot(NamedTuple):
+    """A parameter of a module that is a slice, and its name in the model."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+class SliceReadError(UnsupportedError):
+    """Code reads a slice of a parameter as if it were the whole."""
+
+
+class SliceGuard:
+    """Refuses what reads the slices of one model.
+
+    Args:
+        slots: where slices are.
+        inside: distributed module -> where they are in it and in the modules in it.
+
+    Attributes:
+        call: calls the forward of a distributed module.
+        behind: module and attribute -> what a fake stands for while a step is recorded, which code
+            may hold.
+    """
+
+    def __init__(
+        self, slots: Sequence[SliceSlot], inside: Mapping[nn.Module, Sequence[SliceSlot]]
+    ) -> None:
+        self.slots = slots
+        self.inside = inside
+        self.call = _call_with_slices
+        self.behind: Mapping[tuple[nn.Module, str], torch.Tensor] = {}
+
+    def name_of(self, tensor: object) -> str | None:
+        """Returns the name of a slice in the model."""
+        return next((name for each, name in self.tensors() if each is tensor), None)
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """Yields what is there of the slices at present, and their names."""
+        for module, attribute, name in self.slots:
+            here = module._parameters.get(attribute)
+            for each in (here, self.behind.get((module, attribute))):
+                if each is not None:
+                    yield each, name
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, the model runs."""
+        self.call = frame_left_alone(_call_with_slices)
+        guarded = _guard(each for each, _ in self.tensors())
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.remove(self)
+            _let_go(guarded)
+
+
+#: Of the models that run at present.
+_running: list[SliceGuard] = []
+
+
+@contextlib.contextmanager
+def slices_guarded(guards: Iterable[SliceGuard]) -> Iterator[None]:
+    """Inside, models run: what reads their slices is refused."""
+    with contextlib.ExitStack() as stack:
+        for guard in guards:
+            if guard.slots:
+                stack.enter_context(guard.on())
+        yield
+
+
+@contextlib.contextmanager
+def slices_as_they_are() -> Iterator[None]:
+    """Inside, the library itself uses the slices of models that run."""
+    lifted = _let_go(each for guard in _running for each, _ in guard.tensors())
+    try:
+        yield
+    finally:
+        _guard(lifted)
+
+
+def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward of a distributed module as one that has its slices as they are."""
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return forward(self, *args, **kwargs)
+        return _running[-1].call(forward, self, args, kwargs)
+
+    return call
+
+
+def _call_with_slices(
+    forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    # One frame: compilers leave it alone, and would take those of functions that it calls.
+    lifted = []
+    for guard in _running:
+        for inner, attribute, _ in guard.inside.get(module, ()):
+            tensor: Any = inner._parameters.get(attribute)
+            kind: Any = type(tensor)
+            if issubclass(kind, GuardedSlice):
+                tensor.__class__ = kind.kind
+                lifted.append((tensor, kind))
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        for tensor, kind in lifted:
+            tensor.__class__ = kind
+
+
+def _guard(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Has functions of torch refuse tensors; returns those that were not refused before."""
+    changed = []
+    for tensor in tensors:
+        kind = type(tensor)
+        if not issubclass(kind, GuardedSlice):
+            tensor.__class__ = _guarded(kind)
+            changed.append(tensor)
+    return changed
+
+
+def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Has functions of torch take tensors as they are; returns those that were refused before."""
+    changed = []
+    for tensor in tensors:
+        kind = type(tensor)
+        if issubclass(kind, GuardedSlice):
+            tensor.__class__ = kind.kind
+            changed.append(tensor)
+    return changed
+
+
+def _of(names: str) -> frozenset[Any]:
+    """Returns methods of tensors, and what reads attributes of them."""
+    found = (getattr(torch.Tensor, name) for name in names.split())
+    return frozenset(each if callable(each) else each.__get__ for each in found)
+
+
+#: What is the same of a slice and of the whole.
+_IN_COMMON = _of(
+    "dtype device layout requires_grad requires_grad_ ndim dim is_leaf is_floating_point "
+    "is_complex is_signed is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "element_size itemsize get_device"
+) | {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
+
+
+class GuardedSlice(torch.Tensor):
+    """The class of slices, beside their own, while a model runs; see the module."""
+
+    kind: ClassVar[Any]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Says what it is."""
+        return f"GuardedSlice({_name_of(self)})"
+
+
+def _guarded(kind: type[torch.Tensor]) -> Any:
+    """Returns the class of slices of another class."""
+    return _class_of(kind, is_compiler_loaded())
+
+
+def _run(cls: type[GuardedSlice], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Runs a function of torch that got a slice."""
+    # What records a step reads fakes too, and sees what code does with them before this.
+    if not (is_in_backward() or is_being_compiled() or issubclass(cls, FakeTensor)):
+        refuse_reads(func, (cls,), args, kwargs)
+    return cls.kind.__torch_function__(func, (), args, kwargs or {})
+
+
+@functools.cache
+def _class_of(kind: type[torch.Tensor], is_compiler_loaded: bool) -> Any:
+    # Only where there is a compiler can it be told what to leave alone.
+    inside = {"kind": kind, "__torch_function__": classmethod(never_compiled(_run))}
+    gathered = getattr(kind, "gathered", None)
+    if gathered is not None:  # of a parameter in shards
+        inside["gathered"] = _class_of(gathered, is_compiler_loaded)
+    return type(GuardedSlice.__name__, (GuardedSlice, kind), inside)
+
+
+def _name_of(tensor: object) -> str:
+    names = (guard.name_of(tensor) for guard in _running)
+    return next((name for name in names if name is not None), "a parameter")
+
+
+def refuse_reads(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> None:
+    """Raises if a function of torch reads a slice as if it were the whole parameter.
+
+    Args:
+        func: the function.
+        types: of its arguments, those that take part in ``__torch_function__``.
+        args: by position.
+        kwargs: by name.
+
+    Raises:
+        SliceReadError: it does.
+    """
+    if types and any(issubclass(each, GuardedSlice) for each in types) and func not in _IN_COMMON:
+        raise _refusal(func, args, kwargs)
+
+
+def _refusal(func: Any, args: Any, kwargs: Any) -> SliceReadError:
+    found = next(_slices_in((args, kwargs)), None)
+    what = torch.overrides.resolve_name(func) or getattr(func, "__name__", func)
+    name = _name_of(found)
+    return SliceReadError(
+        f"{what} was given {name} while the model ran, and each tensor-parallel rank has a slice "
+        "of that parameter: only the module that has it may use it, others may ask for what slice "
+        "and whole have in common (dtype, device, requires_grad, dim()). Keep its module whole, by "
+        "smp.set_tensor_parallelism(module, enabled=False) before smp.DistributedModel; a penalty "
+        "on parameters can be weight_decay of the optimizer."
+    )
+
+
+def _slices_in(structure: Any) -> Iterator[GuardedSlice]:
+    if isinstance(structure, GuardedSlice):
+        yield structure
+    elif isinstance(structure, dict):
+        yield from _slices_in(list(structure.values()))
+    elif isinstance(structure, list | tuple):
+        for each in structure:
+            yield from _slices_in(each)
