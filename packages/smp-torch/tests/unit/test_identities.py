@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 from torch import nn
 
@@ -143,6 +144,21 @@ class Outer(nn.Module):
     def __init__(self, kept: list[object], seen: Callable[[], object]) -> None:
         super().__init__()
         self.kept, self.seen = kept, seen
+
+
+ARRAY = numpy.zeros(3)
+
+
+def reads_an_array() -> object:
+    return ARRAY.sum()
+
+
+def test_what_is_compared_is_not_asked_whether_it_is_equal() -> None:
+    snapshot = Snapshot((), [reads_an_array])
+    assert not snapshot.differences()
+    assert not snapshot.differences()
+    ARRAY[0] += 1
+    assert [each.holder.path for each in snapshot.differences()] == ["ARRAY"]
 
 
 def test_a_snapshot_tells_differences_each_time_and_again_when_they_are_gone() -> None:

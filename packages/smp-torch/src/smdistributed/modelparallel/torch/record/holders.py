@@ -341,7 +341,9 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
             attributes += [(obj, name) for name in _OF_FUNCTIONS]
         elif holder.read is CELL.read and before is not MISSING:
             attributes.append((obj, "cell_contents"))
-        elif holder.put_back is put_entries and MISSING not in before.values():
+        elif holder.put_back is put_entries and all(
+            each is not MISSING for each in before.values()
+        ):
             names += [(obj, name) for name in before]
         else:
             others.append(holder)
