@@ -117,7 +117,10 @@ def test_passes_are_ordered_by_what_they_took(worlds: Worlds, world: str, kind: 
         assert orders[:4] == orders[:1] * 4
         assert orders[4:] == orders[4:5] * (STEPS - 4)
     changed = any(orders[4] != orders[0] for _, orders, _ in ranks)
-    assert changed == (world != "whole" and kind == "uneven")
+    if world == "whole" or kind == "uneven":
+        assert changed == (world != "whole")
+    elif not torch.cuda.is_available():  # there the first order follows from measured operations
+        assert not changed
     # What was predicted by operations, and by passes.
     assert [len(lines) for _, _, lines in ranks] == [2] + [0] * (len(ranks) - 1)
     assert "8 microbatches is predicted to take" in ranks[0][2][1]

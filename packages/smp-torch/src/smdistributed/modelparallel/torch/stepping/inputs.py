@@ -7,7 +7,7 @@ tensors on the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.microbatch import (
     split_arguments,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import overlapping
+from smdistributed.modelparallel.torch.execute.links import Transfer
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.record.nested import (
     map_tensors,
@@ -52,6 +53,7 @@ class StepInputs:
         self._links = runtime.links
         self._rules = rules
         self._pp_rank = runtime.coordinates.pp_rank
+        self._sending: list[Transfer] = []
 
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
         """Returns what this rank was called with."""
@@ -115,19 +117,21 @@ class StepInputs:
         return MiniBatch(header, call, calls, weights)
 
     def exchange(
-        self, batch: MiniBatch, needed: Sequence[set[int]]
+        self, batch: MiniBatch, needed: Sequence[set[int]], written: Collection[int]
     ) -> list[Sequence[torch.Tensor]]:
         """Returns the tensor arguments of each microbatch: real where this rank computes with them.
 
+        The first rank does not wait until the others take them, but for those that it may write to.
         Collective: PP_GROUP.
 
         Args:
             batch: what is called.
             needed: for each pp_rank, the positions of the tensors that it computes with.
+            written: the positions of those that the step changes in place.
         """
         calls = batch.calls
         if self._pp_rank == 0:
-            self._send(tensors_in(batch.given), needed)
+            self._send(tensors_in(batch.given), needed, written)
         else:
             received = self._receive(batch.header.kind, needed[self._pp_rank])
             calls, _ = self._split(_with_tensors(*batch.given, received))
@@ -185,14 +189,22 @@ class StepInputs:
                 for position, value in found.items():
                     tensors[position].detach().copy_(value)
 
-    def _send(self, tensors: Sequence[torch.Tensor], needed: Sequence[set[int]]) -> None:
-        transfers = [
-            self._links.send(tensors[position], target)
-            for target in range(1, len(needed))
-            for position in sorted(needed[target])
-        ]
-        for transfer in transfers:
-            transfer.wait()
+    def sent(self) -> None:
+        """Waits until other ranks have what ``exchange`` sent; on a GPU its stream waits."""
+        while self._sending:
+            self._sending.pop().wait()
+
+    def _send(
+        self,
+        tensors: Sequence[torch.Tensor],
+        needed: Sequence[set[int]],
+        written: Collection[int],
+    ) -> None:
+        for target in range(1, len(needed)):
+            for position in sorted(needed[target]):
+                self._sending.append(self._links.send(tensors[position], target))
+        if any(position in written for positions in needed[1:] for position in positions):
+            self.sent()
 
     def _receive(self, kind: CallKind, needed: set[int]) -> list[torch.Tensor]:
         received = []

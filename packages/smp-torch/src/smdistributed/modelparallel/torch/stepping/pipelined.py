@@ -120,19 +120,19 @@ class PipelinedStep:
             passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
-        self._inputs.check_written(batch, [each.graph.written for each in passed])
+        written_to = [each.graph.written for each in passed]
+        self._inputs.check_written(batch, written_to)
         prepared = self._preparation.of(tuple(each.plan for each in passed))
         constants = [each.constants_read() for each in passed]
-        tensors = [
-            [*arguments, *read]
-            for arguments, read in zip(
-                self._inputs.exchange(batch, prepared.needed_inputs), constants, strict=True
-            )
-        ]
+        given = self._inputs.exchange(
+            batch, prepared.needed_inputs, {position for each in written_to for position in each}
+        )
+        tensors = [[*arguments, *read] for arguments, read in zip(given, constants, strict=True)]
         scales = _scales(passed, batch.weights)
         trained = self._models_of(prepared.differentiated)
         self._absent_gradients.begin(prepared, trained)
         made = self._execute(prepared, batch, tensors, scales)
+        self._inputs.sent()
         runtime = self.runtime
         results, written = share_results(
             runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made

@@ -1,0 +1,105 @@
+"""When the first rank of a pipeline hands inputs out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from copy_cases import folder
+from torch import nn
+from world import generator, pipeline, run
+
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+
+WIDTH = 4
+PIPELINE = pipeline(2, launcher="fork", microbatches=4)
+
+
+def steps() -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """Returns a step, one that writes to its targets, and a batch."""
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    device = torch.device("cuda", smp.local_rank()) if torch.cuda.is_available() else "cpu"
+    draws = generator(1)
+    x, y = (torch.randn(8, WIDTH, generator=draws).to(device) for _ in range(2))
+
+    @smp.step
+    def reads(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) - y).square().sum()
+        model.backward(loss)
+        return loss
+
+    @smp.step
+    def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) - y.mul_(2)).square().sum()
+        model.backward(loss)
+        return loss
+
+    return reads, writes, x, y
+
+
+def begins_before_inputs_are_taken() -> None:
+    """The second rank takes its inputs when the first one computes, and not before."""
+    step, _, x, y = steps()
+    before = step(x, y).reduce_mean().item()
+    with folder() as where:
+        begun = where / "begun"
+        run_all, receive = Executor.run, StepInputs._receive
+
+        def begin(*args: Any) -> Any:
+            if smp.rank() == 0:
+                begun.touch()
+            return run_all(*args)
+
+        def take(*args: Any) -> Any:
+            _await(begun)
+            return receive(*args)
+
+        with (
+            mock.patch.object(Executor, "run", begin),
+            mock.patch.object(StepInputs, "_receive", take),
+        ):
+            assert step(x, y).reduce_mean().item() == before
+
+
+def _await(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, "the first rank waits until its inputs are taken"
+        time.sleep(0.01)
+
+
+def are_sent_before(writing: bool) -> None:
+    """Looks at what is under way when the first rank begins to compute, and at the numbers."""
+    reads, writes, x, y = steps()
+    step, given, under_way = (writes if writing else reads), y.clone(), []
+    run_all = Executor.run
+
+    def begin(*args: Any) -> Any:
+        under_way.append(len(step._engine._inputs._sending))
+        return run_all(*args)
+
+    with mock.patch.object(Executor, "run", begin):
+        step(x, y)
+    assert (under_way[0] > 0) == (smp.rank() == 0 and not writing)
+    assert not step._engine._inputs._sending
+    assert torch.equal(y, 2 * given if writing else given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there its stream waits, not the process")
+def test_the_first_rank_begins_before_its_inputs_are_taken(worlds: Worlds) -> None:
+    run(worlds, PIPELINE, begins_before_inputs_are_taken)
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_inputs_that_a_step_writes_to_are_sent_before(worlds: Worlds, writing: bool) -> None:
+    run(worlds, PIPELINE, are_sent_before, writing)
