@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from unittest import mock
 
@@ -51,8 +51,15 @@ class Heard(logging.Handler):
             self.lines.append(record.getMessage())
 
 
-def train(kind: str | None, sizes: Sequence[int]) -> tuple[list[float], list[Any], list[str]]:
+def train(
+    kind: str | None, sizes: Sequence[int], evaluates: Collection[int] = ()
+) -> tuple[list[float], list[Any], list[str]]:
     """Trains, with times of passes that are made up.
+
+    Args:
+        kind: of the times; None: none are asked for.
+        sizes: of the batch of each step.
+        evaluates: the numbers of steps that do not train.
 
     Returns:
         the losses, the order of each step on this rank, and what was said.
@@ -66,9 +73,10 @@ def train(kind: str | None, sizes: Sequence[int]) -> tuple[list[float], list[Any
     heard, orders = Heard(), []
 
     @smp.step
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x: torch.Tensor, trains: bool) -> torch.Tensor:
         loss = model(x).square().sum()
-        model.backward(loss)
+        if trains:
+            model.backward(loss)
         return loss
 
     def timed(executor: Executor, marks: Any) -> list[TimedAction]:
@@ -91,19 +99,22 @@ def train(kind: str | None, sizes: Sequence[int]) -> tuple[list[float], list[Any
         mock.patch.object(Executor, "timed", timed),
         mock.patch.object(tracing, "measure", measured),
     ):
-        for size in sizes:
+        for number, size in enumerate(sizes):
             optimizer.zero_grad()
-            x = torch.randn(size, WIDTH, generator=numbers)
-            losses.append(step(x).reduce_mean().item())
-            optimizer.step()
+            x, trains = torch.randn(size, WIDTH, generator=numbers), number not in evaluates
+            losses.append(step(x, trains).reduce_mean().item())
+            if trains:
+                optimizer.step()
             orders.append([(each.kind, each.microbatch) for each in step._engine._ran[0].actions])
     logging.getLogger("smdistributed").removeHandler(heard)
     return losses, orders, heard.lines
 
 
-def compare(kind: str, sizes: Sequence[int]) -> tuple[bool, list[Any], list[str]]:
-    plain, _, _ = train(None, sizes)
-    losses, orders, lines = train(kind, sizes)
+def compare(
+    kind: str, sizes: Sequence[int], evaluates: Collection[int] = ()
+) -> tuple[bool, list[Any], list[str]]:
+    plain, _, _ = train(None, sizes, evaluates)
+    losses, orders, lines = train(kind, sizes, evaluates)
     return losses == pytest.approx(plain, rel=1e-6), orders, lines
 
 
@@ -124,6 +135,17 @@ def test_passes_are_ordered_by_what_they_took(worlds: Worlds, world: str, kind: 
     # What was predicted by operations, and by passes.
     assert [len(lines) for _, _, lines in ranks] == [2] + [0] * (len(ranks) - 1)
     assert "8 microbatches is predicted to take" in ranks[0][2][1]
+
+
+def test_only_steps_of_one_kind_that_train_count(worlds: Worlds) -> None:
+    """Steps 1 and 3 evaluate, and step 0 has another size, whose order is of its own."""
+    args = "uneven", [8] + [16] * (STEPS - 1), (1, 3)
+    trained = [2, 4, 5, 6, 7]
+    ranks = run(worlds, WORLDS["halves"], compare, *args)
+    for same, orders, _ in ranks:
+        assert same
+        assert [orders[each] for each in trained[:4]] == [orders[2]] * 4
+    assert any(orders[7] != orders[2] for _, orders, _ in ranks)
 
 
 def test_microbatches_that_differ_keep_their_order(worlds: Worlds) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import statistics
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +30,9 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import say_prediction
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 
-#: The call whose passes are timed: before it, modules and functions are compiled, kernels chosen,
-#: and graphs of passes captured.
-_TIMED_CALL = 4
+#: The mini-batch of a kind whose passes are timed: before it, modules and functions are compiled,
+#: kernels chosen, and graphs of passes captured.
+_TIMED = 4
 
 #: Segment, kind -> seconds.
 _Seconds = dict[tuple[int, Kind], float]
@@ -48,21 +49,25 @@ class PassTimes:
     def __init__(self, runtime: TorchRuntime, preparation: Preparation) -> None:
         self._runtime = runtime
         self._preparation = preparation
-        self._calls = 0
+        self._ran: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
+        self._is_done = False
 
     def note(self, prepared: Prepared, marks: Sequence[Any]) -> None:
-        """Counts a call; times its passes, if it is the one, and somebody asked for times.
+        """Counts a mini-batch that trains; times its passes, if it is the one to be timed.
 
-        Collective: WORLD.
+        Collective: WORLD, of that one.
 
         Args:
             prepared: what ran.
             marks: of its executor.
         """
-        self._calls += 1
-        if self._calls != _TIMED_CALL or not any(
-            model.tracing.trace_execution_times for model in models_of(self._runtime)
-        ):
+        if self._is_done or not prepared.differentiated:
+            return
+        self._ran[prepared] = self._ran.get(prepared, 0) + 1
+        if self._ran[prepared] < _TIMED:
+            return
+        self._is_done = True
+        if not any(model.tracing.trace_execution_times for model in models_of(self._runtime)):
             return
         plan, num_microbatches = prepared.plans[0], len(prepared.plans)
         shape = [(each.rank, each.index in plan.backward) for each in plan.segments]
