@@ -37,9 +37,9 @@ STRIDES = {
     "layers": 20,
     "loops": 20,
     "parameters": 3,
-    "writes": 40,
-    "order": 60,
-    "views": 180,
+    "writes": 80,
+    "order": 120,
+    "views": 360,
 }
 
 
