@@ -72,7 +72,9 @@ def a_last_batch_that_is_too_small_is_refused_or_right(adapter: Any) -> None:
     try:
         history = model.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0).history
     except Exception as error:
-        if "microbatch" not in str(error):
+        # Where it is raised names microbatches, too, whatever it is: a wait for nothing, say.
+        is_late = isinstance(error, adapter.tf.errors.DeadlineExceededError)
+        if is_late or "microbatch" not in str(error):
             pytest.fail(f"the error does not tell of microbatches: {error}")
         return
     plain = _compiled(adapter, adapter.plain())

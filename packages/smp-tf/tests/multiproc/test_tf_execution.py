@@ -11,6 +11,7 @@ from tf_execution import (
     memory_of_variable,
     shapes,
     trace_and_drop,
+    transfers_before_checks,
 )
 from tf_worlds import MICROBATCHES, TWO, TWO_BY_HAND
 
@@ -40,6 +41,13 @@ def test_new_shapes_leave_nothing_behind(worlds: Worlds) -> None:
     for ways in worlds.run(TWO, shapes):
         for before, after in ways:
             assert after == before > 0, ways
+
+
+def test_no_transfer_starts_before_a_batch_of_unknown_size_is_checked(worlds: Worlds) -> None:
+    """What waits for another process when a check fails goes on waiting until its time is up."""
+    for count, early in worlds.run(TWO, transfers_before_checks):
+        assert count > 0
+        assert not early
 
 
 def test_long_building_shows_on_one_rank_what_it_is_at(worlds: Worlds) -> None:

@@ -129,6 +129,40 @@ def shapes() -> tuple[list[int], list[int]]:
     return first, other
 
 
+def transfers_before_checks() -> tuple[int, list[str]]:
+    """Returns how many transfers a step has, and those that start before its batch is checked."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    layers = [tf.keras.layers.Dense(8, name=f"dense_{place}") for place in range(LAYERS)]
+    model = smp.DistributedModel(tf.keras.Sequential(layers))
+    graphs = []
+
+    @smp.step(input_signature=[tf.TensorSpec([None, 8], tf.float32)])
+    def compute(x: Any) -> Any:
+        graphs.append(tf.compat.v1.get_default_graph())
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    compute(tf.ones([8, 8]))
+    operations = graphs[-1].get_operations()
+    transfers = [each for each in operations if each.type.startswith("Collective")]
+    return len(transfers), [each.name for each in transfers if not _waits_for_check(each)]
+
+
+def _waits_for_check(operation: Any) -> bool:
+    pending, seen = [operation], set()
+    while pending:
+        each = pending.pop()
+        if each.type == "Assert":
+            return True
+        for earlier in (*(tensor.op for tensor in each.inputs), *each.control_inputs):
+            if earlier.name not in seen:
+                seen.add(earlier.name)
+                pending.append(earlier)
+    return False
+
+
 class Memory(NamedTuple):
     """Bytes of this process.
 

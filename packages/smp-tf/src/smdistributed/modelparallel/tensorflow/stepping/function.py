@@ -36,7 +36,7 @@ from smdistributed.modelparallel.tensorflow.record.structure import (
 )
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.body import Body
-from smdistributed.modelparallel.tensorflow.stepping.inputs import split
+from smdistributed.modelparallel.tensorflow.stepping.inputs import checks_of, split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
 from smdistributed.modelparallel.tensorflow.stepping.results import (
     joined,
@@ -202,6 +202,7 @@ class StepFunction:
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
             graph = tf.compat.v1.get_default_graph()
+            checks = checks_of(cut, weights)
             begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
             step = StepInProgress(graph, number, progress, first, begin=begin)
@@ -211,7 +212,7 @@ class StepFunction:
                     step.microbatch = microbatch
                     step.calls.append([])
                     progress.stage = f"microbatch {microbatch + 1} of {len(cut.calls)}"
-                    with tf.name_scope(f"microbatch_{microbatch}"):
+                    with tf.name_scope(f"microbatch_{microbatch}"), tf.control_dependencies(checks):
                         results.append(self._body(*some, **named))
                 progress.stage = "the order of its passes"
                 self._finish(runtime, step, results)

@@ -110,6 +110,19 @@ def split(
     return cut, [tensors.weight(number) for number in range(microbatches)]
 
 
+def checks_of(cut: Microbatches, weights: Sequence[Any]) -> list[Any]:
+    """Returns tensors of the present graph that exist where the sizes of a batch are as they must.
+
+    What waits for nothing else, such as a message of another process, is to wait for them: an
+    operation that waits when a check fails may go on doing so until its time is up.
+    """
+    if not any(map(tf.is_tensor, weights)):
+        return []  # sizes are known, and were checked
+    here = tf.compat.v1.get_default_graph()
+    parts = tf.nest.flatten((cut.calls, weights), expand_composites=True)
+    return [each for each in parts if tf.is_tensor(each) and getattr(each, "graph", None) is here]
+
+
 def _is_unknown(tensor: Any) -> bool:
     """Tells whether the length of a tensor along some axis to be cut is known in the step only."""
     if isinstance(tensor, tf.RaggedTensor):
