@@ -17,10 +17,9 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.growth import Growth
-from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.nested import same
 from smdistributed.modelparallel.torch.record.run_state import RunState
-from smdistributed.modelparallel.torch.record.scene import Attributes, Scene
+from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Entry
 from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Snapshot, as_it_was
 
@@ -121,8 +120,7 @@ class LeafAttributes:
         self._real: dict[tuple[nn.Module, str], Any] = {}
         self._set: set[tuple[nn.Module, str]] = set()
         self._hidden_growth: list[Growth] = []
-        self._entries: Attributes = {}
-        self._identities = Identities()
+        self._entries: dict[nn.Module, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -135,7 +133,15 @@ class LeafAttributes:
                 self._check(leaf, module, name, value)
             former(module, name, value)
 
-        self._entries, self._identities = self._scene.attributes_of_leaves()
+        # A run before the partition was known has left fakes, which it takes away itself.
+        self._entries = {
+            module: {
+                name: value
+                for name, value in vars(module).items()
+                if name not in OF_MODULES and not isinstance(value, FakeTensor)
+            }
+            for module in self._scene.leaf_of
+        }
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
         for module, name in self._scene.hidden:
             self._hide(module, name, None)
@@ -179,8 +185,6 @@ class LeafAttributes:
         for name, state in self._later:
             if found := state.differences():
                 raise _changed(found[0].holder.path, f"the backward pass of {name}")
-        if self._identities.are_current():
-            return
         for module, entries in self._entries.items():
             for name, value in entries.items():
                 if vars(module).get(name, _MISSING) is not value and (module, name) not in {

@@ -15,15 +15,11 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
-from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace import Entry, Seen
 from smdistributed.modelparallel.torch.record.turns import gradient_hooks
 from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Place, Snapshot
-
-#: By module and name.
-Attributes = dict[nn.Module, dict[str, Any]]
 
 
 class Scene:
@@ -65,7 +61,6 @@ class Scene:
         self.hidden: set[tuple[nn.Module, str]] = set()
         self.states: dict[nn.Module, Snapshot] = {}
         self.caches = FunctionCaches()
-        self._attributes: tuple[Attributes, Identities] | None = None
         self.names = {module: name for model in models for module, name in model.names.items()}
         self.draw_names = {
             module: model.draw_name(module) for model in models for module in model.names
@@ -101,27 +96,11 @@ class Scene:
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.in_place())
-            for model in self.models:
-                self._real |= model.real
+            self._real = {key: fake for model in self.models for key, fake in model.real.items()}
             try:
                 yield
             finally:
                 self._real = {}
-
-    def attributes_of_leaves(self) -> tuple[Attributes, Identities]:
-        """Returns the attributes of modules in leaves, and what tells whether they still are."""
-        # A run before the partition was known has left fakes, which it takes away itself.
-        if self._attributes is None or not self._attributes[1].are_current():
-            attributes = {
-                module: {
-                    name: value
-                    for name, value in vars(module).items()
-                    if name not in OF_MODULES and not isinstance(value, FakeTensor)
-                }
-                for module in self.leaf_of
-            }
-            self._attributes = attributes, Identities(map(vars, self.leaf_of))
-        return self._attributes
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the fake of a model's own tensor, which code may hold by another way."""
