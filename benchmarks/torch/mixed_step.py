@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="examples of the whole job")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of a pipeline's passes")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of the passes")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")

@@ -49,7 +49,6 @@ def build(size: Size, dtype: torch.dtype) -> Any:
         )
 
 
-@smp.step
 def train(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = model((tokens, None, None, None, None))
     loss = loss_of(logits, targets)
@@ -72,6 +71,7 @@ def main() -> None:
     parser.add_argument("--degree", type=int, help="tensor_parallel_degree; default: all ranks")
     parser.add_argument("--optimize", choices=("speed", "memory"), default="speed")
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of the passes")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
@@ -96,9 +96,10 @@ def main() -> None:
     inputs = share_of_batch(size, options.batch)
     built_seconds = time.perf_counter() - start
     losses = []
+    train_step = smp.step(train, cuda_graphs=options.graphs)
 
     def step() -> None:
-        losses.append(train(model, *inputs).reduce_mean())
+        losses.append(train_step(model, *inputs).reduce_mean())
         optimizer.step()
         optimizer.zero_grad()
 

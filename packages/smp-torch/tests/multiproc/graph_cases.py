@@ -95,6 +95,30 @@ def _around(layer: nn.Module) -> nn.Module:
     )
 
 
+class Layers(nn.Module):
+    """Transformer layers that tensor-parallel ranks compute together, two tokens an example.
+
+    Args:
+        dropout: of everything that is dropped.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = smp.nn.DistributedTransformer(
+            num_layers=2,
+            num_attention_heads=2,
+            attention_head_size=WIDTH // 2,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            attention_dropout_prob=dropout,
+            hidden_dropout_prob=dropout,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.layers((x.view(-1, 2, WIDTH), None))
+        return hidden.reshape(x.shape)
+
+
 #: By name: the model, and why a rank does not run it as captured; "" if both do.
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (lambda: _around(nn.Linear(WIDTH, WIDTH)), ""),
@@ -107,6 +131,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "asks": (lambda: _around(Own(_asking)), "decides by numbers"),
     "draws on the host": (lambda: _around(Own(_on_the_host)), "decides by numbers"),
     "draws in Python": (lambda: _around(Own(_in_python)), "Python or NumPy"),
+}
+
+
+#: The same of models that are made for tensor parallelism.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "layers": (lambda: Layers(0.0), ""),
+    "layers that drop": (lambda: Layers(0.3), NETS["dropout"][1]),
 }
 
 
@@ -216,12 +247,20 @@ def captured() -> Iterator[tuple[list[Any], Reasons]]:
 
 
 def trained(
-    make: Callable[[], nn.Module], moment: str, *, cuda_graphs: bool
+    make: Callable[[], nn.Module], moment: str, *, cuda_graphs: bool, first_alone: bool = False
 ) -> tuple[list[float], list[torch.Tensor], list[Any]]:
-    """Trains a model; returns losses, what this rank has of it afterwards, and what was kept."""
+    """Trains a model; returns losses, what this rank has of it afterwards, and what was kept.
+
+    Args:
+        make: makes the model.
+        moment: what is done after a step; see ``Moments``.
+        cuda_graphs: passes are captured.
+        first_alone: only the first rank of a tensor-parallel group does that.
+    """
     torch.manual_seed(0)
     random.seed(0)
-    net = make()
+    with smp.tensor_parallelism(enabled=smp.tp_size() > 1, auto=True):
+        net = make()
     layer = next((each for each in net.modules() if isinstance(each, Own)), None)
     model = smp.DistributedModel(net)
     fp16 = smp.state.cfg.fp16
@@ -248,7 +287,8 @@ def trained(
         x, y = torch.randn(2, size, WIDTH, generator=numbers)
         losses.append(step(x, y).reduce_mean().item())
         has_gradients = net.training
-        adds_up = getattr(moments, moment)(number)
+        does = smp.tp_rank() == 0 or not first_alone
+        adds_up = getattr(moments, moment)(number) if does else None
         if has_gradients and not adds_up:
             optimizer.step()
             optimizer.zero_grad(set_to_none=moment != "zeroed" or number < 4)
@@ -258,12 +298,15 @@ def trained(
     return losses, own, kept
 
 
-def compare(name: str, moment: str) -> tuple[bool, int, list[str]]:
+def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool, int, list[str]]:
     """Returns whether training is the same, how many steps ran as captured, and why not others."""
-    make = NETS[name][0] if name in NETS else (lambda: _around(Own(_factor)))
-    want = trained(make, moment, cuda_graphs=False)
+    make, _ = {**NETS, **LAYERS}.get(name, (lambda: _around(Own(_factor)), ""))
+    if torch.cuda.is_available():
+        # Kernels are chosen, and compiled, in the first steps; the others give other roundings.
+        trained(make, "nothing", cuda_graphs=False)
+    want = trained(make, moment, cuda_graphs=False, first_alone=first_alone)
     with captured() as (begun, reasons):
-        got = trained(make, moment, cuda_graphs=True)
+        got = trained(make, moment, cuda_graphs=True, first_alone=first_alone)
     pairs = zip((want[1], *want[2]), (got[1], *got[2]), strict=True)
     same = want[0] == got[0] and all(
         len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in pairs

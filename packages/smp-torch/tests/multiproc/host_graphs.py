@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,6 +35,9 @@ class HostGraph:
             args, kwargs = _aliases((args, kwargs))
             with torch.set_grad_enabled(grad_enabled):  # some keep more then
                 again = function(*args, **kwargs)
+            for each in tree_leaves(again):
+                if isinstance(each, torch.ScriptObject):
+                    dist.Work.unbox(each).wait()
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
                 if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
@@ -57,6 +61,9 @@ class HostGraphs:
             with torch.no_grad():
                 for tensor, before in self._before.values():
                     tensor.detach().copy_(before)
+
+    def release(self) -> None:
+        """See ``Graphs``."""
 
     @contextlib.contextmanager
     def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[HostGraph]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from graph_cases import MOMENTS, NETS, compare
-from world import pipeline, replicas, run
+from graph_cases import LAYERS, MOMENTS, NETS, compare
+from world import pipeline, replicas, run, world_of
 
-from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.common.testing import World, Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
@@ -67,5 +69,63 @@ def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
 def test_between_steps(worlds: Worlds, moment: str) -> None:
     found = run(worlds, WORLDS["interleaved"], compare, "factor", moment)
     for same, count, _ in found:
+        assert same
+        assert count > 0
+
+
+def slices(num_ranks: int) -> World:
+    """Returns a world of tensor-parallel pairs, which share a pipeline if there are more ranks."""
+    given = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": num_ranks // 2}
+    return world_of(num_ranks, {**given, "microbatches": 2, "ddp": True, "optimize": "speed"})
+
+
+ONE_PARTITION = {"alone": pipeline(1), "replicas": replicas(2, 1), "slices": slices(2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(NETS, ONE_PARTITION), *((name, "slices") for name in LAYERS)],
+)
+def test_models_with_one_partition(worlds: Worlds, name: str, kind: str) -> None:
+    found = run(worlds, ONE_PARTITION[kind], compare, name, "nothing")
+    reason = {**NETS, **LAYERS}[name][1]
+    if "not captured" in reason and torch.cuda.is_available():
+        reason = ""
+    told = [line for _, _, lines in found for line in lines]
+    assert any(reason in line for line in told) if reason else not told, told
+    for same, count, _ in found:
+        assert same
+        assert count == (0 if reason else 5)
+
+
+@pytest.mark.parametrize("kind", ["alone", "slices"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_between_steps_with_one_partition(worlds: Worlds, moment: str, kind: str) -> None:
+    for same, count, _ in run(worlds, ONE_PARTITION[kind], compare, "factor", moment):
+        assert same
+        assert count > 0
+
+
+#: What may be done on one rank of a tensor-parallel group alone: it concerns its examples alone.
+@pytest.mark.parametrize("moment", ["gradients_kept", "attribute", "module_hooked", "memory"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_of_a_tensor_parallel_group_decide_together(
+    worlds: Worlds, num_ranks: int, moment: str
+) -> None:
+    found = run(worlds, slices(num_ranks), _on_one_rank, moment)
+    assert all(same for same, _, _ in found)
+    counts = [count for _, count, _ in found]
+    assert min(counts) > 0
+    pairs = zip(counts[::2], counts[1::2], strict=True)
+    assert all(one == other for one, other in pairs), counts
+
+
+def _on_one_rank(moment: str) -> tuple[bool, int, list[str]]:
+    return compare("factor", moment, first_alone=True)
+
+
+@pytest.mark.parametrize("moment", ["nothing", "evaluated", "accumulated"])
+def test_slices_in_a_pipeline(worlds: Worlds, moment: str) -> None:
+    for same, count, _ in run(worlds, slices(4), compare, "factor", moment):
         assert same
         assert count > 0

@@ -47,7 +47,7 @@ def start(config: dict[str, object], name: str) -> None:
     torch.set_num_threads(1)
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
     compute_here()
-    if name == "graphs":
+    if name in ("graphs", "one-graphs"):
         capture_every_step()
     if name == "compiled":
         every_step(compile={"backend": "aot_eager"})
@@ -60,13 +60,14 @@ CONFIGS: dict[str, dict[str, object]] = {
     "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
     # Passes are captured as CUDA graphs, or as what stands for them.
     "graphs": {"pipeline_parallel_degree": 2},
+    "one-graphs": {"pipeline_parallel_degree": 1},
     # What lies between modules is compiled.
     "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
 }
 WORLDS = {
     name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=("torch",))
     for name, config in CONFIGS.items()
-    for ranks in [1 if name == "one" else 2]
+    for ranks in [1 if name.startswith("one") else 2]
 }
 PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
@@ -93,6 +94,7 @@ QUICK = {
     # Halves are in a V too.
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
     *(("graphs", kind, 2) for kind in POPULATIONS),
+    *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
     *(("compiled", kind, 3) for kind in ("uses", "order")),
 }
 PARTS = [

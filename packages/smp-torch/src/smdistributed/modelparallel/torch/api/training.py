@@ -45,10 +45,12 @@ def step(
             run: with several partitions it runs in one call of a hundred. Where it asks about data,
             or is given objects with state, it runs in every call.
         cuda_graphs: an addition of this library, a promise that what the Python inside modules that
-            are not split does depends on nothing but their state and their arguments: with several
-            partitions on GPUs their kernels are captured in the third call of a kind, and launched
-            by themselves after that. What cannot be captured runs as it is, and a warning says why.
-        compile: an addition of this library: with several partitions, what the function and modules
+            are not split does depends on nothing but their state and their arguments: on GPUs their
+            kernels are captured in the third call of a kind, and launched by themselves after that.
+            With one partition, too: the function is then recorded, as it is with several, and
+            ``detach_outputs`` must be True. What cannot be captured runs as it is, and a warning
+            says why.
+        compile: an addition of this library: where the function is recorded, what it and modules
             that are split compute between modules, such as a loss, is compiled; a dictionary gives
             options of ``torch.compile``. Modules run compiled if you compile them. What the
             compiler refuses runs as it is, and a warning says why.

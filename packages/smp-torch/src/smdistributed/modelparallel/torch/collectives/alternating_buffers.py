@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
     MakeMemory,
@@ -61,7 +62,8 @@ class AlternatingBuffers:
         self._make = make
         self._collectives = collectives
         self._synchronize = synchronize
-        self._memory: SymmetricMemory | None = None
+        #: What the buffers are in; None as long as there are none.
+        self.memory: SymmetricMemory | None = None
         self._buffer_bytes = 0
         self._turn = 0
 
@@ -71,11 +73,11 @@ class AlternatingBuffers:
         Args:
             size_bytes: that it has at least; the same on all ranks.
         """
-        if self._memory is None or size_bytes > self._buffer_bytes:
+        if self.memory is None or size_bytes > self._buffer_bytes:
             self._grow(size_bytes)
-        assert self._memory is not None
+        assert self.memory is not None
         self._turn = 1 - self._turn
-        return self._memory, self._turn * self._buffer_bytes
+        return self.memory, self._turn * self._buffer_bytes
 
     def next_parts(self, size_bytes: int) -> Parts:
         """Returns a buffer of parts, as ``next`` returns one.
@@ -88,14 +90,25 @@ class AlternatingBuffers:
         memory, start = self.next((num_ranks - 1) * part_bytes)
         return Parts(memory, start, part_bytes, num_ranks)
 
+    def meet(self) -> None:
+        """Has all ranks meet: any buffer may be written afterwards."""
+        if self.memory is not None:
+            self.memory.barrier()
+
     def _grow(self, size_bytes: int) -> None:
-        """Makes larger buffers; all ranks do so in the same exchange."""
-        if self._memory is not None:
+        """Makes larger buffers; all ranks do so in the same exchange.
+
+        Raises:
+            UnsupportedError: what is done now is captured, so that nothing may be waited for.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("an exchange is larger than those before")
+        if self.memory is not None:
             # Nobody may read or write what is given back.
             self._synchronize()
             self._collectives.compare([size_bytes])
-            self._memory = None
+            self.memory = None
         # By half at least: tensors of more and more elements may come.
         wanted = max(size_bytes, self._buffer_bytes * 3 // 2)
         self._buffer_bytes = -(-wanted // _SMALLEST_BYTES) * _SMALLEST_BYTES
-        self._memory = self._make(2 * self._buffer_bytes)
+        self.memory = self._make(2 * self._buffer_bytes)

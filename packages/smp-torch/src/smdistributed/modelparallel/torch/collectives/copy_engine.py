@@ -101,6 +101,16 @@ class CopyEngineCollectives(DelegatingCollectives):
         got[self.rank] = own
         return [got[rank] for rank in range(self.size)]
 
+    def meet(self) -> None:
+        """See ``Collectives.meet``."""
+        with self._blaming():
+            self._buffers.meet()
+
+    @property
+    def memory(self) -> object:
+        """See ``Collectives.memory``."""
+        return self._buffers.memory
+
     def _sums(self, tensor: torch.Tensor) -> bool:
         """Whether tensors like this one are summed here; the same answer on all ranks."""
         return tensor.is_floating_point() and self._takes(tensor, tensor.numel())

@@ -47,6 +47,15 @@ class DelegatingCollectives:
         """See ``Collectives.from_first``."""
         return self._backend.from_first(tensor)
 
+    def meet(self) -> None:
+        """See ``Collectives.meet``."""
+        self._backend.meet()
+
+    @property
+    def memory(self) -> object:
+        """See ``Collectives.memory``."""
+        return self._backend.memory
+
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """See ``Collectives.compare``."""
         return self._backend.compare(numbers)

@@ -61,6 +61,17 @@ class Collectives(Protocol):
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor of the first rank; all give one of the same shape and type."""
 
+    def meet(self) -> None:
+        """Has the ranks meet: what they have exchanged before may be overwritten afterwards.
+
+        Exchanges that follow each other as they are called see to that themselves; those that were
+        captured, and are done again whenever the job pleases, cannot.
+        """
+
+    @property
+    def memory(self) -> object:
+        """What exchanges use at present; captured ones need it as long as they are kept."""
+
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all ranks, as many from each."""
 

@@ -123,6 +123,14 @@ class ProcessGroupCollectives:
             dist.broadcast(common, group=self._group, group_src=0)
         return common
 
+    def meet(self) -> None:
+        """See ``Collectives.meet``; nobody reads the memory of another one."""
+
+    @property
+    def memory(self) -> object:
+        """See ``Collectives.memory``; the group, which lives longer."""
+        return None
+
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """See ``Collectives.compare``; on the host, so that no GPU is waited for."""
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")

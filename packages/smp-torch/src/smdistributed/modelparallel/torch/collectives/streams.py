@@ -94,6 +94,17 @@ class ExchangeStream:
             other.wait_stream(stream)
             stream.wait_stream(other)
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside, it belongs to what is done on the current stream: all of it may be captured."""
+        if self._stream is None:
+            yield
+            return
+        other = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(other)
+        yield
+        other.wait_stream(self._stream)
+
     @property
     def is_current(self) -> bool:
         """Whether what is started now has its place in the order of exchanges."""
@@ -129,6 +140,12 @@ class OnOneStream(DelegatingCollectives):
         if self._stream.is_current:
             return super().scatter_parts(tensor, sizes)
         return [self.scatter_sum(tensor, sizes)]
+
+    def meet(self) -> None:
+        """See ``Collectives.meet``."""
+        with self._stream.entered():
+            super().meet()
+        self._stream.wait(self._stream.mark())
 
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.private.memory import reuse_while_capturing
+
 
 class Graph(Protocol):
     """What was captured."""
@@ -30,6 +32,9 @@ class Graphs(Protocol):
     ) -> contextlib.AbstractContextManager[Graph]:
         """Captures what is done inside, with what is drawn from generators of one's own."""
 
+    def release(self) -> None:
+        """Gives back all that was captured; it is not done again."""
+
 
 class DeviceGraphs:
     """See ``Graphs``: of a GPU. All of them share memory: only one session is done at a time.
@@ -47,6 +52,7 @@ class DeviceGraphs:
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """See ``Graphs``."""
+        reuse_while_capturing()
         torch.cuda.synchronize()
         # What is collected while a graph is captured may be a graph, whose end is no part of it.
         gc.collect()
@@ -82,6 +88,11 @@ class DeviceGraphs:
                 graph.capture_end()
             raise
         graph.capture_end()
+
+    def release(self) -> None:
+        """See ``Graphs``."""
+        for graph in self._graphs:
+            graph.reset()
 
 
 def graphs_of(device: torch.device) -> Graphs | None:

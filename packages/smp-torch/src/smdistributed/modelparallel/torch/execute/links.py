@@ -145,6 +145,8 @@ class Links:
 
         Shape: the same on every rank.
         """
+        if len(self._members) == 1:
+            return
         with self._peers.blaming(self._members, "sharing a result with"):
             dist.broadcast(tensor, self._members[source], group=self._group)
 

@@ -45,6 +45,17 @@ class Draws(Protocol):
         """Seeds the generators for the step in progress."""
 
 
+class Exchanges(Protocol):
+    """What passes exchange with other ranks than those of their pipeline."""
+
+    def capturing(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[None]:
+        """Inside, a pass is captured, the first or the last of a mini-batch say."""
+
+    @property
+    def memory(self) -> object:
+        """What captured exchanges use, as long as they are kept."""
+
+
 class CapturedAction(NamedTuple):
     """An action that was captured.
 
@@ -73,6 +84,7 @@ class Replay:
         results: for each microbatch, the returned values that this rank makes.
         gradients: those that a mini-batch gives to parameters that had none.
         users: of each gradient, how many see it if nobody else holds it.
+        exchanged: the memory that exchanges go by.
     """
 
     inputs: Inputs
@@ -82,6 +94,7 @@ class Replay:
     results: list[dict[int, torch.Tensor]]
     gradients: dict[nn.Parameter, torch.Tensor]
     users: list[int]
+    exchanged: object
 
     def fits(self, inputs: Inputs, scales: Sequence[Scale]) -> bool:
         """Whether a mini-batch differs from the captured one by the numbers in tensors alone."""
@@ -124,6 +137,7 @@ def capture(
     scales: Sequence[Scale],
     parameters: Sequence[nn.Parameter],
     draws: Sequence[Draws],
+    exchanges: Exchanges,
     enter_pass: EnterPass,
 ) -> Replay:
     """Captures the actions of a mini-batch; computes nothing.
@@ -135,6 +149,7 @@ def capture(
         scales: for each microbatch, by what its losses count.
         parameters: of this rank; they have no gradients, and no hooks but such as count.
         draws: of each action.
+        exchanges: what they exchange within modules.
         enter_pass: called before each action.
 
     Raises:
@@ -160,7 +175,10 @@ def capture(
             for position, (action, drawn) in enumerate(zip(itinerary.actions, draws, strict=True)):
                 arrived = [(message, incoming[message]) for message in itinerary.needs[position]]
                 enter_pass(action.kind, action.microbatch)
-                with drawn.capturing(), graphs.capturing(drawn.generators) as graph:
+                exchanging = exchanges.capturing(
+                    is_first=not position, is_last=position == len(itinerary.actions) - 1
+                )
+                with drawn.capturing(), graphs.capturing(drawn.generators) as graph, exchanging:
                     outgoing = computation.act(position, arrived)
                 actions.append(CapturedAction(graph, drawn, outgoing, added.copy()))
                 added.clear()
@@ -171,7 +189,8 @@ def capture(
     results = computation.results
     gradients = {each: gradient for each, gradient in found.items() if gradient is not None}
     del computation, found
-    return Replay(own, own_scales, incoming, actions, results, gradients, _users(gradients))
+    users = _users(gradients)
+    return Replay(own, own_scales, incoming, actions, results, gradients, users, exchanges.memory)
 
 
 def _tensors(inputs: Inputs, scales: Sequence[Scale]) -> list[torch.Tensor]:

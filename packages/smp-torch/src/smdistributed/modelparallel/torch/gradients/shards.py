@@ -166,7 +166,8 @@ def running(shards: Sequence[Shards | None]) -> Iterator[SavingHooks]:
 
 def is_outside_step(runtime: TorchRuntime) -> bool:
     """Tells whether a backward pass that runs now belongs to no step function."""
-    return runtime.topology.pp_size == 1 and runtime.current_step is None
+    is_inside = runtime.current_step is not None or runtime.random.is_active
+    return runtime.topology.pp_size == 1 and not is_inside
 
 
 def _method_or_false(method: Callable[[], bool]) -> Callable[[], bool]:

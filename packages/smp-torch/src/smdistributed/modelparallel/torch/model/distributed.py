@@ -294,7 +294,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """Where every module is.
 
         Raises:
-            NotPartitionedError: that is not decided, or there is one partition.
+            NotPartitionedError: that is not decided.
         """
         return self.holder.placement
 

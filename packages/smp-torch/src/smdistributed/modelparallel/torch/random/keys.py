@@ -88,10 +88,12 @@ class CapturedDraws:
         with self._random.kept_on_host(key[0]):
             former = device_generator.graphsafe_get_state()
             device_generator.graphsafe_set_state(own)
+            self._random.under_way.append(key)
             try:
                 yield
             finally:
                 device_generator.graphsafe_set_state(former)
+                self._random.under_way.pop()
 
     def seed(self) -> None:
         """Seeds the draws for the step and the microbatch in progress."""
@@ -145,7 +147,8 @@ class StepRandom:
     def __init__(self, device: torch.device, num_lanes: int = 1, lane: int = 0) -> None:
         self._num_lanes = num_lanes
         self._lane = lane
-        self._under_way: list[_Key] = []
+        #: The keys of the draws in progress, the innermost last.
+        self.under_way: list[_Key] = []
         self._own_states: list[list[bytes]] = []
         self.device = device
         self.draws: list[int] = []
@@ -198,7 +201,7 @@ class StepRandom:
         self.draws = []
         self._calls.clear()
         self.entered.clear()
-        self._under_way.clear()
+        self.under_way.clear()
         self._state_at_begin = [] if rehearsal else self.state()
 
     def end(self) -> bool:
@@ -270,9 +273,9 @@ class StepRandom:
         Args:
             lane: which. Where no draw is in progress nothing is done: who draws is not known yet.
         """
-        if not self._under_way:
+        if not self.under_way:
             return contextlib.nullcontext()
-        return self._seeded(self._under_way[-1], lane)
+        return self._seeded(self.under_way[-1], lane)
 
     def place(self) -> Place:
         """Returns how many calls and draws there have been."""
@@ -307,7 +310,7 @@ class StepRandom:
     def _seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
         if self.captured is not None:
             return self.captured.drawing(key, lane)
-        seeded = _Seeded(self._generators, self.seed_of(key, lane), key, self._under_way)
+        seeded = _Seeded(self._generators, self.seed_of(key, lane), key, self.under_way)
         if not self.is_real:
             return self._noted(seeded)
         if self.draws:

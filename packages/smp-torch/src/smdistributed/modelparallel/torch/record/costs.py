@@ -70,6 +70,7 @@ class ModuleProfile:
         output_bytes: bytes of the tensors that it returns.
         draws: the random numbers that it draws itself.
         opaque: why its forward can only run for real, so that it cannot be split; else "".
+        asks: whether its Python asks about the numbers in inputs of the step.
     """
 
     order: int
@@ -78,6 +79,7 @@ class ModuleProfile:
     output_bytes: int = 0
     draws: Draws = Draws()
     opaque: str = ""
+    asks: bool = False
 
 
 @dataclass

@@ -173,10 +173,12 @@ class ModuleCalls:
             module, ModuleProfile(order=len(self.profile.modules))
         )
         drawn_in_python = python_draws()
+        questions = self._state.questions
         try:
             result = self._run(call, module, args, kwargs, costs)
         finally:
             self._stack.pop()
+        costs.asks |= self._state.questions != questions
         in_python = drawn_in_python()
         drawn = meter.random_draws - reading.random_draws
         self.current.child_draws += drawn

@@ -98,7 +98,8 @@ class TorchRuntime(Runtime):
         sharding_groups: the ranks that share parameters; None without sharded data parallelism.
         delayed: the parameters that have no values yet.
         current_step: the step in progress.
-        replacements: functions of torch that stand replaced while the library runs.
+        replacements: functions of torch that stand replaced while the library runs, and what else
+            is put back when it ends.
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
         pending_save: the checkpoint that may still be being written.

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
+from smdistributed.modelparallel.torch.stepping.replaying import replays_of
 
 NOT_COMPILED = (
     "step function {} is not compiled itself, since its backward pass runs over all partitions; "
@@ -100,9 +101,10 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
         given = runtime, self._function, self._rules, self._detach_outputs
-        if runtime.topology.pp_size == 1:
+        replays = replays_of(runtime, self.name) if self._cuda_graphs else None
+        if runtime.topology.pp_size == 1 and replays is None:
             return EagerStep(*given)
-        return PipelinedStep(*given, self._static, self._cuda_graphs, self._compiling)
+        return PipelinedStep(*given, self._static, replays, self._compiling)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""

@@ -263,18 +263,18 @@ class Lockstep:
 
     def _scene_now(self) -> Scene:
         models = models_of(self._runtime)
-        key = tuple((model.number, model.holder.version, model.partitioned) for model in models)
+        key = tuple((each.number, each.holder.version, each.holder.is_placed) for each in models)
         if self._scene is None or self._scene[0] != key:
             leaves = {
                 module: leaf
                 for model in models
-                if model.partitioned
+                if model.holder.is_placed
                 for module, leaf in model.holder.placement.leaves.items()
             }
             scene = Scene(
                 [model.holder.fakes for model in models],
                 leaves,
-                [model.holder.fakes for model in models if not model.partitioned],
+                [model.holder.fakes for model in models if not model.holder.is_placed],
                 [self._function],
             )
             self._scene = key, scene
@@ -321,7 +321,7 @@ class Lockstep:
                 way.plan = self._plan(way)
         except Exception as error:
             failure = error
-        models = [model for model in models_of(self._runtime) if model.partitioned]
+        models = [model for model in models_of(self._runtime) if model.holder.is_placed]
         for passed in self._passed:
             for model in models:
                 model.drawing.take(passed.profile)
@@ -334,7 +334,7 @@ class Lockstep:
         for plan in alike:
             if plan.graph.does_as(way.graph):
                 return plan
-        models = [model for model in models_of(self._runtime) if model.partitioned]
+        models = [model for model in models_of(self._runtime) if model.holder.is_placed]
         partition_of = {
             module: partition
             for model in models

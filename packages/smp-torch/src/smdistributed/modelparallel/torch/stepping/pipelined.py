@@ -58,7 +58,7 @@ from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 
 
 class PipelinedStep:
-    """Runs a step function with several partitions.
+    """Runs a step function with several partitions, or captured with one.
 
     Args:
         runtime: the state of the library in this process.
@@ -66,7 +66,7 @@ class PipelinedStep:
         rules: which arguments are split.
         detach_outputs: must be True: results come from other processes, without their graphs.
         static: the caller promises that the Python of the function is always the same.
-        cuda_graphs: passes are captured as CUDA graphs.
+        replays: its mini-batches that run as captured, if passes are captured as CUDA graphs.
         compiling: options of ``torch.compile``, if what lies between modules is compiled.
     """
 
@@ -79,13 +79,14 @@ class PipelinedStep:
         rules: SplitRules,
         detach_outputs: bool,
         static: bool,
-        cuda_graphs: bool,
+        replays: Replays | None,
         compiling: Mapping[str, Any] | None,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
-                "detach_outputs=False needs pipeline_parallel_degree 1: with more partitions the "
-                "returned tensors come from other processes, without their graphs."
+                "detach_outputs=False needs pipeline_parallel_degree 1 and no cuda_graphs: with "
+                "more partitions the returned tensors come from other processes, and captured "
+                "passes keep none of their graphs."
             )
         self.runtime = runtime
         self._function = function
@@ -98,9 +99,7 @@ class PipelinedStep:
         self._pass_times = PassTimes(runtime, self._preparation)
         self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)
-        self._replays: Replays | None = None
-        if cuda_graphs:
-            self._replays = Replays(runtime, name, offloads=self.offloading is not None)
+        self._replays = replays
         self._ran: tuple[Executor, list[Any]] | None = None
         self._recorder: Recorder | None = None
 

@@ -38,8 +38,11 @@ def place_models(runtime: TorchRuntime, profile: Profile, costs: ComputeCosts) -
     for model in models_of(runtime):
         if model.get_module() in profile.modules:
             model.drawing.take(profile)
-            if not model.partitioned:
+            if not model.holder.is_placed:
                 model.refresh()  # the forward may have replaced modules
+                if runtime.topology.pp_size == 1:
+                    _place_on_one(runtime, model, profile)
+                    continue
                 _place(runtime, model, profile, costs)
                 idle = idle_partitions(model.placement.assignment)
                 if idle and runtime.rank == 0:
@@ -65,6 +68,13 @@ def kept_whole(profile: Profile) -> list[str]:
 def idle_partitions(assignment: Assignment) -> list[int]:
     """Returns the partitions that have no module."""
     return sorted({*range(assignment.num_partitions)} - {*assignment.units.values()})
+
+
+def _place_on_one(runtime: TorchRuntime, model: DistributedModel, profile: Profile) -> None:
+    own = Placement.on_one(model.holder.fakes, profile, model.compiled)
+    # Ranks of a tensor-parallel group must record alike, whatever their data had them ask.
+    assignment = runtime.communicator.from_first(own.assignment, CommGroup.WORLD)
+    model.holder.place_on_one(Placement(model.holder.fakes, assignment))
 
 
 def _place(

@@ -1,9 +1,10 @@
 """Mini-batches that run as CUDA graphs: which, and from when on.
 
-Each rank decides for itself: what goes between the ranks is the same either way. The first
-mini-batches of a kind run as they are, which compiles and chooses kernels; then their passes are
-captured. A mini-batch runs as captured while everything is as it was that the Python in its modules
-would see.
+Each rank decides for itself, since what goes between the ranks of a pipeline is the same either
+way; those of a tensor-parallel group, whose modules exchange within a pass, decide together. The
+first mini-batches of a kind run as they are, which compiles and chooses kernels; then their passes
+are captured. A mini-batch runs as captured while everything is as it was that the Python in its
+modules would see.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
-from smdistributed.modelparallel.torch.execute.graphs import graphs_of
+from smdistributed.modelparallel.torch.execute.graphs import Graphs, graphs_of
 from smdistributed.modelparallel.torch.execute.passes import Inputs
 from smdistributed.modelparallel.torch.execute.premises import Premises
 from smdistributed.modelparallel.torch.execute.replay import Replay, capture
@@ -39,6 +40,9 @@ _FIRST = 2
 _MOST_CAPTURES = 4
 #: Kinds whose captures are kept; each has the memory of its gradients.
 _MOST_KEPT = 4
+#: What a rank offers its tensor-parallel group: to run as it is, or to capture; or the number of a
+#: capture, which are counted on.
+_AS_IT_IS, _TO_CAPTURE = 0, 1
 
 
 @dataclass
@@ -50,6 +54,7 @@ class _State:
         read: for each microbatch, the positions of the tensors that it reads.
         calls: since it was last captured, or from the first on.
         captures: how often it was.
+        number: of the last capture; the same on all ranks of the tensor-parallel group.
         draws: how often random numbers were drawn in each pass, when it ran last.
         why_not: why it is not captured any more.
     """
@@ -58,6 +63,7 @@ class _State:
     read: list[set[int]]
     calls: int = 0
     captures: int = 0
+    number: int = 0
     draws: list[int] = field(default_factory=list)
     why_not: str = ""
     replay: Replay | None = None
@@ -70,15 +76,16 @@ class Replays:
 
     Args:
         runtime: the state of the library in this process.
+        graphs: capture passes.
         name: of the step function, for messages.
-        offloads: activations are offloaded.
     """
 
-    def __init__(self, runtime: TorchRuntime, name: str, *, offloads: bool) -> None:
+    def __init__(self, runtime: TorchRuntime, graphs: Graphs, name: str) -> None:
         self._runtime = runtime
         self._name = name
-        self._offloads = offloads
-        self._graphs = graphs_of(runtime.device)
+        self._graphs = graphs
+        self._group = runtime.tensor_group
+        self._numbers = itertools.count(_TO_CAPTURE + 1)
         self._states: weakref.WeakKeyDictionary[Prepared, _State] = weakref.WeakKeyDictionary()
 
     def of(
@@ -91,6 +98,8 @@ class Replays:
     ) -> Replay | None:
         """Returns what runs a mini-batch as captured, with its tensors; None: run it as it is.
 
+        Collective: TP_GROUP.
+
         Args:
             prepared: its kind.
             models: whose modules it calls.
@@ -98,44 +107,68 @@ class Replays:
             scales: by what their losses count.
             enter_pass: called before each action that is captured.
         """
-        if self._graphs is None:
-            return None
         if (state := self._states.get(prepared)) is None:
             rank = self._runtime.coordinates.pp_rank
             nodes = {plan: _nodes(plan, rank) for plan in dict.fromkeys(prepared.plans)}
             read = [_read(nodes[plan]) for plan in prepared.plans]
             state = self._states[prepared] = _State(list(itertools.chain(*nodes.values())), read)
-        if state.why_not:
-            return None
         inputs = [
             [each if position in read else None for position, each in enumerate(one)]
             for one, read in zip(inputs, state.read, strict=True)
         ]
-        state.calls += 1
-        if state.replay is not None and state.premises is not None:
-            if reason := state.premises.broken_by():
-                self._give_up(state, reason)
-                return None
-        elif state.calls <= _FIRST:
-            return None
         parameters = (
             [each for model in models for _, each in model.local_named_parameters()]
             if prepared.differentiated
             else []
         )
-        if any(each.grad is not None for each in parameters):
-            self._tell(state, "gradients of an earlier step are added to")
+        offer = self._offer(state, parameters, inputs, scales)
+        everyones = self._group.everyones([offer, state.captures < _MOST_CAPTURES])
+        offers, can_capture = zip(*everyones, strict=True)
+        if _AS_IT_IS in offers:
             return None
+        if len(set(offers)) > 1:
+            if not all(can_capture):
+                return None
+            self._tell(state, "another rank of the tensor-parallel group captures anew")
+            state.replay = state.premises = None
         if state.replay is None:
-            self._capture(state, prepared, models, parameters, inputs, scales, enter_pass)
-        elif state.replay.is_held:
-            self._tell(state, "gradients of an earlier step are still held")
-            return None
-        elif not state.replay.fits(inputs, scales):
-            self._give_up(state, "arguments have other types, or losses another scale")
+            self._capture(state, prepared, parameters, inputs, scales, enter_pass)
         if state.replay is not None:
             state.replay.begin(inputs, scales)
         return state.replay
+
+    def _offer(
+        self,
+        state: _State,
+        parameters: Sequence[nn.Parameter],
+        inputs: Inputs,
+        scales: Sequence[Scale],
+    ) -> int:
+        """Returns what this rank can do: run a mini-batch as it is, capture it, or a capture."""
+        if state.why_not:
+            return _AS_IT_IS
+        state.calls += 1
+        if state.replay is not None and state.premises is not None:
+            if reason := state.premises.broken_by():
+                self._give_up(state, reason)
+                return _AS_IT_IS
+        elif state.calls <= _FIRST:
+            return _AS_IT_IS
+        if any(each.grad is not None for each in parameters):
+            self._tell(state, "gradients of an earlier step are added to")
+            return _AS_IT_IS
+        if state.replay is None:
+            state.why_not = self._reason(state.nodes, parameters, inputs)
+            if state.why_not:
+                self._tell(state, state.why_not)
+            return _AS_IT_IS if state.why_not else _TO_CAPTURE
+        if state.replay.is_held:
+            self._tell(state, "gradients of an earlier step are still held")
+            return _AS_IT_IS
+        if not state.replay.fits(inputs, scales):
+            self._give_up(state, "arguments have other types, or losses another scale")
+            return _AS_IT_IS
+        return state.number
 
     def note_draws(self, prepared: Prepared) -> None:
         """Takes note of how often a mini-batch drew, which ran as it is."""
@@ -146,62 +179,61 @@ class Replays:
         self,
         state: _State,
         prepared: Prepared,
-        models: Sequence[DistributedModel],
         parameters: Sequence[nn.Parameter],
         inputs: Inputs,
         scales: Sequence[Scale],
         enter_pass: EnterPass,
     ) -> None:
-        assert self._graphs is not None
-        kept = [each for each in self._states.values() if each.replay is not None]
-        state.why_not = self._reason(state.nodes, models, parameters, inputs)
-        if not state.why_not and len(kept) == _MOST_KEPT:
-            state.why_not = f"{_MOST_KEPT} kinds of mini-batches do already"
-        if not state.why_not:
-            state.captures += 1
-            premises = Premises(
-                {node.target: None for node in state.nodes if node.kind is NodeKind.LEAF},
-                [node.target for node in state.nodes if node.kind is NodeKind.ATTRIBUTE],
-                self._runtime.device,
-            )
-            random = self._runtime.random
-            counts = state.draws or [0] * len(prepared.executor.actions)
-            draws = [CapturedDraws(random, count) for count in counts]
-            try:
-                with random.kept_on_host("code of a module"):
-                    state.replay = capture(
-                        self._graphs, prepared.passes, inputs, scales, parameters, draws, enter_pass
-                    )
-            except Exception as error:  # the mini-batch runs as it is, and fails if it fails so
-                state.why_not = str(error).partition("\n")[0] or type(error).__name__
-            else:
-                state.premises = premises
-                if changed := premises.broken_by():
-                    state.why_not = f"{changed} while its passes ran"
-            if state.why_not:
-                premises.put_back()
-        if state.why_not:
-            state.replay = state.premises = None
-            self._tell(state, state.why_not)
+        """Captures a mini-batch, if all ranks of the tensor-parallel group can. Collective: it."""
+        state.captures += 1
+        state.number = next(self._numbers)
+        premises = Premises(
+            {node.target: None for node in state.nodes if node.kind is NodeKind.LEAF},
+            [node.target for node in state.nodes if node.kind is NodeKind.ATTRIBUTE],
+            self._runtime.device,
+        )
+        random = self._runtime.random
+        counts = state.draws or [0] * len(prepared.executor.actions)
+        draws = [CapturedDraws(random, count) for count in counts]
+        replay = None
+        try:
+            with random.kept_on_host("code of a module"):
+                replay = capture(
+                    self._graphs,
+                    prepared.passes,
+                    inputs,
+                    scales,
+                    parameters,
+                    draws,
+                    self._group,
+                    enter_pass,
+                )
+        except Exception as error:  # the mini-batch runs as it is, and fails if it fails so
+            state.why_not = str(error).partition("\n")[0] or type(error).__name__
+        else:
+            if changed := premises.broken_by():
+                state.why_not = f"{changed} while its passes ran"
+        reasons = self._group.everyones_texts(state.why_not)
+        if reason := state.why_not or next(filter(None, reasons), ""):
+            state.why_not = reason
+            premises.put_back()
+            self._tell(state, reason)
+        else:
+            state.replay, state.premises = replay, premises
 
     def _reason(
         self,
         nodes: Sequence[Node],
-        models: Sequence[DistributedModel],
         parameters: Sequence[nn.Parameter],
         inputs: Inputs,
     ) -> str:
         """Returns why a kind of mini-batch is not captured; "" if it is."""
         runtime = self._runtime
         tensors = [each for one in inputs for each in one if each is not None]
-        if self._offloads:
-            return "activations are offloaded"
-        if any(model.data_parallel.shards is not None for model in models):
-            return "parameters are in shards"
+        if sum(each.replay is not None for each in self._states.values()) == _MOST_KEPT:
+            return f"{_MOST_KEPT} kinds of mini-batches do already"
         if any(map(accumulation_hooks, parameters)):
             return "a parameter has a hook that runs when its gradient has been added up"
-        if runtime.topology.tp_size > 1:
-            return "its modules communicate"
         if any(each.device != runtime.device or each.requires_grad for each in tensors):
             return "an argument is on another device, or requires a gradient"
         for node in nodes:
@@ -215,7 +247,7 @@ class Replays:
         """Drops what was captured; it may be captured once more."""
         state.replay = state.premises = None
         state.calls = 0
-        if state.captures == _MOST_CAPTURES:
+        if state.captures >= _MOST_CAPTURES:
             state.why_not = reason
         self._tell(state, reason)
 
@@ -228,6 +260,29 @@ class Replays:
                 self._runtime.rank,
                 reason,
             )
+
+
+def replays_of(runtime: TorchRuntime, name: str) -> Replays | None:
+    """Returns the captured mini-batches of a step function; None where none can be captured.
+
+    Args:
+        runtime: the state of the library in this process.
+        name: of the step function.
+    """
+    graphs = graphs_of(runtime.device)
+    if graphs is None:
+        return None
+    reason = ""
+    if runtime.config.offload_activations:
+        reason = "activations are offloaded"
+    elif runtime.config.sharded_data_parallel_degree > 1:
+        reason = "parameters are in shards"
+    if reason:
+        logger.warning("step function %s runs without CUDA graphs: %s", name, reason)
+        return None
+    # NCCL waits for the end of all graphs that have captured its exchanges, before it leaves.
+    runtime.replacements.callback(graphs.release)
+    return Replays(runtime, graphs, name)
 
 
 def _writes_elsewhere(node: Node, device: torch.device) -> bool:

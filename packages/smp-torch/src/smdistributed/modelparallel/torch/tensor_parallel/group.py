@@ -103,7 +103,38 @@ class TensorGroup:
 
     def agreed(self, number: int) -> int:
         """Returns the number that the first rank of the group gives. Collective: TP_GROUP."""
-        return number if self.size == 1 else self.collectives.compare([number])[0][0]
+        return self.everyones([number])[0][0]
+
+    def everyones(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of all ranks, as many from each. Collective: TP_GROUP."""
+        return [list(numbers)] if self.size == 1 else self.collectives.compare(numbers)
+
+    def everyones_texts(self, text: str) -> list[str]:
+        """Returns the texts of all ranks. Collective: TP_GROUP."""
+        return [text] if self.size == 1 else self.collectives.compare_texts(text)
+
+    @contextlib.contextmanager
+    def capturing(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """Inside, a pass is captured, with its exchanges.
+
+        Args:
+            is_first: it is the first of those that are done one after the other.
+            is_last: it is their last one.
+        """
+        if self.size == 1:
+            yield
+            return
+        with self.stream.joined():
+            if is_first:
+                self.collectives.meet()
+            yield
+            if is_last:
+                self.collectives.meet()
+
+    @property
+    def memory(self) -> object:
+        """What exchanges use at present; captured ones need it as long as they are kept."""
+        return None if self.size == 1 else self.collectives.memory
 
     @property
     def collectives(self) -> Collectives:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     Trial,
@@ -204,13 +205,26 @@ class _Search:
             self.plan.reasons[self._names[module]] = self._refused[signature]
             return
         try:
-            self.plan.groups[module] = self._found(module, closes=closes)
+            self.plan.groups[module] = self._known(module) or self._found(module, closes=closes)
         except RefutedError as error:
             self._refused[signature] = str(error)
             self.plan.reasons[self._names[module]] = str(error)
         else:
             for each in inner:
                 self.plan.reasons.pop(self._names.get(each, ""), None)
+
+    def _known(self, module: nn.Module) -> Found | None:
+        """Returns what was found of a group that differs from a module by its weights alone."""
+        for other, found in self.plan.groups.items():
+            alike = self._key(other) == self._key(module)
+            if alike and are_alike(other, module, self._value_of):
+                return found
+        return None
+
+    def _key(self, module: nn.Module) -> object:
+        """Returns what is known of how a module is called."""
+        call = self._calls.get(module)
+        return call and key_of(call, call.forms, training=module.training)
 
     def _found(self, module: nn.Module, *, closes: bool) -> Found:
         if "forward" in vars(module):

@@ -48,6 +48,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import (
 _T = TypeVar("_T")
 #: Of differences to the norm of the whole: rounding in single precision stays far below.
 _TOLERANCE = 1e-4
+#: After so many random numbers those of a large weight repeat: to draw all takes minutes for a
+#: large model. A prime, so that neither rows nor columns nor slices are alike.
+_PERIOD = 1_000_003
 #: An output that every rank has alike.
 SAME = "same"
 #: An output that is a sum over the ranks.
@@ -171,9 +174,18 @@ class Template:
 
     def made(self, draws: torch.Generator) -> nn.Module:
         """Returns a module with random weights."""
+        noise = torch.empty(0)
 
         def values(parameter: nn.Parameter) -> torch.Tensor:
-            found = torch.randn(parameter.shape, generator=draws)
+            nonlocal noise
+            count = parameter.numel()
+            if count <= _PERIOD:
+                found = torch.randn(parameter.shape, generator=draws)
+            else:
+                if noise.numel() < _PERIOD + count:
+                    noise = torch.randn(_PERIOD, generator=draws).repeat(2 + count // _PERIOD)
+                start = int(torch.randint(_PERIOD, (), generator=draws))
+                found = noise[start : start + count].clone().view(parameter.shape)
             if parameter.dim() > 1:
                 found /= math.sqrt(parameter.shape[-1])
             return nn.Parameter(found.to(parameter.dtype), requires_grad=parameter.requires_grad)
