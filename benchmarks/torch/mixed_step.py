@@ -106,10 +106,11 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+    if device.type == "cuda":
+        # Before the first step: the memory of graphs is taken once, when they are captured.
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(options.warmup):
         step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(device_milliseconds(step, options.steps))
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = flops_per_token(options.model) * options.batch * length / smp.size()

@@ -103,10 +103,11 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+    if torch.cuda.is_available():
+        # Before the first step: the memory of graphs is taken once, when they are captured.
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(options.warmup):
         step()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(device_milliseconds(step, options.steps))
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = size.flops_per_token * options.batch * size.length / smp.size()
