@@ -229,9 +229,9 @@ def captured() -> Iterator[tuple[list[Any], Reasons]]:
     reasons, begun = Reasons(), []
     begin = Replay.begin
 
-    def counted(self: Replay, *args: Any) -> None:
+    def counted(self: Replay, *args: Any, **options: Any) -> None:
         begun.append(self)
-        begin(self, *args)
+        begin(self, *args, **options)
 
     replaying.logger.addHandler(reasons)
     stand_in = () if torch.cuda.is_available() else (HostGraphs(),)
@@ -312,3 +312,67 @@ def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool,
         len(one) == len(other) and all(map(torch.equal, one, other)) for one, other in pairs
     )
     return same, len(begun), reasons.found
+
+
+class _StopError(Exception):
+    """Raised by a step function of a script."""
+
+
+def turning(name: str, turn: str, *, cuda_graphs: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Trains a model with steps of which every fourth does something else, of which Python knows.
+
+    Args:
+        name: of the model.
+        turn: what such a step does: goes another ``"way"``, or ``"fails"`` in its last microbatch.
+        cuda_graphs: passes are captured.
+    """
+    torch.manual_seed(0)
+    model = smp.DistributedModel(NETS[name][0]())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), 0.01))
+    script: dict[str, int] = {"step": 0, "microbatch": 0}
+    # Without a recording what the microbatches before it have computed stays.
+    failing = 4 if cuda_graphs else 1
+
+    @smp.step(cuda_graphs=cuda_graphs)
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        script["microbatch"] += 1
+        turns = script["step"] % 4 == 3
+        if turns and turn == "fails" and script["microbatch"] == failing:
+            raise _StopError
+        loss = ((model(x) - y) ** 2).mean()
+        if turns and turn == "way":
+            loss = loss.sqrt()
+        model.backward(loss)
+        return loss
+
+    numbers = torch.Generator(torch.get_default_device()).manual_seed(1)
+    losses = []
+    for number in range(12):
+        script.update(step=number, microbatch=0)
+        x, y = torch.randn(2, 16, WIDTH, generator=numbers)
+        try:
+            losses.append(step(x, y).reduce_mean().item())
+        except _StopError:
+            losses.append(float("nan"))
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    own = [each.detach().clone() for _, each in model.local_named_parameters()]
+    own += [each.clone() for _, each in model.local_named_buffers()]
+    return losses, own
+
+
+def compare_turning(name: str, turn: str) -> tuple[bool, int]:
+    """Returns whether training is the same, and how many first actions were done ahead."""
+    want = turning(name, turn, cuda_graphs=False)
+    started = []
+    start = Replay.start
+
+    def counted(self: Replay, *args: Any) -> None:
+        started.append(self)
+        start(self, *args)
+
+    with captured(), mock.patch.object(Replay, "start", counted):
+        got = turning(name, turn, cuda_graphs=True)
+    same = all(one == other or one != one for one, other in zip(want[0], got[0], strict=True))
+    return same and all(map(torch.equal, want[1], got[1])), len(started)

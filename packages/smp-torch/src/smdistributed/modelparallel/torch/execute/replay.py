@@ -85,6 +85,7 @@ class Replay:
         gradients: those that a mini-batch gives to parameters that had none.
         users: of each gradient, how many see it if nobody else holds it.
         exchanged: the memory that exchanges go by.
+        is_started: the first action of the mini-batch in progress has been done.
     """
 
     inputs: Inputs
@@ -95,6 +96,25 @@ class Replay:
     gradients: dict[nn.Parameter, torch.Tensor]
     users: list[int]
     exchanged: object
+    is_started: bool = False
+
+    @property
+    def draws_first(self) -> bool:
+        """Whether the first action draws random numbers."""
+        return bool(self.actions[0].draws.generators)
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Does the first action, which needs no message and no random numbers.
+
+        Args:
+            tensors: the tensor arguments of its microbatch, of which no type has changed.
+        """
+        first = [pair for pair in zip(self.inputs[0], tensors, strict=False) if pair[0] is not None]
+        if first:
+            own, given = zip(*first, strict=True)
+            with torch.no_grad():
+                copy_all(own, given)
+        self.actions[0].graph.replay()
 
     def fits(self, inputs: Inputs, scales: Sequence[Scale]) -> bool:
         """Whether a mini-batch differs from the captured one by the numbers in tensors alone."""
@@ -106,8 +126,9 @@ class Replay:
         now = _users(self.gradients)
         return any(map(operator.gt, now, self.users))
 
-    def begin(self, inputs: Inputs, scales: Sequence[Scale]) -> None:
+    def begin(self, inputs: Inputs, scales: Sequence[Scale], *, is_started: bool) -> None:
         """Takes the tensors of a mini-batch, which ``fits``; parameters have their gradients."""
+        self.is_started = is_started
         own, given = _tensors(self.inputs, self.scales), _tensors(inputs, scales)
         if own:
             with torch.no_grad():
@@ -122,8 +143,9 @@ class Replay:
     def act(self, position: int, arrived: Outgoing) -> Outgoing:
         """See ``Acting``."""
         action = self.actions[position]
-        action.draws.seed()
-        action.graph.replay()
+        if position or not self.is_started:
+            action.draws.seed()
+            action.graph.replay()
         # A reduction begins before the stream waits for what the next action needs.
         for parameter in action.added:
             note_added(parameter)

@@ -216,9 +216,19 @@ class DataParallel:
         """Whether replicas may have run out of batches."""
         return self._replicas.is_joining
 
+    @property
+    def sets_buffers(self) -> bool:
+        """Whether the start of a step gives this rank the buffers of another one."""
+        is_alone = self._replicas.size == 1
+        return self._broadcasts_buffers and not is_alone and any(True for _ in self._buffers())
+
+    @property
+    def _broadcasts_buffers(self) -> bool:
+        return self._options.broadcast_buffers and self._runtime.config.ddp
+
     def begin_step(self) -> None:
         """Starts a step: replicas get the buffers of the first. Collective: DP_GROUP."""
-        has_buffers = self._options.broadcast_buffers and self._runtime.config.ddp
+        has_buffers = self._broadcasts_buffers
         exchange = Exchange.BUFFERS if has_buffers else Exchange.NOTHING
         active = self._replicas.announce(exchange)
         if has_buffers:

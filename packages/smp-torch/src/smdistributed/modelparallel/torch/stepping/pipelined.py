@@ -116,6 +116,8 @@ class PipelinedStep:
                 self.runtime.tensor_group.agreed(draw_step_seed()),
                 self._passes.recall,
             )
+            if self._replays is not None:
+                self._replays.start(batch)
             passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
@@ -251,7 +253,7 @@ class PipelinedStep:
             def enter_pass(kind: Kind, microbatch: int) -> None:
                 random.enter_pass(microbatch, backward=kind.is_backward)
 
-            replay = self._replays.of(prepared, models, inputs, scales, enter_pass)
+            replay = self._replays.of(batch, prepared, models, inputs, scales, enter_pass)
             if replay is not None:
                 return replay
             random.begin(batch.header.seed)  # a capture that failed has counted calls

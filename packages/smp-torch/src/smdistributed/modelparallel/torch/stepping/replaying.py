@@ -30,6 +30,8 @@ from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.record.turns import accumulation_hooks
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
+from smdistributed.modelparallel.torch.stepping.head_start import HeadStart
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
 
 logger = logging.getLogger(__name__)
@@ -86,10 +88,16 @@ class Replays:
         self._graphs = graphs
         self._group = runtime.tensor_group
         self._numbers = itertools.count(_TO_CAPTURE + 1)
+        self._head_start = HeadStart(runtime)
         self._states: weakref.WeakKeyDictionary[Prepared, _State] = weakref.WeakKeyDictionary()
+
+    def start(self, batch: MiniBatch) -> None:
+        """Starts a mini-batch before its Python has run, if it is likely to run as the last one."""
+        self._head_start.begin(batch)
 
     def of(
         self,
+        batch: MiniBatch,
         prepared: Prepared,
         models: Sequence[DistributedModel],
         inputs: Inputs,
@@ -101,6 +109,7 @@ class Replays:
         Collective: TP_GROUP.
 
         Args:
+            batch: the mini-batch.
             prepared: its kind.
             models: whose modules it calls.
             inputs: of its microbatches.
@@ -133,9 +142,11 @@ class Replays:
             state.replay = state.premises = None
         if state.replay is None:
             self._capture(state, prepared, parameters, inputs, scales, enter_pass)
-        if state.replay is not None:
-            state.replay.begin(inputs, scales)
-        return state.replay
+        replay, premises = state.replay, state.premises
+        if replay is not None and premises is not None:
+            replay.begin(inputs, scales, is_started=self._head_start.was_for(batch, replay))
+            self._head_start.expect(batch, prepared, models, replay, premises, parameters)
+        return replay
 
     def _offer(
         self,
