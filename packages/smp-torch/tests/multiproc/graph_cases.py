@@ -357,6 +357,9 @@ def turning(name: str, turn: str, *, cuda_graphs: bool) -> tuple[list[float], li
         else:
             optimizer.step()
             optimizer.zero_grad()
+    if cuda_graphs:
+        # What was done ahead has its time, too.
+        assert all(each.end > each.start for rank in step.timeline().ranks for each in rank)
     own = [each.detach().clone() for _, each in model.local_named_parameters()]
     own += [each.clone() for _, each in model.local_named_buffers()]
     return losses, own

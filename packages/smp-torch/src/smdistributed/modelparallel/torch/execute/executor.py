@@ -21,7 +21,13 @@ EnterPass = Callable[[Kind, int], None]
 
 
 class Acting(Protocol):
-    """Does the actions of one mini-batch, in order."""
+    """Does the actions of one mini-batch, in order.
+
+    Attributes:
+        is_started: the first of them was done ahead; see ``Executor.start``.
+    """
+
+    is_started: bool
 
     def buffer(self, message: Message) -> torch.Tensor:
         """Returns a buffer for a message that comes."""
@@ -44,11 +50,23 @@ class Executor:
         self._links = links
         self._device = device
         self._clock = clock_of(device)
+        self._started: tuple[Any, Any] | None = None
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """What this rank does, in order."""
         return self._itinerary.actions
+
+    def start(self, first: Callable[[], None]) -> None:
+        """Has the first action of a mini-batch done ahead of ``run``, which may not come.
+
+        Args:
+            first: does it.
+        """
+        self._clock.begin()
+        began = self._clock.mark()
+        first()
+        self._started = began, self._clock.mark()
 
     def run(self, acting: Acting, enter_pass: EnterPass) -> list[Any]:
         """Runs one mini-batch.
@@ -66,7 +84,9 @@ class Executor:
         marks = []
         incoming: dict[Message, Transfer] = {}
         outgoing: collections.deque[Transfer] = collections.deque()
-        self._clock.begin()
+        started, self._started = self._started if acting.is_started else None, None
+        if started is None:
+            self._clock.begin()
         mark = self._clock.mark
         links, needs = self._links, self._itinerary.needs
 
@@ -86,7 +106,7 @@ class Executor:
             enter_pass(action.kind, action.microbatch)
             start = mark()
             leaving = acting.act(position, arrived)
-            marks.append((start, mark()))
+            marks.append((start, mark()) if position or started is None else started)
             self._send(outgoing, leaving)
             del arrived, leaving  # their memory may be free now
         for transfer in outgoing:

@@ -99,6 +99,8 @@ class Computation:
         results: for each microbatch, the returned values that this rank made.
     """
 
+    is_started = False  # it begins with the first action
+
     def __init__(self, passes: Passes, inputs: Inputs, root_scales: Sequence[Scale]) -> None:
         self._passes = passes
         self._plans = passes.plans

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
+from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.premises import Premises
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
@@ -30,12 +31,14 @@ class _Expected:
 
     Attributes:
         kind: of its call.
+        executor: of it.
         replay: what ran.
         premises: of that.
         parameters: that got gradients.
     """
 
     kind: CallKind
+    executor: Executor
     replay: Replay
     premises: Premises
     parameters: Sequence[nn.Parameter]
@@ -64,7 +67,8 @@ class HeadStart:
         is_in_use = any(each.grad is not None for each in expected.parameters) or replay.is_held
         # Its parameters may lie elsewhere now: what it would read may be gone.
         if not is_in_use and not expected.premises.broken_by():
-            replay.start(tensors_in(batch.calls[0]))
+            tensors = tensors_in(batch.calls[0])
+            expected.executor.start(lambda: replay.start(tensors))
             self._done = batch, replay
 
     def was_for(self, batch: MiniBatch, replay: Replay) -> bool:
@@ -93,7 +97,8 @@ class HeadStart:
         self._expected = None
         sets_buffers = any(model.data_parallel.sets_buffers for model in models)
         if self._can_begin and not sets_buffers and _is_unseen(prepared, replay):
-            self._expected = _Expected(batch.header.kind, replay, premises, parameters)
+            executor = prepared.executor
+            self._expected = _Expected(batch.header.kind, executor, replay, premises, parameters)
 
 
 def _is_unseen(prepared: Prepared, replay: Replay) -> bool:
