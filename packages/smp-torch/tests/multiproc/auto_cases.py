@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensor_cases
@@ -17,6 +18,7 @@ from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
 MICROBATCHES = tensor_cases.MICROBATCHES
@@ -555,10 +557,70 @@ def kept_whole() -> None:
         tensor_cases.assert_close(model.eval()(x), reference.eval()(x), name, rtol=1e-4, atol=1e-5)
 
 
+class Numbered(nn.Module):
+    """A layer that may compute by its number: one with an odd one is no group then."""
+
+    def __init__(self, number: int, way: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.number, self.way = number, way
+
+    @property
+    def parity(self) -> int:
+        return self.number % 2
+
+    def is_odd(self) -> bool:
+        ways: dict[str, Callable[[], int]] = {
+            "attribute": lambda: self.number % 2,
+            "property": lambda: self.parity,
+            "getattr": lambda: getattr(self, "number", 0) % 2,
+            "vars": lambda: vars(self)["number"] % 2,
+            "dict": lambda: self.__dict__.get("number", 0) % 2,
+        }
+        return bool(ways[self.way]())
+
+    def forward(self, x: torch.Tensor, asks: bool = False) -> torch.Tensor:
+        inner = self.up(x)
+        is_odd = (asks or self.way != "unread") and self.is_odd()
+        return self.down(inner.softmax(-1) if is_odd else inner.relu())
+
+
+def numbered() -> None:
+    """Layers that differ in a number are proven once if nothing reads it, else each."""
+    x = torch.randn(2, 3, WIDTH, generator=generator(3 + smp.tp_rank()))
+    for way in ("unread", "attribute", "property", "getattr", "vars", "dict"):
+
+        def make(way: str = way) -> nn.Module:
+            return nn.Sequential(*(Numbered(number, way) for number in (1, 4, 3, 2)))
+
+        tries = mock.Mock(wraps=proof._prove)
+        with mock.patch.object(proof, "_prove", tries):
+            module = split(make, 3, sample_inputs=torch.ones(2, 3, WIDTH))
+            model, reference = smp.DistributedModel(module), whole(make, 3)
+        groups = groups_in(model.get_module())
+        # Once one was refused of a kind, none is tried that is not alike: they begin at the end.
+        assert groups == (["0", "1", "2", "3"] if way == "unread" else ["3"]), (way, groups)
+        assert (tries.call_count == 1) == (way == "unread"), (way, tries.call_count)
+        got, want = model.eval()(x), reference.eval()(x)
+        tensor_cases.assert_close(got, want, way, rtol=1e-4, atol=1e-5)
+
+    class Asked(Numbered):
+        def is_odd(self) -> bool:
+            return self.number % 2 == 1
+
+    module = split(lambda: nn.ModuleList(Asked(number, "unread") for number in range(2)), 3)
+    smp.DistributedModel(module)
+    assert groups_in(module) == ["0", "1"]
+    module[0](x, asks=True)
+    with pytest.raises(SMPError, match="its slices do not compute"):
+        module[1](x, asks=True)
+
+
 BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
+        numbered,
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

@@ -9,18 +9,38 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
+from smdistributed.modelparallel.torch.tensor_parallel.auto.state_reads import EVERYTHING, noted
+
+
+class Inner(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.number = 1
+
+    def forward(self, x: torch.Tensor, *, asks: bool = False) -> torch.Tensor:
+        return super().forward(x) * (self.number if asks else 1)
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
+        self.up = nn.Linear(4, 4)
+        self.down = Inner()
         self.number = 1
         self.scales = {"up": [1.0, 2.0]}
         self.names = {"up", "down"}
         self.function = torch.relu
         self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.function(self.up(x))) * self.mask
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.number
+
+
+EVERY = [("", EVERYTHING), ("up", EVERYTHING), ("down", EVERYTHING)]
 
 
 def _tied(layer: Layer) -> None:
@@ -33,6 +53,10 @@ def _number(layer: Layer) -> None:
 
 def _kind_of_number(layer: Layer) -> None:
     layer.number = True
+
+
+def _number_inside(layer: Layer) -> None:
+    layer.down.number = 2
 
 
 def _scale(layer: Layer) -> None:
@@ -51,16 +75,16 @@ def _object(layer: Layer) -> None:
     layer.function = object()
 
 
+def _missing(layer: Layer) -> None:
+    del layer.function
+
+
 def _buffer(layer: Layer) -> None:
     layer.mask[0] = 0
 
 
 def _hook(layer: Layer) -> None:
     layer.up.register_forward_hook(lambda *_: None)
-
-
-def _mode(layer: Layer) -> None:
-    layer.up.eval()
 
 
 def _frozen(layer: Layer) -> None:
@@ -75,31 +99,66 @@ def _attribute_of_tensor(layer: Layer) -> None:
     layer.up.weight.scale = 2
 
 
-CHANGES = [
-    *(_tied, _number, _kind_of_number, _scale, _names, _function, _object, _buffer, _hook, _mode),
-    *(_frozen, _class, _attribute_of_tensor),
+#: What makes a difference where it is read.
+OF_STATE = [
+    *(_number, _kind_of_number, _number_inside, _scale, _names, _function, _object, _missing),
+    _hook,
 ]
+#: What makes a difference in any case.
+OF_TENSORS = [_tied, _buffer, _frozen, _class, _attribute_of_tensor]
 
 
 def test_values_of_weights_make_no_difference() -> None:
     one, other = Layer(), Layer()
     assert not torch.equal(one.up.weight, other.up.weight)
-    assert are_alike(one, other, lambda buffer: buffer)
+    assert are_alike(one, other, EVERY)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", OF_STATE + OF_TENSORS)
 def test_everything_else_does(change: Callable[[Layer], None]) -> None:
     one, other = Layer(), Layer()
     change(other)
-    assert not are_alike(one, other, lambda buffer: buffer)
-    assert not are_alike(other, one, lambda buffer: buffer)
+    assert not are_alike(one, other, EVERY)
+    assert not are_alike(other, one, EVERY)
+    assert are_alike(one, other, []) == (change in OF_STATE)
 
 
 def test_what_is_one_object_in_both_is_so_at_the_same_places() -> None:
     one, other = Layer(), Layer()
-    for layer in (one, other):
-        layer.down = nn.Linear(4, 8)
     one.down.weight = one.up.weight
-    assert not are_alike(one, other, lambda buffer: buffer)
+    assert not are_alike(one, other, EVERY)
     other.down.weight = other.up.weight
-    assert are_alike(one, other, lambda buffer: buffer)
+    assert are_alike(one, other, EVERY)
+
+
+#: By what code does with a layer: what it reads of it, among other things, and what it does not.
+READS: dict[str, tuple[Callable[[Layer], object], set[tuple[str, str]], set[tuple[str, str]]]] = {
+    "forward": (
+        lambda layer: layer(torch.ones(4)),
+        {("", "function"), ("up", "_forward_hooks")},
+        {("", "number"), ("down", "number"), ("", EVERYTHING), ("down", EVERYTHING)},
+    ),
+    "forward that asks": (
+        lambda layer: layer.down(torch.ones(4), asks=True),
+        {("down", "number")},
+        {("", "number")},
+    ),
+    "property": (lambda layer: layer.doubled, {("", "number")}, set()),
+    "getattr": (lambda layer: getattr(layer, "num" + "ber"), {("", "number")}, set()),
+    "hasattr": (lambda layer: hasattr(layer, "number"), {("", "number")}, set()),
+    "vars": (lambda layer: vars(layer)["number"], {("", EVERYTHING)}, {("down", EVERYTHING)}),
+    "dict": (lambda layer: layer.down.__dict__, {("down", EVERYTHING)}, {("", EVERYTHING)}),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_is_noted(name: str) -> None:
+    use, some, others = READS[name]
+    layer, bystander = Layer(), Layer()
+    with noted(layer) as read:
+        use(layer)
+        assert bystander.number
+    assert some <= read
+    assert not others & read
+    for kind in (Layer, Inner, nn.Linear):
+        assert "__getattribute__" not in vars(kind)

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     agreed,
     exchanged,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
@@ -44,11 +45,31 @@ class Found:
         plan: what of it is split.
         template: to prove other forms of calls with.
         proofs: of the forms of calls that were seen.
+        kin: what was found of modules of the same plan, this one included.
     """
 
     plan: Plan
     template: Template
     proofs: dict[object, Proof] = field(default_factory=dict)
+    kin: list[Found] = field(default_factory=list, repr=False, compare=False)
+
+    def shared_with(self, template: Template) -> Found | None:
+        """Returns what is known of another module, if all that was proven holds for it too."""
+        other = Found(self.plan, template, kin=self.kin)
+        other.proofs = {key: proof for key in self.proofs if (proof := other._known(key))}
+        if other.proofs.keys() != self.proofs.keys():
+            return None
+        self.kin.append(other)
+        return other
+
+    def _known(self, key: object) -> Proof | None:
+        """Returns the proof for a form of calls of a module that is alike."""
+        own = self.template.module
+        for each in self.kin:
+            proof = each.proofs.get(key)
+            if proof is not None and are_alike(each.template.module, own, proof.read):
+                return proof
+        return None
 
     def proof_of(self, who: str, size: int, lane: LaneCall, *, training: bool) -> Proof:
         """Returns what is known of calls of this form, which is proven when it is new.
@@ -60,7 +81,9 @@ class Found:
         if key not in self.proofs:
             self.template.module.train(training)
             try:
-                self.proofs[key] = prove(self.template, self.plan, size, lane.call, lane.forms)
+                self.proofs[key] = self._known(key) or prove(
+                    self.template, self.plan, size, lane.call, lane.forms
+                )
             except RefutedError as error:
                 raise SMPError(
                     f"{who} was split, and is called in a way in which its slices do not compute "

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     Trial,
@@ -200,26 +199,22 @@ class _Search:
             return
         if is_attention(module) and not closes:
             return
-        signature = closes, _signature(module)
-        if signature in self._refused:
-            self.plan.reasons[self._names[module]] = self._refused[signature]
-            return
         try:
-            self.plan.groups[module] = self._known(module) or self._found(module, closes=closes)
+            self.plan.groups[module] = self._found(module, closes=closes)
         except RefutedError as error:
-            self._refused[signature] = str(error)
+            self._refused.setdefault((closes, _signature(module)), str(error))
             self.plan.reasons[self._names[module]] = str(error)
         else:
             for each in inner:
                 self.plan.reasons.pop(self._names.get(each, ""), None)
 
-    def _known(self, module: nn.Module) -> Found | None:
-        """Returns what was found of a group that differs from a module by its weights alone."""
-        for other, found in self.plan.groups.items():
-            alike = self._key(other) == self._key(module)
-            if alike and are_alike(other, module, self._value_of):
-                return found
-        return None
+    def _kin_of(self, module: nn.Module) -> list[Found]:
+        """Returns what was found of modules that may be alike."""
+        return [
+            found
+            for other, found in self.plan.groups.items()
+            if type(other) is type(module) and self._key(other) == self._key(module)
+        ]
 
     def _key(self, module: nn.Module) -> object:
         """Returns what is known of how a module is called."""
@@ -227,6 +222,10 @@ class _Search:
         return call and key_of(call, call.forms, training=module.training)
 
     def _found(self, module: nn.Module, *, closes: bool) -> Found:
+        kin = self._kin_of(module)
+        refused = self._refused.get((closes, _signature(module)))
+        if refused is not None and not kin:
+            raise RefutedError(refused)
         if "forward" in vars(module):
             raise RefutedError("its forward was replaced")
         if any(hasattr(module, name) for name in TAKEN):
@@ -238,6 +237,11 @@ class _Search:
         except Exception as error:  # copying runs the code of any class
             raise RefutedError(f"it cannot be copied: {error}") from error
         template.module.train(module.training)
+        for known in kin:
+            if shared := known.shared_with(template):
+                return shared
+        if refused is not None:
+            raise RefutedError(refused)
         inner = module.named_modules()
         template.shared = {name for name, each in inner if name and each in self._shared}
         reason = "nothing is known of how it is called"
@@ -277,7 +281,9 @@ class _Search:
             if self._group.is_prescaled and SAME in proof.outputs:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
             key = key_of(call, call.forms, training=template.module.training)
-            return Found(plan, template, {key: proof})
+            found = Found(plan, template, {key: proof})
+            found.kin.append(found)
+            return found
         raise RefutedError(reason)
 
     def _plans(self, template: Template, call: Call, *, closes: bool) -> Iterator[Plan]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto import state_reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
@@ -87,10 +88,13 @@ class Proof:
         outputs: of each tensor of the result: the dim along which ranks have slices, or ``SUM``,
             or ``SAME``.
         draws: of each dropout, the dim along which its input is split; None if it is whole.
+        read: the attributes that its modules have read: name of the module, of the attribute. Of
+            one in which these are the same, the rest being equal, it is a proof, too.
     """
 
     outputs: tuple[int | str, ...]
     draws: tuple[int | None, ...]
+    read: frozenset[tuple[str, str]]
 
 
 def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
@@ -220,7 +224,8 @@ def _prove(
     arguments = call.sample(forms, draws)
     buffers = _versions(whole)
     given = [version_of(each) for each in Call(arguments).tensors]
-    expected, drawn = tried(whole, arguments)
+    with state_reads.noted(whole) as read:
+        expected, drawn = tried(whole, arguments)
     if given != [version_of(each) for each in Call(arguments).tensors]:
         raise RefutedError("it changes its arguments")
     if buffers != _versions(whole):
@@ -231,8 +236,12 @@ def _prove(
         with distributed_modules_in(_Pretended(size, rank)):
             gate = cut(part, plan, size, functools.partial(_slice, rank))
             gate.is_open = True
-            with Reads(_owners(part), gate.is_used_by) as reads:
+            with (
+                Reads(_owners(part), gate.is_used_by) as reads,
+                state_reads.noted(part) as read_of_part,
+            ):
                 found, dropped = tried(part, arguments)
+            read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
         results.append(found)
@@ -248,7 +257,7 @@ def _prove(
     if any(len(each) != len(drawn) for each in shapes):
         raise RefutedError("its slices draw at other places")
     found_draws = [_split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
-    return Proof(outputs, tuple(found_draws))
+    return Proof(outputs, tuple(found_draws), frozenset(read))
 
 
 def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
