@@ -200,6 +200,32 @@ class Moments:
         if number == 4:
             self.layer.bias.register_post_accumulate_grad_hook(_halve)
 
+    def gradient_data(self, number: int) -> None:
+        """Gives gradients other memory."""
+        for _, each in self.model.local_named_parameters():
+            if each.grad is not None and number != 5:
+                each.grad.data = each.grad.data.clamp(-0.01, 0.01)
+
+    def hook_reads(self, number: int) -> None:
+        """Has a hook of a parameter read something that changes."""
+        self.factors = [1.0 if number < 4 else 3.0]
+        if number == 0:
+            self.layer.bias.register_hook(lambda gradient: gradient * self.factors[0])
+
+    def backward_hook(self, number: int) -> None:
+        """Takes a hook of a module's backward pass away."""
+        if number == 0:
+            self.kept_hook = self.layer.register_full_backward_hook(
+                lambda module, given, got: (given[0] * 2,)
+            )
+        if number == 4:
+            self.kept_hook.remove()
+
+    def transposed(self, number: int) -> None:
+        """Gives a parameter other strides in the same memory."""
+        if number == 4:
+            self.layer.weight.data = self.layer.weight.data.t()
+
     def accumulated(self, number: int) -> bool:
         """Adds gradients of two steps up."""
         return number % 4 == 2

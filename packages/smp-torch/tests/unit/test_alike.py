@@ -28,9 +28,12 @@ class Layer(nn.Module):
         self.down = Inner()
         self.number = 1
         self.scales = {"up": [1.0, 2.0]}
-        self.names = {"up", "down"}
+        self.names = {"up", "down", 1}
+        self.zero = 0.0
+        self.steps = nn.ModuleDict({"tanh": nn.Tanh(), "relu": nn.ReLU()})
         self.function = torch.relu
         self.register_buffer("mask", torch.ones(4))
+        self.mask.kind = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.function(self.up(x))) * self.mask
@@ -67,6 +70,19 @@ def _names(layer: Layer) -> None:
     layer.names.add("more")
 
 
+def _kind_of_name(layer: Layer) -> None:
+    layer.names.remove(1)
+    layer.names.add(True)
+
+
+def _sign(layer: Layer) -> None:
+    layer.zero = -0.0
+
+
+def _order(layer: Layer) -> None:
+    layer.steps = nn.ModuleDict({"relu": nn.ReLU(), "tanh": nn.Tanh()})
+
+
 def _function(layer: Layer) -> None:
     layer.function = torch.tanh
 
@@ -99,13 +115,20 @@ def _attribute_of_tensor(layer: Layer) -> None:
     layer.up.weight.scale = 2
 
 
+def _value_in_attribute_of_tensor(layer: Layer) -> None:
+    layer.mask.kind = 2
+
+
 #: What makes a difference where it is read.
 OF_STATE = [
     *(_number, _kind_of_number, _number_inside, _scale, _names, _function, _object, _missing),
-    _hook,
+    *(_hook, _kind_of_name, _sign),
 ]
 #: What makes a difference in any case.
-OF_TENSORS = [_tied, _buffer, _frozen, _class, _attribute_of_tensor]
+OF_TENSORS = [
+    *(_tied, _buffer, _frozen, _class, _attribute_of_tensor, _value_in_attribute_of_tensor),
+    _order,
+]
 
 
 def test_values_of_weights_make_no_difference() -> None:

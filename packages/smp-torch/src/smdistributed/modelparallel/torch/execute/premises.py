@@ -31,6 +31,7 @@ class Premises:
         modules: that are called.
         attributes: tensors that are read of others, as the module and a name in it.
         device: where it is computed: the numbers in tensors there are read anew.
+        code: what else runs in the passes, or is given to modules: functions, classes, objects.
     """
 
     def __init__(
@@ -38,10 +39,15 @@ class Premises:
         modules: Iterable[nn.Module],
         attributes: Sequence[tuple[nn.Module, str]],
         device: torch.device,
+        code: Iterable[Any] = (),
     ) -> None:
         self._device = device
         self._attributes = attributes
-        self._seen = Snapshot(inner for each in modules for inner in each.modules())
+        self._modules = list(dict.fromkeys(inner for each in modules for inner in each.modules()))
+        hooks = [hook for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
+        for parameter in (each for module in self._modules for each in module.parameters(False)):
+            hooks += hooks_on_gradient(parameter)
+        self._seen = Snapshot(self._modules, [*hooks, *code])
         self._tensors = {id(each): each for each in self._seen.tensors()}
         self._before = self._read()
 
@@ -72,6 +78,14 @@ class Premises:
                 torch.are_deterministic_algorithms_enabled(),
             ),
             ("a hook of all modules", [tuple(each.values()) for each in _HOOKS_OF_ALL]),
+            ("the class of a module", [type(each) for each in self._modules]),
+            (
+                "a hook of a module's backward pass",
+                [
+                    (*each._backward_pre_hooks.values(), *each._backward_hooks.values())
+                    for each in self._modules
+                ],
+            ),
             ("an attribute of the model", [(id(each), _place(each)) for each in read]),
             ("the memory or a hook of a tensor", [_place(each) for each in self._tensors.values()]),
         ]
@@ -79,8 +93,10 @@ class Premises:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns where a tensor is, and what becomes of its gradient."""
+    is_strided = tensor.layout is torch.strided
     return (
-        tensor.data_ptr() if tensor.layout is torch.strided else 0,
+        (tensor.data_ptr(), tensor.stride()) if is_strided else (),
+        (tensor.shape, tensor.dtype, tensor.is_conj(), tensor.is_neg()),
         tensor.requires_grad,
         hooks_on_gradient(tensor),
         hooks_after_accumulation(tensor),

@@ -134,7 +134,8 @@ class Replay:
             with torch.no_grad():
                 copy_all(own, given)
         for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
+            # Another object each time: a script may give it other memory, or attributes.
+            parameter.grad = gradient.detach()
 
     def buffer(self, message: Message) -> torch.Tensor:
         """See ``Acting``."""

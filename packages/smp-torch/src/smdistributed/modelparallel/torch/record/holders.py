@@ -149,6 +149,14 @@ def _put_generator(obj: Any, state: Any) -> None:
     obj.bit_generator.state = state[1]
 
 
+def _read_older_generator(obj: Any) -> bytes:
+    return pickle.dumps(obj.get_state(legacy=False))
+
+
+def _put_older_generator(obj: Any, state: bytes) -> None:
+    obj.set_state(pickle.loads(state))
+
+
 def _get_state(obj: random.Random) -> Any:
     return obj.getstate()
 
@@ -364,6 +372,8 @@ OBJECTS = Kind(_read_objects, _refill_objects)
 VARIABLE = Kind(_read_variable, _put_variable)
 TORCH_GENERATOR = Kind(_read_torch, _put_torch)
 NUMPY_GENERATOR = Kind(_read_generator, _put_generator)
+#: A ``RandomState`` of NumPy's.
+OLDER_NUMPY_GENERATOR = Kind(_read_older_generator, _put_older_generator)
 #: Of Python's module of that name.
 RANDOM = Kind(_get_state, _set_state)
 GENERATOR = Kind(_where_generator_is, None)

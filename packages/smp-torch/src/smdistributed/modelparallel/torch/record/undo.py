@@ -61,6 +61,8 @@ _HOOKS = frozenset(name for name in OF_MODULES if "_hooks" in name)
 #: What a change of is seen in other ways, or changes no number.
 _OWN_ATTRIBUTES = OF_MODULES | {""}
 _OWN_PACKAGE = __name__.partition(".")[0]
+#: What is looked into by itself; a class that is made of it may have code and state of its own.
+_SUBCLASSED = (dict, list, tuple, set, frozenset, collections.deque, functools.partial)
 
 
 #: The identity of what can be changed, and for a namespace the name in it.
@@ -302,6 +304,8 @@ class Snapshot:
             obj, owner, path = self._pending.popleft()
             if isinstance(obj, enum.Enum):
                 obj = vars(obj)
+            elif type(obj) in weakref.ProxyTypes:
+                obj = _behind(obj)
             has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
             if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
                 continue
@@ -311,6 +315,8 @@ class Snapshot:
             self._look(obj, owner, path)
             if has_attributes and isinstance(obj, _CONTAINERS) and type(obj) is not FakeTensor:
                 self._attributes(obj, owner, path)
+            if isinstance(obj, _SUBCLASSED) and type(obj) not in _SUBCLASSED:
+                self._class(type(obj))
 
     def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
         add = self._pending.append
@@ -356,6 +362,7 @@ class Snapshot:
         elif isinstance(obj, nn.Module):
             if obj not in self._modules and obj not in self._apart_from:
                 self._module(obj)
+                self._class(type(obj))
         elif isinstance(obj, types.GeneratorType):
             self._hold(holders.GENERATOR, obj, owner, path)
         elif type(obj).__module__.partition(".")[0] == "numpy":
@@ -392,6 +399,8 @@ class Snapshot:
                 self._hold(holders.ARRAY, obj, owner, path)
         elif hasattr(obj, "bit_generator"):
             self._hold(holders.NUMPY_GENERATOR, obj, owner, path)
+        elif isinstance(obj, _older_generator()) and obj is not _generator_of_numpy():
+            self._hold(holders.OLDER_NUMPY_GENERATOR, obj, owner, path)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
@@ -410,7 +419,10 @@ class Snapshot:
                     self._pending.append((value, None, f"{base.__qualname__}.{key}"))
 
     def _function(self, function: types.FunctionType, owner: Owner | None, path: str) -> None:
-        if not is_users(function.__module__ or ""):
+        # What wraps another function has its module for a name.
+        if not is_users(function.__module__ or "") and not is_users(
+            function.__globals__.get("__name__") or ""
+        ):
             return
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -443,6 +455,25 @@ class Snapshot:
         self._hold(holders.entries(named), namespace, None, f"a global of {path}")
         for name in named:
             self._pending.append((namespace[name], None, name))
+
+
+def _behind(proxy: Any) -> Any:
+    """Returns what a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:
+        return None
+
+
+def _older_generator() -> type:
+    """Returns NumPy's class of generators that are no ``Generator``."""
+    kind: type = sys.modules["numpy"].random.RandomState
+    return kind
+
+
+def _generator_of_numpy() -> Any:
+    """Returns the generator behind the functions of ``numpy.random``, which has keys."""
+    return sys.modules["numpy"].random.rand.__self__
 
 
 def _places(holder: Holder, now: Any = None) -> frozenset[Place]:

@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
-from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.nested import opaque_objects
 from smdistributed.modelparallel.torch.record.turns import accumulation_hooks
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
@@ -202,6 +204,7 @@ class Replays:
             {node.target: None for node in state.nodes if node.kind is NodeKind.LEAF},
             [node.target for node in state.nodes if node.kind is NodeKind.ATTRIBUTE],
             self._runtime.device,
+            _code_of(state.nodes),
         )
         random = self._runtime.random
         counts = state.draws or [0] * len(prepared.executor.actions)
@@ -304,6 +307,18 @@ def _writes_elsewhere(node: Node, device: torch.device) -> bool:
             if is_array or (isinstance(kept, torch.Tensor) and kept.device != device):
                 return True
     return False
+
+
+def _code_of(nodes: Sequence[Node]) -> list[Any]:
+    """Returns what modules are given that may hold code or state, and functions with backwards."""
+    found = []
+    for node in nodes:
+        if node.kind is NodeKind.LEAF:
+            found += opaque_objects((node.args, node.kwargs))
+        kind = getattr(node.target, "__self__", None)
+        if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+            found.append(kind)
+    return [each for each in found if not isinstance(each, Value)]
 
 
 def _nodes(plan: Plan, pp_rank: int) -> list[Node]:

@@ -25,9 +25,9 @@ def backward_pass_id() -> int:
     return _C._current_graph_task_id()
 
 
-def hooks_on_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has hooks that get its gradient."""
-    return bool(tensor._backward_hooks)
+def hooks_on_gradient(tensor: torch.Tensor) -> tuple[Callable[..., Any], ...]:
+    """Returns the hooks that get the gradient of a tensor."""
+    return tuple((tensor._backward_hooks or {}).values())
 
 
 def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:

@@ -28,7 +28,7 @@ def are_alike(one: nn.Module, other: nn.Module, read: Collection[tuple[str, str]
         read: what counts of their state: names of modules and attributes.
     """
     mine, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (one, other))
-    if mine.keys() != theirs.keys():
+    if list(mine) != list(theirs):
         return False
     pair = _Pair()
     if not all(pair.are_one_kind(each, theirs[name]) for name, each in mine.items()):
@@ -71,18 +71,20 @@ class _Pair:
         if isinstance(mine, nn.Module):  # all in one have been compared
             return self._are_partners(mine, theirs)
         if isinstance(mine, torch.Tensor):
-            return self._are_partners(mine, theirs) and _are_equal_tensors(mine, theirs)
+            return self._are_partners(mine, theirs) and self._are_equal_tensors(mine, theirs)
         if mine is theirs:
             return True
         if type(mine) in (dict, OrderedDict):
-            same_keys = list(mine) == list(theirs)
+            same_keys = self.are_equal(list(mine), list(theirs))
             return same_keys and self.are_equal(list(mine.values()), list(theirs.values()))
         if type(mine) in (list, tuple):
             pairs = zip(mine, theirs, strict=False)
             return len(mine) == len(theirs) and all(self.are_equal(*pair) for pair in pairs)
         if type(mine) in (set, frozenset):
-            return all(type(each) in _VALUES for each in mine | theirs) and bool(mine == theirs)
-        return type(mine) in _VALUES and bool(mine == theirs)
+            typed = [{(type(each), repr(each)) for each in one} for one in (mine, theirs)]
+            return all(type(each) in _VALUES for each in mine | theirs) and typed[0] == typed[1]
+        # By what is printed zeros have signs.
+        return type(mine) in _VALUES and repr(mine) == repr(theirs)
 
     def _are_partners(self, mine: object, theirs: object) -> bool:
         if id(mine) not in self._partners and id(theirs) not in self._taken:
@@ -90,12 +92,10 @@ class _Pair:
             self._taken.add(id(theirs))
         return self._partners.get(id(mine)) == id(theirs)
 
-
-def _are_equal_tensors(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    looks = [
-        (each.shape, each.dtype, each.device, each.requires_grad, sorted(vars(each)))
-        for each in (mine, theirs)
-    ]
-    if looks[0] != looks[1]:
-        return False
-    return isinstance(mine, nn.Parameter) or torch.equal(mine, theirs)
+    def _are_equal_tensors(self, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+        looks = [
+            (each.shape, each.dtype, each.device, each.requires_grad) for each in (mine, theirs)
+        ]
+        if looks[0] != looks[1] or not self.are_equal(dict(vars(mine)), dict(vars(theirs))):
+            return False
+        return isinstance(mine, nn.Parameter) or torch.equal(mine, theirs)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
@@ -77,12 +78,14 @@ class Found:
         Raises:
             SMPError: slices do not compute what the whole does.
         """
-        key = key_of(lane.call, lane.forms, training=training)
+        grad_enabled = torch.is_grad_enabled()
+        key = key_of(lane.call, lane.forms, training=training, grad_enabled=grad_enabled)
         if key not in self.proofs:
             self.template.module.train(training)
             try:
                 self.proofs[key] = self._known(key) or prove(
-                    self.template, self.plan, size, lane.call, lane.forms
+                    *(self.template, self.plan, size, lane.call, lane.forms),
+                    grad_enabled=grad_enabled,
                 )
             except RefutedError as error:
                 raise SMPError(
@@ -99,9 +102,11 @@ class Found:
         return otherwise if otherwise in known else next(iter(known), otherwise)
 
 
-def key_of(call: Call, forms: Sequence[TensorForm], *, training: bool) -> object:
+def key_of(
+    call: Call, forms: Sequence[TensorForm], *, training: bool, grad_enabled: bool
+) -> object:
     """Returns what calls have in common that one proof serves."""
-    return call.structure, tuple(form.key for form in forms), training
+    return call.structure, tuple(form.key for form in forms), training, grad_enabled
 
 
 class ClosedGroup(DistributedModule):
@@ -177,7 +182,9 @@ class ClosedGroup(DistributedModule):
         found = self._smp_found
         if is_fake_run:
             # The code that is recorded cannot run aside; the real call will prove it.
-            known = found.proofs.get(key_of(lane.call, lane.forms, training=self.training))
+            grad_enabled = torch.is_grad_enabled()
+            key = key_of(lane.call, lane.forms, training=self.training, grad_enabled=grad_enabled)
+            known = found.proofs.get(key)
             return known or next(iter(found.proofs.values()))
         return found.proof_of(self.place, self.tensor_group.size, lane, training=self.training)
 

@@ -219,7 +219,7 @@ class _Search:
     def _key(self, module: nn.Module) -> object:
         """Returns what is known of how a module is called."""
         call = self._calls.get(module)
-        return call and key_of(call, call.forms, training=module.training)
+        return call and key_of(call, call.forms, training=module.training, grad_enabled=True)
 
     def _found(self, module: nn.Module, *, closes: bool) -> Found:
         kin = self._kin_of(module)
@@ -274,13 +274,15 @@ class _Search:
         reason = ""
         for plan in self._plans(template, call, closes=closes):
             try:
-                proof = prove(template, plan, self._group.size, call, call.forms)
+                # As in training; calls without gradients are proven when they come.
+                proof = prove(template, plan, self._group.size, call, call.forms, grad_enabled=True)
             except RefutedError as error:
                 reason = reason or str(error)
                 continue
             if self._group.is_prescaled and SAME in proof.outputs:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
-            key = key_of(call, call.forms, training=template.module.training)
+            training = template.module.training
+            key = key_of(call, call.forms, training=training, grad_enabled=True)
             found = Found(plan, template, {key: proof})
             found.kin.append(found)
             return found

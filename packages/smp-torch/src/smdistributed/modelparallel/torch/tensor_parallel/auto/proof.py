@@ -198,7 +198,13 @@ class Template:
 
 
 def prove(
-    template: Template, plan: Plan, size: int, call: Call, forms: Sequence[TensorForm]
+    template: Template,
+    plan: Plan,
+    size: int,
+    call: Call,
+    forms: Sequence[TensorForm],
+    *,
+    grad_enabled: bool,
 ) -> Proof:
     """Proves that slices give the result of the whole, for one form of a call.
 
@@ -208,12 +214,18 @@ def prove(
         size: over how many ranks.
         call: its structure.
         forms: of its tensors.
+        grad_enabled: whether it is called with gradients.
 
     Raises:
         RefutedError: they do not.
     """
     forms = shrunk(forms, template.sizes())
-    return alone(lambda: _prove(template, plan, size, call, forms))
+
+    def proven() -> Proof:
+        with torch.set_grad_enabled(grad_enabled):
+            return _prove(template, plan, size, call, forms)
+
+    return alone(proven)
 
 
 def _prove(
@@ -270,7 +282,7 @@ def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]
     before = torch.get_rng_state()
     noted = NotedDraws()
     try:
-        with torch.no_grad(), noted:
+        with noted:
             result = Call(module(*args, **kwargs))
     except SMPError as error:
         raise RefutedError(str(error)) from error
@@ -344,7 +356,9 @@ def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> 
         kept = made.slice_of(each)
         if kept is not None:
             whole = taken(whole, kept.part(made.tensor_group.size, rank))
-        made._parameters[each] = nn.Parameter(whole.detach(), requires_grad=False)
+        made._parameters[each] = nn.Parameter(
+            whole.detach(), requires_grad=linear.get_parameter(each).requires_grad
+        )
 
 
 def _kind(parts: list[torch.Tensor], whole: torch.Tensor) -> int | str:
