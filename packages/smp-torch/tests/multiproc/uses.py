@@ -63,7 +63,7 @@ class Use:
             return textwrap.indent(textwrap.dedent(text).strip() or "pass", "    " * depth)
 
         return f"""
-import contextlib, copy, functools, random
+import contextlib, copy, functools, random, weakref
 import numpy
 import torch
 from torch import nn
@@ -670,6 +670,19 @@ USES = {
     ),
     "NumPy generator in a leaf": Use(
         top="GENERATOR = numpy.random.default_rng(3)", leaf="x = x * float(GENERATOR.random())"
+    ),
+    "older NumPy generator": Use(
+        top="GENERATOR = numpy.random.RandomState(3)", late="x = x * float(GENERATOR.rand())"
+    ),
+    "older NumPy generator in a leaf": Use(
+        top="GENERATOR = numpy.random.RandomState(3)", leaf="x = x * float(GENERATOR.rand())"
+    ),
+    "older NumPy generator of a module": Use(
+        init="self.draws = numpy.random.RandomState(3)", late="x = x * float(self.draws.rand())"
+    ),
+    "weak proxy of a module": Use(
+        init="self.other = [weakref.proxy(self.first)]",
+        late="x = x * (1 + self.other[0].training)",
     ),
     "cumulative statistics in a block": Use(
         top="""
