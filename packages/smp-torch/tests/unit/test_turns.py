@@ -189,13 +189,11 @@ def test_code_is_found_by_whatever_way_it_comes_into_a_backward_pass(
 def test_packages_collect_nothing_in_a_trial() -> None:
     seen: list[nn.Module] = []
 
-    def collect(module: nn.Module, args: Any, result: torch.Tensor) -> None:
-        seen.append(module)
-
-    collect.__module__ = pytest.__name__
+    package: dict[str, Any] = {"__name__": pytest.__name__, "seen": seen}
+    exec("def collect(module, args, result):\n    seen.append(module)", package)
     tried, plain = Hooked(hook_of_a_node, True, False), nn.Linear(WIDTH, WIDTH)
     for each in (tried, plain):
-        each.register_forward_hook(collect)
+        each.register_forward_hook(package["collect"])
     step = Recorded(nn.Sequential(plain, tried, nn.Linear(WIDTH, WIDTH)), {"0": 0, "1": 0, "2": 1})
     plan = step.plan(lambda x: step.module(x).sum(), torch.ones(2, WIDTH))
     assert reason_of(plan, tried)
