@@ -60,7 +60,8 @@ class HeadStart:
 
     def begin(self, batch: MiniBatch) -> None:
         """Does the first action of a mini-batch, if it is likely to be that of the last one."""
-        expected, self._done = self._expected, None
+        # What is dropped meanwhile must not keep its memory here while it is captured anew.
+        expected, self._expected, self._done = self._expected, None, None
         if expected is None or batch.header.kind != expected.kind:
             return
         replay = expected.replay
@@ -94,7 +95,6 @@ class HeadStart:
             premises: of that.
             parameters: that get gradients.
         """
-        self._expected = None
         sets_buffers = any(model.data_parallel.sets_buffers for model in models)
         if self._can_begin and not sets_buffers and _is_unseen(prepared, replay):
             executor = prepared.executor
