@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from smdistributed.modelparallel.common.planning.schedule import Kind, SegmentGraph
+
+#: Sums of shares are not exact.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class PassGraph:
         passes: (kind, segment) of every node, in an order in which one microbatch could run alone.
         ranks: pipeline rank of every node.
         durations: of every node.
+        kept: of every node, the share of its segment in what its rank keeps of a microbatch.
         predecessors: for every node, (node, delay) of what it waits for.
         successors: for every node, (node, delay) of what waits for it.
     """
@@ -66,6 +71,7 @@ class PassGraph:
             costs.action_overhead + segment.cost(kind)
             for (kind, _), segment in zip(self.passes, segments, strict=True)
         ]
+        self.kept = [graph.kept[segment] for _, segment in self.passes]
         num_bytes: dict[tuple[Kind, int, int], int] = {}
         for edge in graph.edges:
             forward = (Kind.FORWARD, edge.source, edge.target)
@@ -124,6 +130,10 @@ class PassGraph:
         return list(found.values())
 
 
+#: Which of a forward and a backward pass that both can run goes first.
+Preference = Literal["backward", "forward", "alternate"]
+
+
 @dataclass(frozen=True)
 class Policy:
     """What a free rank prefers, and what it holds back to bound memory.
@@ -139,6 +149,10 @@ class Policy:
         forwards_first: no backward pass on a rank before all its forward passes.
         rank_by_rank: ``max_in_flight`` counts what has begun and not ended on each rank, whatever
             the others have; otherwise what has not ended on all of them.
+        room: what a rank may keep, in activations of whole microbatches: of a rank with two
+            segments, as in a V, one of them takes its share alone. At least 1; None for no bound.
+        prefers: which class goes first; "alternate": the one that did not run last.
+        oldest_first: within a class, the oldest microbatch goes before the best segment.
     """
 
     deepest_first: bool = True
@@ -147,6 +161,9 @@ class Policy:
     fill_first: bool = False
     forwards_first: bool = False
     rank_by_rank: bool = False
+    room: float | None = None
+    prefers: Preference = "backward"
+    oldest_first: bool = False
 
 
 def simple_policies() -> list[Policy]:
@@ -181,19 +198,42 @@ def interleaved_policies(active_microbatches: int) -> list[Policy]:
     return policies
 
 
-def zero_bubble_policies(active_microbatches: int) -> list[Policy]:
+def zero_bubble_policies(graph: SegmentGraph, active_microbatches: int) -> list[Policy]:
     """Policies for backward passes in two halves, the most promising ones first.
 
     The gradients of weights wait until their rank would be idle, or until what they keep is needed
     for another microbatch. A rank downstream may put off more of them, so each has a bound of its
-    own. Of two that are equally fast the one that keeps less is first.
+    own. A bound of memory lets more microbatches begin where a rank has several segments; one
+    of whole microbatches gives tidier orders where memory is short. Of two that are equally fast
+    the one that keeps less is first.
     """
-    return [
+    ranks = [segment.rank for segment in graph.segments if segment.has_backward]
+    # What a rank of one segment keeps are whole microbatches.
+    steps = _ROOMS if len(set(ranks)) < len(ranks) else _ROOMS[-1:]
+    rooms = [max(1, active_microbatches - step) for step in steps]
+    whole = [
         Policy(deepest, bound, slack, rank_by_rank=True)
         for slack in (None, 1.5, 1.25, 1.0)
         for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
         for deepest in (True, False)
     ]
+    return [replace(policy, room=room) for room in rooms for policy in _WITH_ROOM] + whole
+
+
+#: By how much less a rank may keep than what is allowed, in microbatches.
+_ROOMS = (0.75, 0.5, 0.25, 0)
+# Of 48 preferences those that together came nearest to the best of all, on chains and in Vs of 2
+# to 8 ranks with 4 to 16 microbatches.
+_WITH_ROOM = (
+    Policy(False, prefers="alternate", oldest_first=True),
+    Policy(True, slack=1.0),
+    Policy(True, oldest_first=True),
+    Policy(False, slack=1.5, prefers="alternate"),
+    Policy(True, prefers="forward"),
+    Policy(False, prefers="forward", oldest_first=True),
+    Policy(True, slack=1.5, oldest_first=True),
+    Policy(True, prefers="alternate", oldest_first=True),
+)
 
 
 def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
@@ -206,13 +246,17 @@ def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> li
 
 
 class _Run:
-    """The state of one event-driven simulation."""
+    """The state of one event-driven simulation.
+
+    A segment takes its microbatches in order, so what can run of a node are the microbatches from
+    the first that has not begun up to the first that waits.
+    """
 
     def __init__(self, graph: PassGraph, num_microbatches: int, policy: Policy) -> None:
         self.graph = graph
+        self.policy = policy
         self.num_nodes = len(graph.passes)
         self.num_microbatches = num_microbatches
-        self.keys = _keys(graph, num_microbatches, policy)
         # (node, delay, lag): a pass of microbatch m releases the node's of microbatch m + lag.
         self.followers = [[(node, delay, 0) for node, delay in after] for after in graph.successors]
         self.waiting = [len(waits) for waits in graph.predecessors] * num_microbatches
@@ -220,12 +264,20 @@ class _Run:
             self.followers[earlier].append((later, 0.0, lag))
             for task in range(lag * self.num_nodes + later, len(self.waiting), self.num_nodes):
                 self.waiting[task] += 1
+        self.is_forward = [kind is Kind.FORWARD for kind, _ in graph.passes]
+        self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+        for node, rank in enumerate(graph.ranks):
+            self.nodes[rank].append(node)
         self.forwards_left = [0] * graph.num_ranks
         if policy.forwards_first:
-            for rank, (kind, _) in zip(graph.ranks, graph.passes, strict=True):
-                self.forwards_left[rank] += 0 if kind.is_backward else num_microbatches
+            for rank, is_forward in zip(graph.ranks, self.is_forward, strict=True):
+                self.forwards_left[rank] += num_microbatches if is_forward else 0
+        self.needed, self.before = _needed(graph)
+        self.kept = [0.0] * graph.num_ranks
+        self.was_forward = [False] * graph.num_ranks
         self.arrivals = [0.0] * len(self.waiting)
-        self.ready: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_ranks)]
+        self.begun = [0] * self.num_nodes
+        self.ready = [0] * self.num_nodes
         self.busy = [False] * graph.num_ranks
         self.orders: list[list[int]] = [[] for _ in range(graph.num_ranks)]
         # (time, serial, task): the end of a task, or ~task when its last input arrives.
@@ -254,29 +306,68 @@ class _Run:
         return self.orders
 
     def _make_ready(self, task: int) -> int:
-        rank = self.graph.ranks[task % self.num_nodes]
-        heapq.heappush(self.ready[rank], (self.keys[task], task))
-        return rank
+        node = task % self.num_nodes
+        self.ready[node] += 1
+        return self.graph.ranks[node]
 
     def _start_next(self, rank: int, now: float) -> None:
-        ready = self.ready[rank]
-        if self.busy[rank] or not ready:
+        if self.busy[rank]:
             return
-        task = ready[0][1]
-        node = task % self.num_nodes
-        if self.forwards_left[rank]:
-            if self.graph.passes[node][0].is_backward:
-                return
+        can_run = [
+            node
+            for node in self.nodes[rank]
+            if self.begun[node] < self.ready[node] and self._may_begin(rank, node)
+        ]
+        if not can_run:
+            return
+        forward_class = self._forward_class(rank)
+        node = min(can_run, key=lambda node: self._key(node, forward_class))
+        microbatch = self.begun[node]
+        self.begun[node] += 1
+        if self.is_forward[node]:
             self.forwards_left[rank] -= 1
-        heapq.heappop(ready)
+            self.kept[rank] += self.graph.kept[node]
+        if self.graph.passes[node][0] is not Kind.WEIGHT_GRADIENTS:
+            self.was_forward[rank] = self.is_forward[node]
         self.busy[rank] = True
+        task = microbatch * self.num_nodes + node
         self.orders[rank].append(task)
         self._push_event(now + self.graph.durations[node], task)
+
+    def _may_begin(self, rank: int, node: int) -> bool:
+        if not self.is_forward[node]:
+            return self.forwards_left[rank] <= 0
+        room, before = self.policy.room, self.before[node]
+        is_bounded = room is not None or self.policy.rank_by_rank
+        if is_bounded and before is not None and self.begun[node] == self.begun[before]:
+            return False  # in turn, or what is left for it would be another's
+        return room is None or self.kept[rank] + self.needed[node] <= room + _ROUNDING
+
+    def _forward_class(self, rank: int) -> int:
+        """The class of a forward pass on a rank; that of a backward pass is 1."""
+        alternate = self.policy.prefers == "alternate" and not self.was_forward[rank]
+        first = self.policy.forwards_first or self.policy.prefers == "forward" or alternate
+        return 0 if first else 2
+
+    def _key(self, node: int, forward_class: int) -> tuple[int, int, int]:
+        """The priority of the next task of a node; the smallest goes first."""
+        policy, microbatch = self.policy, self.begun[node]
+        fill = (policy.max_in_flight or 0) if policy.fill_first else 0
+        if self.graph.passes[node][0] is Kind.WEIGHT_GRADIENTS:
+            group = 3  # nobody waits for it: it goes where the rank would be idle
+        elif self.is_forward[node]:
+            group = 0 if microbatch < fill else forward_class
+        else:
+            group = 1
+        place = -node if policy.deepest_first else node
+        return (group, microbatch, place) if policy.oldest_first else (group, place, microbatch)
 
     def _end(self, task: int, now: float, changed: set[int]) -> None:
         microbatch, node = divmod(task, self.num_nodes)
         rank = self.graph.ranks[node]
         self.busy[rank] = False
+        if self.graph.passes[node][0].completes:
+            self.kept[rank] -= self.graph.kept[node]
         changed.add(rank)
         for follower, delay, lag in self.followers[node]:
             if microbatch + lag >= self.num_microbatches:
@@ -295,22 +386,27 @@ class _Run:
         self.serial += 1
 
 
-def _keys(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[int]:
-    """The priority of every task; the smallest goes first."""
-    num_nodes = len(graph.passes)
-    fill = (policy.max_in_flight or 0) if policy.fill_first else 0
-    keys = []
-    for microbatch in range(num_microbatches):
-        for node, (kind, _) in enumerate(graph.passes):
-            if kind is Kind.WEIGHT_GRADIENTS:
-                group = 3  # nobody waits for it: it goes where the rank would be idle
-            elif kind.is_backward:
-                group = 1
-            else:
-                group = 0 if policy.forwards_first or microbatch < fill else 2
-            place = num_nodes - 1 - node if policy.deepest_first else node
-            keys.append((group * num_nodes + place) * num_microbatches + microbatch)
-    return keys
+def _needed(graph: PassGraph) -> tuple[list[float], list[int | None]]:
+    """What forward passes wait for where a rank has so much room, by node.
+
+    Returns:
+        How much room is needed: what the pass and those after it on its rank keep. And the one
+        before it on its rank. So there is always room for the oldest microbatch: what would be
+        in its way began after it in a later segment, or left room for it.
+    """
+    needed = [0.0] * len(graph.passes)
+    before: list[int | None] = [None] * len(graph.passes)
+    later: list[float] = [0.0] * graph.num_ranks
+    after: list[int | None] = [None] * graph.num_ranks
+    for node in reversed(range(len(graph.passes))):
+        kind, rank = graph.passes[node][0], graph.ranks[node]
+        if kind is Kind.FORWARD:
+            later[rank] += graph.kept[node]
+            needed[node] = later[rank]
+            if (following := after[rank]) is not None:
+                before[following] = node
+            after[rank] = node
+    return needed, before
 
 
 def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int]]:

@@ -206,6 +206,26 @@ class SegmentGraph:
                 )
 
     @cached_property
+    def kept(self) -> tuple[float, ...]:
+        """For every segment, its share in what its rank keeps of a microbatch for backward passes.
+
+        By ``activation_bytes``, or where these are not known by the costs of forward passes.
+        """
+        known = any(segment.activation_bytes for segment in self.segments)
+        sizes = [
+            float(segment.has_backward)
+            * (segment.activation_bytes if known else segment.forward_cost)
+            for segment in self.segments
+        ]
+        of_ranks = [0.0] * self.num_ranks
+        for segment, size in zip(self.segments, sizes, strict=True):
+            of_ranks[segment.rank] += size
+        return tuple(
+            size / of_ranks[segment.rank] if size else 0.0
+            for segment, size in zip(self.segments, sizes, strict=True)
+        )
+
+    @cached_property
     def predecessors(self) -> Mapping[tuple[Kind, int], tuple[tuple[Kind, int], ...]]:
         """What each pass (kind, segment) waits for within one microbatch, in order of execution.
 

@@ -56,10 +56,12 @@ class Timeline:
         ranks: for every pipeline rank, its actions in order of time.
         activation_bytes: for every segment, what a microbatch keeps from forward to backward; empty
             where it is not known.
+        kept: for every segment, its share in what its rank keeps of a microbatch.
     """
 
     ranks: tuple[tuple[TimedAction, ...], ...]
     activation_bytes: tuple[int, ...] = ()
+    kept: tuple[float, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -111,19 +113,27 @@ class Timeline:
         A forward pass takes its segment's memory; the end of the last pass of the segment returns
         it.
         """
-        if not self.activation_bytes:
-            return (0,) * len(self.ranks)
+        return tuple(map(int, self._peaks(self.activation_bytes)))
+
+    @cached_property
+    def peak_kept(self) -> tuple[float, ...]:
+        """The same in what the rank keeps of one microbatch."""
+        return self._peaks(self.kept)
+
+    def _peaks(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        if not sizes:
+            return (0.0,) * len(self.ranks)
         peaks = []
         for actions in self.ranks:
-            kept = {one.action.segment for one in actions if one.action.kind.completes}
-            held = peak = 0
+            completed = {one.action.segment for one in actions if one.action.kind.completes}
+            held = peak = 0.0
             for one in actions:
-                num_bytes = self.activation_bytes[one.action.segment]
+                size = sizes[one.action.segment]
                 if one.action.kind is Kind.FORWARD:
-                    held += num_bytes
+                    held += size
                     peak = max(peak, held)
-                if one.action.kind.completes or one.action.segment not in kept:
-                    held -= num_bytes
+                if one.action.kind.completes or one.action.segment not in completed:
+                    held -= size
             peaks.append(peak)
         return tuple(peaks)
 
@@ -148,7 +158,9 @@ def build_schedule(
     begun and not finished. Backward-first can still leave ranks downstream idle, so several orders
     within that bound are simulated and the fastest is taken, the first of equals. ``zero_bubble``:
     the same for a graph whose backward passes are two halves; the gradients of weights go where a
-    rank would be idle, and a microbatch is finished on a rank when it has them.
+    rank would be idle, and a microbatch is finished on a rank when it has them. There
+    ``active_microbatches`` bounds what a rank keeps: where it has several segments, more
+    microbatches may have begun, each with its share.
 
     Returns:
         The order with its simulated times, as ``simulate`` gives them.
@@ -169,7 +181,7 @@ def build_schedule(
     elif pipeline == "interleaved":
         policies = interleaved_policies(min(active_microbatches, num_microbatches))
     elif pipeline == "zero_bubble":
-        policies = zero_bubble_policies(min(active_microbatches, num_microbatches))
+        policies = zero_bubble_policies(graph, min(active_microbatches, num_microbatches))
     else:
         raise ScheduleError(
             f"pipeline is 'simple', 'interleaved' or 'zero_bubble'; received {pipeline!r}: use one "
@@ -326,4 +338,5 @@ def _timeline(
             for order in orders
         ),
         tuple(segment.activation_bytes for segment in graph.segments),
+        graph.kept,
     )

@@ -33,6 +33,8 @@ Wish = Pipeline | Literal["zero_bubble_v", "auto"]
 #: What a second kind of schedule, or one that keeps more, must take of the time of the first to be
 #: chosen.
 WORTH = 0.99
+#: How many smaller bounds of what is kept are tried.
+_BOUNDS = 4
 #: What a transfer is taken to last, of a mean pass.
 _LATENCY = 0.02
 
@@ -154,12 +156,14 @@ def lean_or_fastest(
     Where gradients of weights wait, two more microbatches in flight than there are ranks gain much
     on four ranks, and next to nothing on two, where they are a third of what a rank keeps.
     """
-    best = fastest(graph, num_microbatches, kind, active_microbatches)
     if kind != "zero_bubble" or active_microbatches <= graph.num_ranks:
-        return best
-    lean = fastest(graph, num_microbatches, kind, graph.num_ranks)
-    keeps_less = max(lean.peak_active_microbatches) < max(best.peak_active_microbatches)
-    return lean if keeps_less and best.makespan > WORTH * lean.makespan else best
+        return fastest(graph, num_microbatches, kind, active_microbatches)
+    step = max(1, (active_microbatches - graph.num_ranks) // _BOUNDS)
+    bounds = [active_microbatches, *range(graph.num_ranks, active_microbatches, step)]
+    found = [fastest(graph, num_microbatches, kind, bound) for bound in bounds]
+    slowest = min(each.makespan for each in found) / WORTH
+    good = [each for each in found if each.makespan < slowest]
+    return min(good, key=lambda each: (round(max(each.peak_kept), 2), each.makespan))
 
 
 def fastest(
