@@ -219,6 +219,7 @@ def main() -> None:
         default="interleaved",
     )
     parser.add_argument("--partition", choices=["stages", "auto"], default="stages")
+    parser.add_argument("--memory-weight", type=float, default=0.0, help="in what is balanced")
     parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
@@ -231,6 +232,7 @@ def main() -> None:
         "microbatches": options.microbatches,
         "pipeline": options.pipeline,
         "auto_partition": options.partition == "auto",
+        "memory_weight": options.memory_weight,
     }
     if options.partition == "stages":
         config["default_partition"] = 0

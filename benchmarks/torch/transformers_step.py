@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--pipeline", default="zero_bubble")
+    parser.add_argument("--memory-weight", type=float, default=0.0, help="in what is balanced")
     parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
@@ -217,6 +218,7 @@ def main() -> None:
             "pipeline_parallel_degree": ranks,
             "microbatches": options.microbatches,
             "pipeline": options.pipeline,
+            "memory_weight": options.memory_weight,
         }
     )
     bench = Bench(options)

@@ -188,6 +188,45 @@ def test_a_v_opens_units_that_are_heavy_for_a_piece() -> None:
     assert partitions(v_shaped) == [["p0", "p1", "b"], ["p2", "p3", "a"]]
 
 
+def blocks(count: int, crossing: float) -> Unit:
+    """Blocks of two halves, with so many bytes between these and one between two blocks."""
+    halves = [(Unit(f"b{i}.a", 2, 1, 2 * i, output_bytes=crossing), i) for i in range(count)]
+    return flat(
+        *(
+            Unit(
+                f"b{i}",
+                0,
+                0,
+                2 * i,
+                output_bytes=1,
+                children=(half, Unit(f"b{i}.m", 3, 1, 2 * i + 1, output_bytes=1)),
+            )
+            for half, i in halves
+        )
+    )
+
+
+@pytest.mark.parametrize(("crossing", "heaviest"), [(1, 17), (2, 20)])
+def test_a_v_opens_units_at_its_cuts_where_no_more_crosses(crossing: int, heaviest: int) -> None:
+    # Of 13 whole blocks of 5 one of four ranks would have 4; the others 3.
+    assignment = partition(blocks(13, crossing), 4, 0.0, v_shaped=True)
+    loads = [round(share * 13 * 5) for share in assignment.compute_shares]
+    assert max(loads) == heaviest
+    opened = [name for name in assignment.containers if name]
+    assert bool(opened) == (crossing == 1)
+    for name in opened:
+        assert assignment.units[f"{name}.a"] != assignment.units[f"{name}.m"]
+    up, back = [assignment.units[f"b{i}"] for i in range(13) if f"b{i}" not in opened], []
+    while up and up[-1] != 3:
+        back.append(up.pop())
+    assert (up, back) == (sorted(up), sorted(back))
+
+
+def test_a_v_opens_nothing_for_little() -> None:
+    assignment = partition(blocks(16, 1), 4, 0.0, v_shaped=True)
+    assert [name for name in assignment.containers if name] == []
+
+
 @pytest.mark.parametrize(
     ("root", "message"),
     [

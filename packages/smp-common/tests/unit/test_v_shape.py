@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from smdistributed.modelparallel.common.planning.v_shape import VProblem
 
 
-def problem(loads: Sequence[int], num_ranks: int, avoided: Sequence[int] = ()) -> VProblem:
-    places = range(len(loads))
-    return VProblem(loads, [place in avoided for place in places], [0] * len(loads), num_ranks)
+def problem(
+    loads: Sequence[int], num_ranks: int, avoided: Sequence[int] = (), delay: int = 0
+) -> VProblem:
+    is_avoided = [place in avoided for place in range(len(loads))]
+    return VProblem(loads, is_avoided, [0] * len(loads), num_ranks, delay)
 
 
 def dealt(one: VProblem) -> list[int]:
@@ -52,6 +54,13 @@ def test_what_is_heavy_leaves_its_rank_nothing_else() -> None:
     assert found == [0, 1, 1, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.parametrize(("ends", "expected"), [((8, 12), [0, 1, 0]), ((20, 20), [0, 1])])
+def test_two_pieces_are_worth_two_hundredths(ends: tuple[int, int], expected: list[int]) -> None:
+    # Both ends on one rank make it heavier by so much than one on each.
+    loads = [ends[0], *[100] * 10, ends[1]]
+    assert [rank for rank, _ in itertools.groupby(dealt(problem(loads, 2)))] == expected
+
+
 def test_a_bad_cut_is_avoided() -> None:
     loads = [2, 2, 0, 2, 2, 2, 0, 2]
     for place in range(1, len(loads)):
@@ -60,20 +69,22 @@ def test_a_bad_cut_is_avoided() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=3, max_size=7), st.integers(1, 3))
-def test_no_v_has_a_lighter_heaviest_rank(loads: list[int], num_ranks: int) -> None:
-    best = sum(loads)
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=7), st.integers(1, 3), st.integers(0, 3))
+def test_no_v_has_a_lighter_heaviest_rank(loads: list[int], num_ranks: int, delay: int) -> None:
+    late = [delay * rank for rank in range(num_ranks)]
+    best = sum(loads) + late[-1]
     for cuts in itertools.combinations_with_replacement(range(len(loads) + 1), 2 * num_ranks - 2):
         if any(a == b for a, b in itertools.pairwise((0, *cuts[:num_ranks]))):
             continue  # a rank that is left out on the way up
-        ranks = [0] * num_ranks
+        ranks = list(late)
         for piece, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(loads)))):
             ranks[min(piece, 2 * num_ranks - 2 - piece)] += sum(loads[begin:end])
         best = min(best, max(ranks))
-    one = problem(loads, num_ranks)
+    one = problem(loads, num_ranks, delay=delay)
     assert one.bottleneck() == best
     found = dealt(one)
-    assert max(sum(itertools.compress(loads, (r == k for r in found))) for k in range(3)) <= best
+    ends = [sum(itertools.compress(loads, (r == k for r in found))) for k in range(num_ranks)]
+    assert max(end + wait for end, wait in zip(ends, late, strict=True)) <= best
     assert set(found) == set(range(num_ranks))
     up = found.index(num_ranks - 1)
     assert found[:up] == sorted(found[:up])

@@ -751,7 +751,7 @@ def _train(
     state, expected_state = model.state_dict(), reference.state_dict()
     assert list(state) == list(expected_state)
     for name, tensor in expected_state.items():
-        torch.testing.assert_close(state[name], tensor.cpu())
+        torch.testing.assert_close(state[name].cpu(), tensor.cpu())
 
 
 def case_state_after_three_steps() -> None:
@@ -783,8 +783,8 @@ def case_equal_to_the_last_bit_after_three_steps() -> None:
     state = model.state_dict()
     for name, tensor in reference.state_dict().items():
         if smp.dp_size() == 1:
-            assert torch.equal(state[name], tensor.cpu()), name
-        torch.testing.assert_close(state[name], tensor.cpu())
+            assert torch.equal(state[name].cpu(), tensor.cpu()), name
+        torch.testing.assert_close(state[name].cpu(), tensor.cpu())
 
 
 def case_gradients_add_up_without_zero_grad() -> None:

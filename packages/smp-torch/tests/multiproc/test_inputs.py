@@ -1,7 +1,8 @@
-"""When the first rank of a pipeline hands inputs out."""
+"""When the first rank of a pipeline hands inputs out, and answers questions about them."""
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from world import generator, pipeline, run
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import Worlds
 from smdistributed.modelparallel.torch.execute.executor import Executor
+from smdistributed.modelparallel.torch.record import flops
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -71,6 +73,47 @@ def begins_before_inputs_are_taken() -> None:
             assert step(x, y).reduce_mean().item() == before
 
 
+class Decides(nn.Module):
+    """Has a layer that is whole on its rank decide by the input of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.routed = Routed()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.routed(self.first(x), x > 0))
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, is_positive: torch.Tensor) -> Any:
+        return self.positive(x) if is_positive.all() else self.other(x)
+
+
+def all_ranks_count_alike() -> None:
+    """Elementwise operations count as on GPUs, where the answers to questions take some."""
+    torch.manual_seed(0)
+    net = Decides()
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    with mock.patch.object(flops, "_is_on_gpu", return_value=True):
+        for shift in (0.0, -0.5):
+            x = torch.rand(8, WIDTH, generator=generator(1)) + shift
+            found = [each.item() for each in step(x).outputs]
+            assert found == pytest.approx([plain(one).square().sum().item() for one in x.split(2)])
+
+
 def _await(path: Path) -> None:
     end = time.monotonic() + 30
     while not path.exists():
@@ -103,3 +146,7 @@ def test_the_first_rank_begins_before_its_inputs_are_taken(worlds: Worlds) -> No
 @pytest.mark.parametrize("writing", [False, True])
 def test_inputs_that_a_step_writes_to_are_sent_before(worlds: Worlds, writing: bool) -> None:
     run(worlds, PIPELINE, are_sent_before, writing)
+
+
+def test_what_an_answer_takes_is_no_cost_of_the_model(worlds: Worlds) -> None:
+    run(worlds, PIPELINE, all_ranks_count_alike)

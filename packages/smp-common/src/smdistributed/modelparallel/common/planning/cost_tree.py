@@ -213,7 +213,7 @@ def open_and_group(root: Node, num_partitions: int) -> list[Group]:
 
     settle(root)
     while True:
-        groups = _group(root)
+        groups = grouped(root)
         # A heavy group may be tied by a small part of a unit that was light by itself.
         openable = [
             node
@@ -231,7 +231,7 @@ def open_and_group(root: Node, num_partitions: int) -> list[Group]:
             open_node(node)
 
 
-def _group(root: Node) -> list[Group]:
+def grouped(root: Node) -> list[Group]:
     """Groups of nodes that share a parameter, or that are an open node and its first one below."""
     members: list[Node] = []
     leaders: dict[int, int] = {}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -21,8 +22,10 @@ from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.contiguous import CutProblem
 from smdistributed.modelparallel.common.planning.cost_tree import (
     Group,
+    Node,
     Unit,
     flatten,
+    grouped,
     open_and_group,
 )
 from smdistributed.modelparallel.common.planning.v_shape import VProblem
@@ -32,6 +35,11 @@ __all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
 # A tied group moves from its first unit to its last only for this much less load: the first
 # partition receives the inputs of the model, and small differences are noise of the measurement.
 _WORTH_MOVING = Fraction(99, 100)
+# Units are opened for this much less load of the heaviest partition, and so often at most.
+_WORTH_OPENING = Fraction(97, 100)
+_OPENINGS = 4
+# Of what a microbatch computes, about.
+_FORWARD_SHARE = Fraction(1, 3)
 # Tied groups, the heaviest first, for which the last unit is tried as well.
 _MOVABLE_GROUPS = 16
 
@@ -113,7 +121,12 @@ class Assignment:
 
 
 def partition(
-    root: Unit, num_partitions: int, memory_weight: float, *, v_shaped: bool = False
+    root: Unit,
+    num_partitions: int,
+    memory_weight: float,
+    *,
+    v_shaped: bool = False,
+    num_microbatches: int | None = None,
 ) -> Assignment:
     """Assigns every unit to a partition.
 
@@ -132,13 +145,16 @@ def partition(
     A V-shaped partition cuts the sequence into twice as many pieces, of which partition 0 has the
     first and the last, partition 1 the second and the last but one, and the last partition the two
     in the middle, which are one piece. The heaviest partition is as light as can be, and the pieces
-    are about even.
+    are about even. Units at the cuts are opened where that makes the heaviest partition lighter.
+    Where the number of microbatches is known, what a partition waits at first counts as its load:
+    each begins a forward pass of a piece later than the one before.
 
     Args:
         root: of the tree.
         num_partitions: how many there are.
         memory_weight: share of memory in the costs, 0 to 1.
         v_shaped: whether the partitions go up the sequence and come back.
+        num_microbatches: of a mini-batch, for a V.
 
     Raises:
         PartitionError: an argument is out of range, or pins contradict shared parameters; a
@@ -157,7 +173,12 @@ def partition(
     nodes = flatten(root, num_partitions, memory_weight)
     if v_shaped:
         groups = open_and_group(nodes, 2 * num_partitions)
-        where = _place_in_v(groups, num_partitions)
+        delay = Fraction()
+        if num_microbatches is not None:
+            share = 1 - Fraction(memory_weight).limit_denominator(10**6)
+            num_pieces = 2 * num_partitions * num_microbatches
+            delay = nodes.load * share * _FORWARD_SHARE / num_pieces
+        groups, where = _opened_at_cuts(nodes, groups, num_partitions, int(delay))
     else:
         groups = open_and_group(nodes, num_partitions)
         where = _place(groups, num_partitions)
@@ -219,9 +240,82 @@ def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int]
     return where
 
 
-def _place_in_v(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int], int]:
-    """As ``_place``, for a V-shaped partition."""
-    pinned = sorted({group.pin for group in groups if group.pin is not None})
+#: Partition of every node, by its position.
+_Where = dict[tuple[int, int], int]
+
+
+def _opened_at_cuts(
+    root: Node, groups: list[Group], num_partitions: int, delay: int
+) -> tuple[list[Group], _Where]:
+    """Places in a V, and opens units at the cuts, since whole ones cannot be dealt evenly.
+
+    Returns:
+        The groups, and the partition of every node.
+    """
+    where = _place_in_v(groups, num_partitions, delay)
+    heaviest = _heaviest(groups, where, delay)
+    even = Fraction(root.load, num_partitions) + delay * Fraction(num_partitions - 1, 2)
+    # Within a block more may cross than between two: a stream, and what a branch has computed.
+    crossing = _Crossing(groups)
+    starts = [each.position(at_last=False) for each in _behind_cuts(groups, where)]
+    most = max(map(crossing.before, starts))
+    for _ in range(_OPENINGS):
+        if heaviest * _WORTH_OPENING <= even:
+            break
+        opened = [node for each in _beside_cuts(groups, where) for node in each.nodes]
+        opened = [node for node in opened if node.can_open]
+        _set_open(opened, is_open=True)
+        finer = grouped(root)
+        found = _place_in_v(finer, num_partitions, delay, most)
+        lighter = _heaviest(finer, found, delay)
+        if not opened or lighter > heaviest * _WORTH_OPENING:
+            _set_open(opened, is_open=False)
+            break
+        _set_open([node for node in opened if _is_together(node, found)], is_open=False)
+        groups, where, heaviest = grouped(root), found, lighter
+    return groups, where
+
+
+def _heaviest(groups: Sequence[Group], where: _Where, delay: int) -> int:
+    loads: dict[int, int] = defaultdict(int)
+    for each, load in _loads(groups).items():
+        loads[where[each.nodes[0].position]] += load
+    return max(load + delay * rank for rank, load in loads.items())
+
+
+def _in_sequence(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda each: each.position(at_last=False))
+
+
+def _behind_cuts(groups: Sequence[Group], where: _Where) -> Iterator[Group]:
+    """Yields the groups right behind the cuts."""
+    for before, each in itertools.pairwise(_in_sequence(groups)):
+        if where[before.nodes[0].position] != where[each.nodes[0].position]:
+            yield each
+
+
+def _beside_cuts(groups: Sequence[Group], where: _Where) -> list[Group]:
+    """Returns the groups before and behind each cut."""
+    sequence = _in_sequence(groups)
+    behind = {sequence.index(each) for each in _behind_cuts(groups, where)}
+    return [sequence[index] for index in sorted(behind | {index - 1 for index in behind})]
+
+
+def _set_open(nodes: Sequence[Node], *, is_open: bool) -> None:
+    for node in nodes:
+        node.is_open = is_open
+
+
+def _is_together(node: Node, where: _Where) -> bool:
+    """Tells whether all below a node, which has one level open, is where the node is."""
+    return all(where[child.position] == where[node.position] for child in node.children)
+
+
+def _place_in_v(
+    groups: Sequence[Group], num_partitions: int, delay: int, most_bytes: int | None = None
+) -> _Where:
+    """As ``_place``, for a V-shaped partition; cuts that more bytes cross are not made."""
+    pinned = sorted({each.pin for each in groups if each.pin is not None})
     if pinned:
         raise PartitionError(
             f"A V-shaped partition places every unit itself; received units pinned to {pinned}: "
@@ -235,17 +329,26 @@ def _place_in_v(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int,
             "piece to each (pipeline zero_bubble)."
         )
     loads, crossing = _loads(groups), _Crossing(groups)
-    sequence = sorted(groups, key=lambda group: group.position(at_last=False))
+    runs: list[list[Group]] = []
+    runs_bytes: list[int] = []
+    for each in _in_sequence(groups):
+        num_bytes = crossing.before(each.position(at_last=False))
+        if runs and most_bytes is not None and num_bytes > most_bytes:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+            runs_bytes.append(num_bytes)
     problem = VProblem(
-        loads=[loads[group] for group in sequence],
-        is_avoided=[not group.has_parameters for group in sequence],
-        crossing_bytes=[crossing.before(group.position(at_last=False)) for group in sequence],
+        loads=[sum(loads[each] for each in run) for run in runs],
+        is_avoided=[not any(each.has_parameters for each in run) for run in runs],
+        crossing_bytes=runs_bytes,
         num_ranks=num_partitions,
+        delay=delay,
     )
     where = {}
     for part, (begin, end) in enumerate(problem.cuts()):
-        for group in sequence[begin:end]:
-            where.update({node.position: part for node in group.nodes})
+        for each in itertools.chain(*runs[begin:end]):
+            where.update({node.position: part for node in each.nodes})
     return where
 
 

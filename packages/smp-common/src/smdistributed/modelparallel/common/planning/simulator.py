@@ -149,6 +149,8 @@ def build_schedule(
     pipeline: Pipeline,
     active_microbatches: int,
     costs: CostModel = CostModel(),  # noqa: B008 - frozen
+    *,
+    thorough: bool = True,
 ) -> Timeline:
     """Plans the order in which every rank executes a mini-batch.
 
@@ -160,7 +162,8 @@ def build_schedule(
     the same for a graph whose backward passes are two halves; the gradients of weights go where a
     rank would be idle, and a microbatch is finished on a rank when it has them. There
     ``active_microbatches`` bounds what a rank keeps: where it has several segments, more
-    microbatches may have begun, each with its share.
+    microbatches may have begun, each with its share. There a search that is not ``thorough`` is
+    several times as fast, and finds orders that are slower by a few hundredths.
 
     Returns:
         The order with its simulated times, as ``simulate`` gives them.
@@ -181,7 +184,9 @@ def build_schedule(
     elif pipeline == "interleaved":
         policies = interleaved_policies(min(active_microbatches, num_microbatches))
     elif pipeline == "zero_bubble":
-        policies = zero_bubble_policies(graph, min(active_microbatches, num_microbatches))
+        policies = zero_bubble_policies(
+            graph, min(active_microbatches, num_microbatches), thorough=thorough
+        )
     else:
         raise ScheduleError(
             f"pipeline is 'simple', 'interleaved' or 'zero_bubble'; received {pipeline!r}: use one "

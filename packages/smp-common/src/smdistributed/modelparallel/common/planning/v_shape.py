@@ -2,11 +2,13 @@
 
 With three ranks the pieces lie on ranks 0, 1, 2, 1, 0, so a microbatch goes up the ranks and comes
 back. The two pieces of a rank count together. On the way up no rank is left out; the second piece
-of a rank may be empty, where the first is heavy. Everything is an integer, as in ``contiguous``.
+of a rank may be empty, where the first is heavy. A rank further on has less to do, since it begins
+later. Everything is an integer, as in ``contiguous``.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,9 @@ from itertools import accumulate
 # The bottleneck is found by so many halvings of what it may be: to a millionth of the whole load.
 _HALVINGS = 20
 # A rank may be heavier than need be by one in so many: loads are not known better, and an embedding
-# table on the other rank is worth less than a first piece that is as long as the last.
-_SLACK = 100
+# table on the other rank is worth less than a first piece that is as long as the last. By twice
+# that if a rank had one piece alone otherwise, which makes it wait longer.
+_SLACKS = (100, 50)
 # Cuts that are tried on both sides of a place.
 _NEAR = 8
 # How often each cut is looked at again, at most.
@@ -36,12 +39,14 @@ class VProblem:
         is_avoided: for every item, whether a cut right before it is bad.
         crossing_bytes: what crosses a cut right before every item.
         num_ranks: that share the items; at least one, at most as many as there are items.
+        delay: what counts as load of a rank besides that of the one before it.
     """
 
     loads: Sequence[int]
     is_avoided: Sequence[bool]
     crossing_bytes: Sequence[int]
     num_ranks: int
+    delay: int = 0
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -49,11 +54,12 @@ class VProblem:
 
     def bottleneck(self) -> int:
         """The least possible load of the heaviest rank, up to a millionth of the whole load."""
-        total = self._ends[-1]
-        low, high = max(-(-total // self.num_ranks), *self.loads) - 1, total
+        total, latest = self._ends[-1], self.delay * (self.num_ranks - 1)
+        low, high = max(-(-total // self.num_ranks), *self.loads) - 1, total + latest
         for _ in range(_HALVINGS):
             middle = (low + high + 1) // 2
-            if any(self._load(*inside) <= middle for inside in self._insides(middle)[-1]):
+            left = (self._load(*inside) for inside in self._insides(middle)[-1])
+            if any(load + latest <= middle for load in left):
                 high = middle
             else:
                 low = middle
@@ -64,17 +70,21 @@ class VProblem:
     def cuts(self) -> list[_Inside]:
         """For every rank, where what it and the ranks after it hold begins and ends.
 
-        No rank is heavier than the bottleneck and a hundredth. Few pieces are empty, few cuts are
-        bad, and then ranks and pieces are about even: one cut after the other is moved while that
-        helps.
+        No rank is heavier than the bottleneck and a hundredth or two. Few pieces are empty, few
+        cuts are bad, and then ranks and pieces are about even: one cut after the other is moved
+        while that helps.
         """
         bottleneck = self.bottleneck()
-        bound = bottleneck + bottleneck // _SLACK
+        found = [self._cuts(bottleneck + bottleneck // slack) for slack in _SLACKS]
+        return min(found, key=self._num_empty)
+
+    def _cuts(self, bound: int) -> list[_Inside]:
+        """The cuts for a load that no rank exceeds."""
         insides = self._insides(bound)
         found: list[_Inside] = []
         for rank in range(self.num_ranks - 1, 0, -1):
             held = found[-1] if found else None
-            choices = self._choices(rank, held, insides[rank], bound)
+            choices = self._choices(rank, held, insides[rank], bound - self.delay * rank)
             found.append(min(choices, key=lambda one: self._first_rating(rank, one, held)))
         cuts = [(0, len(self.loads)), *reversed(found)]
         for _ in range(_SWEEPS):
@@ -97,7 +107,8 @@ class VProblem:
         """
         ends, count = self._ends, len(self.loads)
         rows = [[(0, count)]]
-        for _ in range(1, self.num_ranks):
+        for rank in range(1, self.num_ranks):
+            room = bound - self.delay * (rank - 1)
             row: list[_Inside] = []
             former = iter(rows[-1])
             coming = next(former, None)
@@ -110,10 +121,10 @@ class VProblem:
                         window.pop()
                     window.append((left, coming[0]))
                     coming = next(former, None)
-                while window and ends[begin] - ends[window[0][1]] > bound:
+                while window and ends[begin] - ends[window[0][1]] > room:
                     window.popleft()
                 if window:
-                    least = window[0][0] + ends[begin] - bound
+                    least = window[0][0] + ends[begin] - room
                     row.append((begin, max(begin + 1, bisect_left(ends, least))))
             rows.append(row)
         return rows
@@ -169,11 +180,12 @@ class VProblem:
         def rating(one: _Inside) -> tuple[int, ...]:
             pieces = self._pieces(outer, one), self._pieces(one, inner)
             loads = [[self._load(*piece) for piece in each] for each in pieces]
-            if max(map(sum, loads)) > bound:
+            ends = [sum(each) + self.delay * (rank - 1 + i) for i, each in enumerate(loads)]
+            if max(ends) > bound:
                 return (1,)
             empty = sum(low == high for each in pieces for low, high in each)
             # Halves of the last rank's one piece, which is as long as two.
-            uneven = sum(2 * sum(each) ** 2 for each in loads)
+            uneven = sum(2 * end**2 for end in ends)
             uneven += sum(2 * load**2 // (3 - len(each)) for each in loads for load in each)
             num_bytes = sum(self.crossing_bytes[place] for place in self._places(one))
             return 0, empty, self._num_bad(one), uneven, num_bytes
@@ -185,6 +197,10 @@ class VProblem:
             if outer[0] < low < (high if inner is None else inner[0])
         ]
         return min([(begin, end), *choices], key=rating)
+
+    def _num_empty(self, cuts: Sequence[_Inside]) -> int:
+        pieces = [self._pieces(*pair) for pair in itertools.pairwise(cuts)]
+        return sum(begin == end for each in pieces for begin, end in each)
 
     @staticmethod
     def _pieces(outer: _Inside, inner: _Inside | None) -> list[_Inside]:

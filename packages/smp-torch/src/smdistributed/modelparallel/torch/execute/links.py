@@ -13,7 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.execute.peers import Blaming, Peers
 
@@ -54,6 +53,9 @@ class Links:
         self._peers = peers
         #: On GPUs, by (source, target): the communicator, and the other one's rank in it.
         self._directions: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        self._connected: set[tuple[int, int]] = set()
+        self._upwards: dist.ProcessGroup
+        self._downwards: dist.ProcessGroup
         # torch numbers the members of a group in ascending order.
         self._rank_of = [sorted(members).index(member) for member in members]
 
@@ -64,34 +66,53 @@ class Links:
     def connect(self, directions: Iterable[tuple[int, int]]) -> None:
         """Makes communicators for (source, target) pairs of pp_ranks that will be used.
 
-        Both directions of a pair are connected: a step that only evaluates may come first. Only
-        the first call makes any. Collective: WORLD, with the same pairs on all ranks; later
-        calls may come from one pipeline alone, so they must do with the pairs that there are.
-
-        Raises:
-            UnsupportedError: a later call needs a pair that the first did not.
+        Both directions of a pair are connected: a step that only evaluates may come first.
+        Collective: WORLD in the first call, the pipeline later, with the same pairs on all ranks.
         """
         wanted = {way for one, other in directions for way in ((one, other), (other, one))}
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or wanted <= self._connected:
             return
-        if self._directions:
-            if missing := wanted - set(self._directions):
-                raise UnsupportedError(
-                    f"this call of a step function sends tensors between pp_ranks {sorted(missing)}"
-                    ", which the first call did not. Call the step function that sends most first."
-                )
-            return
+        if not self._connected:
+            self._make_groups(wanted)
+        for source, target in sorted(wanted - self._connected):
+            if self._pp_rank in (source, target):
+                pair = (self._members[source], self._members[target])
+                other = target if source == self._pp_rank else source
+                with self._peers.blaming(pair, "connecting"):
+                    group = self._upwards if source < target else self._downwards
+                    self._directions[source, target] = group, self._rank_of[other]
+                    self._greet(group, pair)
+        self._connected |= wanted
+
+    def _make_groups(self, wanted: set[tuple[int, int]]) -> None:
+        """Makes a communicator for each direction, and what later ones are made of. Collective.
+
+        Later calls may come from one pipeline alone, where no group can be made; a group of the
+        whole pipeline connects two of its ranks when they exchange something.
+        """
         # torch names a group by how many there are: all ranks must make all groups, in one order.
         for source, target in sorted(wanted):
             for members in self._pipelines:
                 pair = (members[source], members[target])
                 with self._peers.blaming(pair, "connecting"):
-                    group = dist.new_group(list(pair), timeout=self._timeout, backend="nccl")
+                    group = self._new_group(pair)
                     if members == self._members:
                         other = target if source == self._pp_rank else source
                         rank = int(members[other] == max(pair))
                         self._directions[source, target] = group, rank
                         self._greet(group, pair)
+        for members in self._pipelines:
+            with self._peers.blaming(members, "connecting"):
+                groups = self._new_group(members), self._new_group(members)
+                if members == self._members:
+                    self._upwards, self._downwards = groups
+        self._connected |= wanted
+
+    def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(members), timeout=self._timeout, backend="nccl"
+        )
+        return group
 
     def _greet(self, group: dist.ProcessGroup, pair: tuple[int, int]) -> None:
         """Sends something: NCCL connects at the first transfer, which must be in one order too."""

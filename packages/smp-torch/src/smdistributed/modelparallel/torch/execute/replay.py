@@ -38,6 +38,10 @@ class Draws(Protocol):
     def generators(self) -> Sequence[torch.Generator]:
         """What they are drawn from."""
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether there are any, as far as is known."""
+
     def capturing(self) -> AbstractContextManager[None]:
         """Inside, the action is captured."""
 
@@ -100,8 +104,8 @@ class Replay:
 
     @property
     def draws_first(self) -> bool:
-        """Whether the first action draws random numbers."""
-        return bool(self.actions[0].draws.generators)
+        """Whether the first action draws random numbers, as far as is known."""
+        return self.actions[0].draws.may_draw
 
     def start(self, tensors: Sequence[torch.Tensor]) -> None:
         """Does the first action, which needs no message and no random numbers.

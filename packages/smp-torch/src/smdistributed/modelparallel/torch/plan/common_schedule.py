@@ -73,7 +73,10 @@ def common_schedule(
     for kind in kinds_of(pipeline):
         halves = kind == "zero_bubble"
         merged, places = _merged(different, num_ranks, halves=halves)
-        timelines.append(lean_or_fastest(merged, len(plans), kind, active_microbatches))
+        # Mini-batches of many kinds, as where layers are dropped, are planned while they train.
+        thorough = len(different) == 1
+        found = lean_or_fastest(merged, len(plans), kind, active_microbatches, thorough=thorough)
+        timelines.append(found)
     best = min(timelines, key=lambda timeline: timeline.makespan)
     # The costs are counted, not measured, and the halves take a little more than the whole.
     chosen = best if best.makespan < WORTH * timelines[0].makespan else timelines[0]
@@ -149,7 +152,12 @@ def kinds_of(pipeline: Wish) -> list[Pipeline]:
 
 
 def lean_or_fastest(
-    graph: SegmentGraph, num_microbatches: int, kind: Pipeline, active_microbatches: int
+    graph: SegmentGraph,
+    num_microbatches: int,
+    kind: Pipeline,
+    active_microbatches: int,
+    *,
+    thorough: bool = True,
 ) -> Timeline:
     """Returns the best order of a kind, or one that keeps less and is hardly slower.
 
@@ -157,17 +165,22 @@ def lean_or_fastest(
     on four ranks, and next to nothing on two, where they are a third of what a rank keeps.
     """
     if kind != "zero_bubble" or active_microbatches <= graph.num_ranks:
-        return fastest(graph, num_microbatches, kind, active_microbatches)
+        return fastest(graph, num_microbatches, kind, active_microbatches, thorough=thorough)
     step = max(1, (active_microbatches - graph.num_ranks) // _BOUNDS)
     bounds = [active_microbatches, *range(graph.num_ranks, active_microbatches, step)]
-    found = [fastest(graph, num_microbatches, kind, bound) for bound in bounds]
+    found = [fastest(graph, num_microbatches, kind, bound, thorough=thorough) for bound in bounds]
     slowest = min(each.makespan for each in found) / WORTH
     good = [each for each in found if each.makespan < slowest]
     return min(good, key=lambda each: (round(max(each.peak_kept), 2), each.makespan))
 
 
 def fastest(
-    graph: SegmentGraph, num_microbatches: int, kind: Pipeline, active_microbatches: int
+    graph: SegmentGraph,
+    num_microbatches: int,
+    kind: Pipeline,
+    active_microbatches: int,
+    *,
+    thorough: bool = True,
 ) -> Timeline:
     """Returns the best order of a kind, with the times that it takes if transfers take some.
 
@@ -176,7 +189,9 @@ def fastest(
     """
     real = _with_transfers(graph)
     found = [
-        build_schedule(graph, num_microbatches, kind, active_microbatches, costs).schedule
+        build_schedule(
+            graph, num_microbatches, kind, active_microbatches, costs, thorough=thorough
+        ).schedule
         for costs in ((CostModel(), real) if kind == "zero_bubble" else (CostModel(),))
     ]
     timelines = [simulate(graph, each, num_microbatches, real) for each in found]

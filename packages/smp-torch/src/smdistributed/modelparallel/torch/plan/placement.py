@@ -176,6 +176,7 @@ def decide(
     costs: ComputeCosts,
     *,
     v_shaped: bool = False,
+    num_microbatches: int | None = None,
 ) -> Placement:
     """Assigns the modules of a model to partitions.
 
@@ -187,13 +188,20 @@ def decide(
         memory_weight: share of memory balance in the objective, 0 to 1.
         costs: what work costs.
         v_shaped: whether the partitions go up the model and come back.
+        num_microbatches: of a mini-batch, for a V.
 
     Raises:
         PartitionError: the fixed partitions contradict shared parameters; the model has too few
             parts for a V.
     """
     root = _unit(_Tree(fakes, profile, pinned, costs), fakes.model, 0)
-    assignment = partition(root, num_partitions, memory_weight, v_shaped=v_shaped)
+    assignment = partition(
+        root,
+        num_partitions,
+        memory_weight,
+        v_shaped=v_shaped,
+        num_microbatches=num_microbatches,
+    )
     return Placement(fakes, assignment)
 
 
@@ -233,6 +241,14 @@ class _Tree:
 
     def saved(self, moved: int) -> float:
         return self._costs.saved(moved).both
+
+    def crossing_behind(self, module: nn.Module) -> int:
+        """Returns the bytes that cross a cut behind a module and all that is called within it."""
+        if self.profile is None:
+            return 0
+        called = [self.profile.modules[each].order for each in module.modules() if self.costs(each)]
+        # What comes before the first module crosses a cut behind those that are not called.
+        return self.profile.crossing[max(called, default=-1) + 1]
 
     def own_parameter_bytes(self, module: nn.Module) -> int:
         total = 0
@@ -283,7 +299,7 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         ),
         pinned=tree.pinned.get(module),
         children=tuple(sorted(children, key=lambda child: child.order)),
-        output_bytes=costs.output_bytes if costs else 0,
+        output_bytes=tree.crossing_behind(module),
         splittable=bool(children) and _can_be_split(module, costs),
     )
 

@@ -63,6 +63,19 @@ class CapturedDraws:
         self._random = random
         self.generators = [torch.Generator(random.device) for _ in range(count)]
         self._keys: list[tuple[_Key, int]] = []
+        self._is_seeded = False
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the pass draws numbers; also if it might, as it has not been launched yet.
+
+        A compiled function counts as a draw, whatever it computes. A launch moves a generator on
+        by what is drawn.
+        """
+        if not self.generators:
+            return False
+        is_known = self._is_seeded and self._random.device.type == "cuda"
+        return not is_known or any(generator.get_offset() for generator in self.generators)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -96,7 +109,8 @@ class CapturedDraws:
                 self._random.under_way.pop()
 
     def seed(self) -> None:
-        """Seeds the draws for the step and the microbatch in progress."""
+        """Seeds the draws for the step and the microbatch in progress; a launch follows."""
+        self._is_seeded = True
         for generator, (key, lane) in zip(self.generators, self._keys, strict=False):
             generator.manual_seed(self._random.seed_of(key, lane))
 

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
+from smdistributed.modelparallel.torch.record.lifetimes import Lifetimes
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.work import Operations, Work, makes_tensors
 from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
@@ -67,7 +68,6 @@ class ModuleProfile:
         work: of its forward pass.
         activation_bytes: bytes of all tensors that its forward pass makes; with
             ``trace_memory_usage``, of those that it keeps for its backward pass.
-        output_bytes: bytes of the tensors that it returns.
         draws: the random numbers that it draws itself.
         opaque: why its forward can only run for real, so that it cannot be split; else "".
         asks: whether its Python asks about the numbers in inputs of the step.
@@ -76,7 +76,6 @@ class ModuleProfile:
     order: int
     work: Work = field(default_factory=Work)
     activation_bytes: int = 0
-    output_bytes: int = 0
     draws: Draws = Draws()
     opaque: str = ""
     asks: bool = False
@@ -88,10 +87,13 @@ class Profile:
 
     Attributes:
         modules: by module.
+        crossing: for the call of each module, by its order, the bytes that would cross a cut
+            before it; and for the end.
         step_draws: the random numbers that the step function itself draws, outside all modules.
     """
 
     modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
+    crossing: list[int] = field(default_factory=list)
     step_draws: Draws = Draws()
 
 
@@ -141,6 +143,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.random_draws = 0
         self.writes = 0
+        self.lifetimes = Lifetimes()
         self._flop_counter = FlopCounter()
 
     def reading(self) -> Reading:
@@ -194,6 +197,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in tensors_in(out):
                 if isinstance(each, FakeTensor):
                     note_view(each, args[0])
+        self.lifetimes.note(tensors_in((tuple(args), kwargs)), tensors_in(out))
         if func in _WRITING_STATISTICS and args[5]:
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):

@@ -157,10 +157,12 @@ class Microbatch:
         for position, constant in question.constants.items():
             given[position] = self.constants.known(constant, question.where)
         context = self._context
-        return self.decisions.answer(
-            lambda: question.answer(given, context.random.drawing, context.scene.real_of),
-            question.where,
-        )
+        # What one rank computes for an answer is no cost of the model: all must count alike.
+        with context.calls.uncounted():
+            return self.decisions.answer(
+                lambda: question.answer(given, context.random.drawing, context.scene.real_of),
+                question.where,
+            )
 
     def check_known(self, obj: Any, module: nn.Module | None) -> None:
         """Has a module kept whole that has a tensor that no recorded call made."""

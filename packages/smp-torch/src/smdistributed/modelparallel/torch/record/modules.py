@@ -13,7 +13,6 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
-from smdistributed.modelparallel.torch.record.nested import tensor_paths
 from smdistributed.modelparallel.torch.record.python_random import python_draws
 from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.record.run_state import RunState
@@ -107,6 +106,7 @@ class ModuleCalls:
     def begin(self) -> None:
         """Starts a microbatch."""
         self.profile = Profile()
+        self._meter.lifetimes.begin()
         self._stack = [Frame(None, STEP_FUNCTION)]
         self._calls.clear()
 
@@ -128,7 +128,8 @@ class ModuleCalls:
         costs.opaque = costs.opaque or reason
 
     def finish(self) -> None:
-        """Takes from the end of the run what the step function itself drew."""
+        """Takes from the end of the run what is known then alone."""
+        self.profile.crossing = self._meter.lifetimes.crossing()
         frame = self._stack[0]
         self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
 
@@ -172,6 +173,7 @@ class ModuleCalls:
         costs = self.profile.modules.setdefault(
             module, ModuleProfile(order=len(self.profile.modules))
         )
+        meter.lifetimes.called = len(self.profile.modules)
         drawn_in_python = python_draws()
         questions = self._state.questions
         try:
@@ -186,9 +188,6 @@ class ModuleCalls:
         costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))
         costs.work += meter.work_since(reading)
         costs.activation_bytes += meter.bytes - reading.bytes
-        costs.output_bytes += sum(
-            tensor.numel() * tensor.element_size() for _, tensor in tensor_paths(result)
-        )
         return result
 
     def _run(

@@ -97,6 +97,7 @@ def _place(
             config.memory_weight,
             costs,
             v_shaped=v_shaped,
+            num_microbatches=config.microbatches,
         )
 
     if not wants_v or pinned:
