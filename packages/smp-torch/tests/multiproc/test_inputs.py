@@ -107,7 +107,10 @@ def all_ranks_count_alike() -> None:
         model.backward(loss)
         return loss
 
-    with mock.patch.object(flops, "_is_on_gpu", return_value=True):
+    def everywhere(out: Any) -> bool:  # a mock would keep what it is given
+        return True
+
+    with mock.patch.object(flops, "_is_on_gpu", everywhere):
         for shift in (0.0, -0.5):
             x = torch.rand(8, WIDTH, generator=generator(1)) + shift
             found = [each.item() for each in step(x).outputs]
