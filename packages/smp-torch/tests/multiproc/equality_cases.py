@@ -53,6 +53,34 @@ def case_mlp() -> None:
     compare(mlp, regress, [batch(), batch()])
 
 
+class TwoBranches(nn.Module):
+    """A residual stream alone lies between its branches; the second has four times the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + torch.tanh(self.mixes(x))
+        return x + self.inner(x)
+
+
+def case_blocks_that_a_v_cuts() -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(TwoBranches() for _ in range(9)))
+
+    compare(make, regress, [batch(), batch()])
+    if smp.state.cfg.pipeline == "zero_bubble_v" and smp.pp_size() == 4:
+        torch.manual_seed(0)
+        model = smp.DistributedModel(make())
+        smp.step(regress)(model, *batch())
+        split = model.holder.placement.assignment.containers
+        assert set(split) > {""}, "nothing is cut: the case does not try what it is for"
+
+
 def case_result_and_loss_are_returned() -> None:
     def body(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         out = model(x)

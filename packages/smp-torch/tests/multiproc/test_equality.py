@@ -53,7 +53,7 @@ _LARGE = {
     "pp4-v": (
         *("mlp", "tied_embedding_and_container_tensors", "dropout"),
         *("state_after_three_steps", "gradients_add_up_without_zero_grad"),
-        *("backward_of_several_losses", "gpt2"),
+        *("backward_of_several_losses", "gpt2", "blocks_that_a_v_cuts"),
     ),
     "pp2-dp2-halves": (),
     "pp2-dp2-v": ("mlp", "backward_passes_per_step"),
