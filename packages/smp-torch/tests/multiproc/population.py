@@ -135,6 +135,28 @@ PLACES = {
         "next(iter(ORDER))",
         "first = next(iter(ORDER)); ORDER.pop(first); ORDER[first] = 0",
     ),
+    "order of an OrderedDict": Place(
+        "import collections\nORDER = collections.OrderedDict({1.0: 0, 0.5: 0})",
+        "next(iter(ORDER))",
+        "ORDER.move_to_end(next(iter(ORDER)))",
+    ),
+    "factory of a dict": Place(
+        "import collections\nTABLE = collections.defaultdict(lambda: 1.0)",
+        "TABLE.default_factory()",
+        "TABLE.default_factory = lambda: value",
+    ),
+    "object in a set": Place(
+        "class Box: pass\nBOX = Box(); BOX.factor = 1.0\nBOXES = {BOX}",
+        "sum(each.factor for each in BOXES)",
+        "BOX.factor = value",
+    ),
+    "module in an object": Place(
+        "import sys, types\nsys.modules['probe_settings'] = types.ModuleType('probe_settings')\n"
+        "sys.modules['probe_settings'].factor = 1.0\nclass Holder: pass\n"
+        "HOLDER = Holder(); HOLDER.settings = sys.modules['probe_settings']",
+        "HOLDER.settings.factor",
+        "sys.modules['probe_settings'].factor = value",
+    ),
     "list": Place("ITEMS = [0.0, 1.0]", "ITEMS[-1]", "ITEMS[-1] = value"),
     "deque": Place(
         "import collections\nITEMS = collections.deque([1.0], maxlen=1)",

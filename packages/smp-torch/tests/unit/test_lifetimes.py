@@ -56,4 +56,4 @@ def test_memory_of_the_same_number_is_not_the_same() -> None:
         made = torch.ones(4)  # its number may be that of the one before
         lifetimes.note([x], [made])
         del made
-    assert lifetimes.crossing() == [0, 0, 0, 0]
+    assert lifetimes.crossing(3) == [0, 0, 0, 0]

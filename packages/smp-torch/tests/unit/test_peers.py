@@ -137,7 +137,9 @@ def _unguarded(tree: ast.AST, guarded: bool = False) -> list[int]:
 def test_all_communication_says_whom_it_blames() -> None:
     folder = Path(smp.__file__).parent
     # ``start`` calls these inside of it.
-    called_inside = {"_join_data_plane", "_process_groups", "new_group", "_greet", "__init__"}
+    called_inside = {
+        *("_join_data_plane", "_process_groups", "new_group", "_new_group", "_greet", "__init__"),
+    }
     problems = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())

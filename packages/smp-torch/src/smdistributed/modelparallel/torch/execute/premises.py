@@ -49,6 +49,7 @@ class Premises:
             hooks += hooks_on_gradient(parameter)
         self._seen = Snapshot(self._modules, [*hooks, *code])
         self._tensors = {id(each): each for each in self._seen.tensors()}
+        self._ordered = self._seen.ordered()
         self._before = self._read()
 
     def broken_by(self) -> str:
@@ -78,6 +79,7 @@ class Premises:
                 torch.are_deterministic_algorithms_enabled(),
             ),
             ("a hook of all modules", [tuple(each.values()) for each in _HOOKS_OF_ALL]),
+            ("the order of a dict", list(map(list, self._ordered))),
             ("the class of a module", [type(each) for each in self._modules]),
             (
                 "a hook of a module's backward pass",

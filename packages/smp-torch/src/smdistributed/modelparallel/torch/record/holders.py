@@ -358,6 +358,10 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
     return Identities(mappings, sequences, attributes, names), others
 
 
+FACTORY = Kind(
+    lambda obj: {"default_factory": obj.default_factory},
+    lambda obj, before: setattr(obj, "default_factory", before["default_factory"]),
+)
 DICT = Kind(_read_dict, _refill_dict)
 #: Of a module.
 HOOKS = Kind(_read_hooks, _refill_hooks)

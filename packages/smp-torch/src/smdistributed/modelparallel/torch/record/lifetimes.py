@@ -65,14 +65,19 @@ class Lifetimes:
                 size = tensor.numel() * tensor.element_size()
                 self._lives[memory] = _Life(self.called, self.called, size)
 
-    def crossing(self) -> list[int]:
+    def crossing(self, num_modules: int) -> list[int]:
         """Returns for each call of a module the bytes made before it and used after it has begun.
 
         And for the end, where nothing is.
+
+        Args:
+            num_modules: how many have been called.
         """
-        changes = [0] * (self.called + 2)
+        changes = [0] * (num_modules + 1)
         for life in itertools.chain(self._over, self._lives.values()):
-            changes[life.born] += life.num_bytes
-            changes[life.used] -= life.num_bytes
+            # What runs within another run may have counted further.
+            born, used = min(life.born, num_modules), min(life.used, num_modules)
+            changes[born] += life.num_bytes
+            changes[used] -= life.num_bytes
         # What is born after the call of module k - 1 crosses the cut before module k.
-        return list(itertools.accumulate(changes))[: self.called + 1]
+        return list(itertools.accumulate(changes))

@@ -129,7 +129,7 @@ class ModuleCalls:
 
     def finish(self) -> None:
         """Takes from the end of the run what is known then alone."""
-        self.profile.crossing = self._meter.lifetimes.crossing()
+        self.profile.crossing = self._meter.lifetimes.crossing(len(self.profile.modules))
         frame = self._stack[0]
         self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
 

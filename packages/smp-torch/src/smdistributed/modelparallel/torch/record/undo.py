@@ -35,11 +35,7 @@ from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Ow
 from smdistributed.modelparallel.torch.record.identities import Identities
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
-_ATOMS = (
-    torch.dtype,
-    types.ModuleType,
-    logging.Handler,
-)
+_ATOMS = (torch.dtype, logging.Handler)
 #: What is looked into by its items; one of a class of its own may have attributes besides.
 _CONTAINERS = (
     *(dict, list, set, tuple, frozenset, collections.deque),
@@ -141,6 +137,9 @@ class Snapshot:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
+        #: Those of all code, and modules of Python that something else than a name leads to.
+        self._names: set[str] = set()
+        self._python_modules: dict[types.ModuleType, None] = {}
         self._pending: collections.deque[tuple[Any, Owner | None, str]] = collections.deque()
         self._modules = dict.fromkeys(modules)
         self._apart_from = apart_from
@@ -156,6 +155,7 @@ class Snapshot:
         for function in code:
             self._pending.append((function, None, getattr(function, "__name__", "a function")))
         self._walk()
+        self._walk_python_modules()
         self._outer = [
             holder
             for holder in self._holders
@@ -180,6 +180,11 @@ class Snapshot:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""
         return [each.obj for each in self._holders if isinstance(each.obj, torch.Tensor)]
+
+    def ordered(self) -> list[collections.OrderedDict[Any, Any]]:
+        """Returns the dicts whose order may change while what is in them stays."""
+        objects = (each.obj for each in self._holders)
+        return [each for each in objects if isinstance(each, collections.OrderedDict)]
 
     def places(self) -> set[Place]:
         """Returns where all of it is."""
@@ -306,6 +311,10 @@ class Snapshot:
                 obj = vars(obj)
             elif type(obj) in weakref.ProxyTypes:
                 obj = _behind(obj)
+            elif isinstance(obj, types.ModuleType):
+                if is_users(obj.__name__):
+                    self._python_modules[obj] = None
+                continue
             has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
             if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
                 continue
@@ -318,18 +327,31 @@ class Snapshot:
             if isinstance(obj, _SUBCLASSED) and type(obj) not in _SUBCLASSED:
                 self._class(type(obj))
 
+    def _walk_python_modules(self) -> None:
+        """Takes what code can see of modules of Python that it reaches by attributes."""
+        known = (-1, -1)
+        while known != (known := (len(self._names), len(self._python_modules))):
+            for module in list(self._python_modules):
+                self._entries(vars(module), frozenset(self._names), module.__name__)
+            self._walk()
+
     def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
         add = self._pending.append
         if isinstance(obj, dict):
             self._hold(holders.DICT, obj, owner, path)
             for value in list(dict.values(obj)):
                 add((value, owner, path))
+            if isinstance(obj, collections.defaultdict):
+                self._hold(holders.FACTORY, obj, owner, path)
+                add((obj.default_factory, owner, path))
         elif isinstance(obj, list | collections.deque):
             self._hold(holders.LIST, obj, owner, path)
             for value in list(obj):
                 add((value, owner, path))
         elif isinstance(obj, set):
             self._hold(holders.SET, obj, owner, path)
+            for value in list(obj):
+                add((value, owner, path))
         elif isinstance(obj, tuple | frozenset):
             for value in obj:
                 add((value, owner, path))
@@ -435,6 +457,7 @@ class Snapshot:
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self._pending.append((value, None, path))
         names = frozenset(_names_in(function.__code__))
+        self._names |= names
         namespace = function.__globals__
         self._entries(namespace, names, function.__module__)
         for name in sorted(names):
