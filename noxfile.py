@@ -548,7 +548,7 @@ def gpu(session: nox.Session) -> None:
         *("cuda_graphs", "compiled", "pass_times"),
     ]
     files = [f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names]
-    session.run("pytest", *files, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "-m", "not slow", *files, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="gpu-tf")

@@ -216,24 +216,27 @@ def zero_bubble_policies(
     Args:
         graph: what is ordered.
         active_microbatches: the bound.
-        thorough: whether a second is worth an order that is faster by a few hundredths.
+        thorough: whether seconds are worth an order that is faster by a few hundredths.
     """
-    ranks = [segment.rank for segment in graph.segments if segment.has_backward]
-    # What a rank of one segment keeps are whole microbatches.
-    thorough &= len(set(ranks)) < len(ranks)
-    rooms = [max(1, active_microbatches - step) for step in (_ROOMS if thorough else (0,))]
-    with_room = _WITH_ROOM + tuple(map(_shuffled, range(_SHUFFLES if thorough else 0)))
-    whole = [
+    found = [
         Policy(deepest, bound, slack, rank_by_rank=True)
         for slack in (None, 1.5, 1.25, 1.0)
         for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
         for deepest in (True, False)
     ]
-    return [replace(policy, room=room) for policy in with_room for room in rooms] + whole
+    found += [replace(policy, room=active_microbatches) for policy in _WITH_ROOM]
+    ranks = [segment.rank for segment in graph.segments if segment.has_backward]
+    # What a rank of one segment keeps are whole microbatches.
+    if thorough and len(set(ranks)) < len(ranks):
+        rooms = [max(1, active_microbatches - step) for step in _ROOMS]
+        shuffled = [Policy(shuffle=number) for number in range(_SHUFFLES)]
+        found += [replace(policy, room=room) for policy in _WITH_ROOM for room in rooms[1:]]
+        found += [replace(policy, room=room) for policy in shuffled for room in rooms]
+    return found
 
 
 #: By how much less a rank may keep than what is allowed, in microbatches.
-_ROOMS = (0.75, 0.5, 0.25, 0)
+_ROOMS = (0, 0.25, 0.5, 0.75)
 # Of a hundred orders by chance one is often nearer to the best than all that follow a rule: where
 # rules took 280 ms, and passes of the busiest rank 259, a few dozen came to 267.
 _SHUFFLES = 24
@@ -251,10 +254,6 @@ _WITH_ROOM = (
     Policy(True, slack=1.5, oldest_first=True),
     Policy(True, prefers="alternate", oldest_first=True),
 )
-
-
-def _shuffled(number: int) -> Policy:
-    return Policy(shuffle=number)
 
 
 def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:

@@ -37,6 +37,8 @@ Pipeline = Literal["simple", "interleaved", "zero_bubble"]
 # Tasks that planning may simulate in all: several policies for a small plan, few for a large one.
 _TASK_BUDGET = 1_000_000
 _MIN_POLICIES = 4
+# The same where backward passes are two: there are many policies, and bounds of what is kept.
+_HALVES_BUDGET = 50_000
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ def build_schedule(
     num_tasks = max(1, len(passes.passes) * num_microbatches)
     best: list[list[int]] = [[] for _ in range(graph.num_ranks)]
     best_makespan = float("inf")
-    for policy in policies[: max(_MIN_POLICIES, _TASK_BUDGET // num_tasks)]:
+    budget = _HALVES_BUDGET if pipeline == "zero_bubble" else _TASK_BUDGET
+    for policy in policies[: max(_MIN_POLICIES, budget // num_tasks)]:
         orders = list_schedule(passes, num_microbatches, policy)
         makespan = max(_end_times(passes, num_microbatches, orders), default=0.0)
         # Rounding must not decide between orders that are equally fast.
