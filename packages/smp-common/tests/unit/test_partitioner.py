@@ -222,6 +222,14 @@ def test_a_v_opens_units_at_its_cuts_where_no_more_crosses(crossing: int, heavie
     assert (up, back) == (sorted(up), sorted(back))
 
 
+@pytest.mark.parametrize(("num_microbatches", "heaviest"), [(None, 2), (2, 0)])
+def test_with_few_microbatches_who_begins_first_has_most_to_do(
+    num_microbatches: int | None, heaviest: int
+) -> None:
+    assignment = partition(blocks(13, 2), 4, 0.0, v_shaped=True, num_microbatches=num_microbatches)
+    assert assignment.compute_shares.index(max(assignment.compute_shares)) == heaviest
+
+
 def test_a_v_opens_nothing_for_little() -> None:
     assignment = partition(blocks(16, 1), 4, 0.0, v_shaped=True)
     assert [name for name in assignment.containers if name] == []
