@@ -48,6 +48,13 @@ def test_what_crosses_is_what_is_needed_behind(kind: type[Block]) -> None:
     assert len(profile.crossing) == 7
 
 
+def test_what_has_no_memory_of_its_own_is_left_out() -> None:
+    lifetimes = Lifetimes()
+    sparse = torch.eye(4).to_sparse()
+    lifetimes.note([sparse], [sparse, torch.ones(4)])
+    assert lifetimes.crossing(0) == [0]
+
+
 def test_memory_of_the_same_number_is_not_the_same() -> None:
     lifetimes = Lifetimes()
     x = torch.ones(4)
