@@ -230,6 +230,10 @@ def test_with_few_microbatches_who_begins_first_has_most_to_do(
     assert assignment.compute_shares.index(max(assignment.compute_shares)) == heaviest
 
 
+def test_a_v_of_one_rank_is_the_whole_model() -> None:
+    assert partition(blocks(3, 1), 1, 0.0, v_shaped=True).compute_shares == (1.0,)
+
+
 def test_a_v_opens_nothing_for_little() -> None:
     assignment = partition(blocks(16, 1), 4, 0.0, v_shaped=True)
     assert [name for name in assignment.containers if name] == []

@@ -258,7 +258,7 @@ def _opened_at_cuts(
     # Within a block more may cross than between two: a stream, and what a branch has computed.
     crossing = _Crossing(groups)
     starts = [each.position(at_last=False) for each in _behind_cuts(groups, where)]
-    most = max(map(crossing.before, starts))
+    most = max(map(crossing.before, starts), default=0)
     for _ in range(_OPENINGS):
         if heaviest * _WORTH_OPENING <= even:
             break

@@ -460,8 +460,8 @@ class Snapshot:
         self._names |= names
         namespace = function.__globals__
         self._entries(namespace, names, function.__module__)
-        for name in sorted(names):
-            module = namespace[name] if name in namespace else sys.modules.get(name)
+        for name in sorted(names - namespace.keys()):  # imported within the function
+            module = sys.modules.get(name)
             if isinstance(module, types.ModuleType) and is_users(module.__name__):
                 self._entries(vars(module), names, name)
         if names & {"environ", "getenv"}:
@@ -477,7 +477,11 @@ class Snapshot:
 
         self._hold(holders.entries(named), namespace, None, f"a global of {path}")
         for name in named:
-            self._pending.append((namespace[name], None, name))
+            value = namespace[name]
+            if not isinstance(value, types.ModuleType):
+                self._pending.append((value, None, name))
+            elif is_users(value.__name__):
+                self._entries(vars(value), names, name)
 
 
 def _behind(proxy: Any) -> Any:
