@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 
 _numbers = itertools.count()
+_CHANNELS = 64
+_SECONDS = 20.0
 
 
 class FileMemory:
@@ -24,16 +27,24 @@ class FileMemory:
     def __init__(self, size_bytes: int, folder: Path, collectives: Collectives) -> None:
         self._collectives = collectives
         self.barriers = 0
+        self.num_channels = _CHANNELS
         number = next(_numbers)
-        own = folder / f"{number}-{collectives.rank}"
-        own.write_bytes(bytes(size_bytes))
+        sizes = {"": size_bytes, "signals": _CHANNELS * collectives.size}
+        for kind, size in sizes.items():
+            (folder / f"{number}{kind}-{collectives.rank}").write_bytes(bytes(size))
         numbers = collectives.compare([number])
-        self._parts = [
-            torch.from_file(
-                str(folder / f"{theirs}-{rank}"), shared=True, size=size_bytes, dtype=torch.uint8
-            )
-            for rank, (theirs,) in enumerate(numbers)
-        ]
+        self._parts, self._signals = (
+            [
+                torch.from_file(
+                    str(folder / f"{theirs}{kind}-{rank}"),
+                    shared=True,
+                    size=size,
+                    dtype=torch.uint8,
+                )
+                for rank, (theirs,) in enumerate(numbers)
+            ]
+            for kind, size in sizes.items()
+        )
 
     def piece(self, rank: int, start_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """See ``SymmetricMemory.piece``."""
@@ -46,3 +57,20 @@ class FileMemory:
         """See ``SymmetricMemory.barrier``."""
         self.barriers += 1
         self._collectives.compare([self.barriers])
+
+    def signal(self, rank: int, channel: int) -> None:
+        """See ``SymmetricMemory.signal``."""
+        place = channel * self._collectives.size + self._collectives.rank
+        assert not self._signals[rank][place], "the signal before this one was not waited for"
+        self._signals[rank][place] = 1
+
+    def wait(self, rank: int, channel: int) -> None:
+        """See ``SymmetricMemory.wait``."""
+        place = channel * self._collectives.size + rank
+        own = self._signals[self._collectives.rank]
+        deadline = time.monotonic() + _SECONDS
+        while not own[place]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} gave no signal on channel {channel}")
+            time.sleep(0)
+        own[place] = 0

@@ -11,6 +11,7 @@ import pytest
 import soundness_cases
 import torch
 import transformers_cases
+from boxed import boxed
 from world import manual_pipeline, pipeline, replicas, run
 
 from smdistributed.modelparallel.common.errors import PartitionError
@@ -27,9 +28,9 @@ WORLDS = {
     "pp2-simple": pipeline(2, launcher="fork", pipeline="simple"),
     "pp4": pipeline(4, launcher="fork"),
     "pp2-halves": pipeline(2, launcher="fork", pipeline="zero_bubble"),
-    "pp4-halves": pipeline(4, launcher="fork", pipeline="zero_bubble"),
+    "pp4-halves": boxed(4, pipeline="zero_bubble"),
     "pp2-v": pipeline(2, launcher="fork", pipeline="zero_bubble_v"),
-    "pp4-v": pipeline(4, launcher="fork", pipeline="zero_bubble_v"),
+    "pp4-v": boxed(4, pipeline="zero_bubble_v"),
     "pp2-dp2": replicas(2, 2),
     "pp2-dp2-halves": replicas(2, 2, pipeline="zero_bubble"),
     "pp2-dp2-v": replicas(2, 2, pipeline="zero_bubble_v"),

@@ -22,6 +22,21 @@ class SymmetricMemory(Protocol):
     def barrier(self) -> None:
         """What comes after it runs when all ranks have done what comes before theirs."""
 
+    @property
+    def num_channels(self) -> int:
+        """How many signals of one rank to another may be under way at a time."""
+
+    def signal(self, rank: int, channel: int) -> None:
+        """Tells a rank that all that comes before, in the current stream, has been done.
+
+        Args:
+            rank: who is told, and has waited for the signal before this one of the channel.
+            channel: less than ``num_channels``.
+        """
+
+    def wait(self, rank: int, channel: int) -> None:
+        """What comes after it in the current stream runs when a rank has given its signal."""
+
 
 #: Makes memory of so many bytes. Collective: TP_GROUP.
 MakeMemory = Callable[[int], SymmetricMemory]

@@ -12,8 +12,10 @@ import torch
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.torch.execute.clock import clock_of
-from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Message
+from smdistributed.modelparallel.torch.execute.itinerary import Itinerary
 from smdistributed.modelparallel.torch.execute.links import Links, Transfer
+from smdistributed.modelparallel.torch.execute.mailboxes import Laying, Taking
+from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.passes import Outgoing
 
 #: Called before each action with its direction and microbatch.
@@ -82,8 +84,8 @@ class Executor:
             CommError: a peer died or did not take part in time.
         """
         marks = []
-        incoming: dict[Message, Transfer] = {}
-        outgoing: collections.deque[Transfer] = collections.deque()
+        incoming: dict[Message, Transfer | Taking] = {}
+        outgoing: collections.deque[Transfer | Laying] = collections.deque()
         started, self._started = self._started if acting.is_started else None, None
         if started is None:
             self._clock.begin()
@@ -92,7 +94,7 @@ class Executor:
 
         def post(receives: Sequence[Message]) -> None:
             for message in receives:
-                incoming[message] = links.receive(acting.buffer(message), message.source)
+                incoming[message] = links.receive_message(acting.buffer(message), message.source)
 
         # Posted one action ahead, a transfer overlaps with an action. On a GPU a waiting receive
         # would hold multiprocessors, so it is posted at the point of need.
@@ -113,12 +115,12 @@ class Executor:
             transfer.wait()
         return marks
 
-    def _send(self, outgoing: collections.deque[Transfer], leaving: Outgoing) -> None:
+    def _send(self, outgoing: collections.deque[Transfer | Laying], leaving: Outgoing) -> None:
         # They end about in the order in which they began: asking the first ones is enough.
         while outgoing and outgoing[0].is_done:
             outgoing.popleft()
         for message, tensor in leaving:
-            outgoing.append(self._links.send(tensor, message.target))
+            outgoing.append(self._links.send_message(tensor, message.target))
 
     def timed(self, marks: Sequence[Any]) -> list[TimedAction]:
         """Returns the actions with the times of a run, in seconds since the epoch."""

@@ -7,23 +7,15 @@ sender's order, which the schedule fixes, so no message carries a tag or header.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
+from smdistributed.modelparallel.torch.execute.message import Message
+from smdistributed.modelparallel.torch.execute.room import Rooms, rooms_of
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
-
-
-class Message(NamedTuple):
-    """One tensor that travels: an activation (FORWARD) or its gradient (BACKWARD)."""
-
-    kind: Kind
-    value: int
-    microbatch: int
-    source: int
-    target: int
 
 
 @dataclass
@@ -38,7 +30,7 @@ class Itinerary:
         sends: for each action, the messages that leave after it.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
         last_forwards: for each action, the microbatches that have no forward pass here after it.
-        directions: every (source, target) pair of ranks that exchanges messages.
+        rooms: of every (source, target) pair of ranks that exchanges messages, what has to fit.
     """
 
     actions: tuple[Action, ...]
@@ -47,7 +39,7 @@ class Itinerary:
     sends: list[list[Message]]
     releases: list[list[tuple[int, int]]]
     last_forwards: list[list[int]]
-    directions: set[tuple[int, int]]
+    rooms: Rooms
 
 
 def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
@@ -58,37 +50,50 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
         schedule: the order of actions on every rank.
         rank: the pp_rank.
     """
+    sends = [_all_sends(plans, actions, source) for source, actions in enumerate(schedule.ranks)]
+    needs = [_all_needs(plans, actions, target) for target, actions in enumerate(schedule.ranks)]
+    sizes = {
+        plan: {value.index: value.num_bytes for each in plan.segments for value in each.outputs}
+        for plan in set(plans)
+    }
+    num_bytes: dict[Message, int] = {}
     arrivals: dict[int, list[Message]] = {}
-    directions: set[tuple[int, int]] = set()
-    own_sends: list[list[Message]] = []
-    for source, actions in enumerate(schedule.ranks):
-        ready: collections.Counter[tuple[Value, int]] = collections.Counter()
-        for action in actions:
-            sends = _sends(plans[action.microbatch], action, source, ready)
-            directions.update((message.source, message.target) for message in sends)
-            if source == rank:
-                own_sends.append(sends)
-            for message in sends:
-                if message.target == rank:
-                    arrivals.setdefault(source, []).append(message)
+    for message in itertools.chain(*itertools.chain(*sends)):
+        num_bytes[message] = sizes[plans[message.microbatch]][message.value]
+        if message.target == rank:
+            arrivals.setdefault(message.source, []).append(message)
     actions = schedule.ranks[rank]
+    return Itinerary(
+        actions,
+        _posts(needs[rank], arrivals),
+        needs[rank],
+        sends[rank],
+        _releases(plans, actions),
+        _last_forwards(actions),
+        rooms_of(needs, sends, num_bytes),
+    )
+
+
+def _all_sends(
+    plans: Sequence[Plan], actions: Sequence[Action], source: int
+) -> list[list[Message]]:
+    """Returns, for each action of a rank, what leaves after it."""
+    ready: collections.Counter[tuple[Value, int]] = collections.Counter()
+    return [_sends(plans[action.microbatch], action, source, ready) for action in actions]
+
+
+def _all_needs(
+    plans: Sequence[Plan], actions: Sequence[Action], target: int
+) -> list[list[Message]]:
+    """Returns, for each action of a rank, what it needs that no earlier one needed."""
     # Several segments of a rank may read a value: the first of them takes it.
     taken: set[Message] = set()
     needs = []
     for action in actions:
-        coming = _needs(plans[action.microbatch], action, rank)
+        coming = _needs(plans[action.microbatch], action, target)
         needs.append([message for message in coming if message not in taken])
         taken.update(coming)
-    releases = _releases(plans, actions)
-    return Itinerary(
-        actions,
-        _posts(needs, arrivals),
-        needs,
-        own_sends,
-        releases,
-        _last_forwards(actions),
-        directions,
-    )
+    return needs
 
 
 def _posts(

@@ -1,20 +1,25 @@
 """Point-to-point transfers of tensors between the ranks of one pipeline.
 
 Both ends know the order of all transfers between two ranks from the plan, so a transfer carries no
-header and needs no negotiation. On NCCL each direction of a pair has a communicator of its own:
+header and needs no negotiation. GPUs of one host lay messages into each other's memory
+(``mailboxes.py``). On NCCL each direction of a pair has a communicator of its own:
 transfers of one communicator run in one order, and the two directions must not wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
+from smdistributed.modelparallel.torch.execute.mailboxes import Laying, Mailboxes, Taking
 from smdistributed.modelparallel.torch.execute.peers import Blaming, Peers
+from smdistributed.modelparallel.torch.execute.room import Rooms
 
 #: Transfers of a pair of ranks are in one order, so they need no telling apart.
 _TAG = 0
@@ -32,6 +37,8 @@ class Links:
         device: where the tensors live.
         timeout: how long a transfer waits for its peer.
         peers: who is blamed when a transfer fails.
+        readable: returns what makes memory that the ranks of the pipeline share, if they can.
+            Collective: the pipeline.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class Links:
         device: torch.device,
         timeout: timedelta,
         peers: Peers,
+        readable: Callable[[], MakeMemory | None],
     ) -> None:
         self._pipelines = pipelines
         self._members = members
@@ -51,6 +59,9 @@ class Links:
         self._device = device
         self._timeout = timeout
         self._peers = peers
+        self._readable = readable
+        #: None as long as it is not known whether there can be any.
+        self._mailboxes: Mailboxes | Literal[False] | None = None
         #: On GPUs, by (source, target): the communicator, and the other one's rank in it.
         self._directions: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._connected: set[tuple[int, int]] = set()
@@ -63,12 +74,28 @@ class Links:
     def _group(self) -> dist.ProcessGroup:
         return self._groups[CommGroup.PP_GROUP]
 
-    def connect(self, directions: Iterable[tuple[int, int]]) -> None:
-        """Makes communicators for (source, target) pairs of pp_ranks that will be used.
+    def connect(self, directions: Iterable[tuple[int, int]], rooms: Rooms) -> None:
+        """Makes what (source, target) pairs of pp_ranks will use.
 
-        Both directions of a pair are connected: a step that only evaluates may come first.
-        Collective: WORLD in the first call, the pipeline later, with the same pairs on all ranks.
+        Collective: WORLD in the first call, the pipeline later; the same on all its ranks.
+
+        Args:
+            directions: pairs that send something.
+            rooms: of those that send messages of an itinerary.
         """
+        self._make_communicators([*directions, *rooms])
+        if not rooms:
+            return
+        if self._mailboxes is None:
+            make = self._readable()
+            self._mailboxes = make is not None and Mailboxes(
+                make, self._rank_of, self._pp_rank, self._device
+            )
+        if self._mailboxes:
+            self._mailboxes.make_room(rooms)
+
+    def _make_communicators(self, directions: Iterable[tuple[int, int]]) -> None:
+        """Both directions of a pair get one: a step that only evaluates may come first."""
         wanted = {way for one, other in directions for way in ((one, other), (other, one))}
         if self._device.type != "cuda" or wanted <= self._connected:
             return
@@ -148,6 +175,24 @@ class Links:
         with blaming:
             work = group.recv([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, blaming)
+
+    def send_message(self, tensor: torch.Tensor, target: int) -> Transfer | Laying:
+        """Starts sending a message of an itinerary, for which ``connect`` has made room.
+
+        Shape: any, as the receiver expects it; dims in the order of memory.
+        """
+        if self._mailboxes and self._mailboxes.takes_to(target, tensor):
+            return self._mailboxes.send(tensor.contiguous(), target)
+        return self.send(tensor, target)
+
+    def receive_message(self, tensor: torch.Tensor, source: int) -> Transfer | Taking:
+        """Starts receiving a message of an itinerary.
+
+        Shape: that of what the sender sends.
+        """
+        if self._mailboxes and self._mailboxes.takes_from(source, tensor):
+            return self._mailboxes.receive(tensor, source)
+        return self.receive(tensor, source)
 
     def _way(
         self, tensor: torch.Tensor, direction: tuple[int, int], peer: int

@@ -15,7 +15,8 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
-from smdistributed.modelparallel.torch.execute.itinerary import Itinerary, Message
+from smdistributed.modelparallel.torch.execute.itinerary import Itinerary
+from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off

@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import accumulati
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, users_of_memory
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
-from smdistributed.modelparallel.torch.execute.itinerary import Message
+from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.passes import (
     Computation,
     Inputs,

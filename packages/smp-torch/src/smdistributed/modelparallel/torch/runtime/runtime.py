@@ -46,6 +46,7 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
@@ -159,6 +160,22 @@ class TorchRuntime(Runtime):
             self.device,
             data_plane_timeout(self.config.communication_timeout),
             self.peers,
+            self._memory_of_pipeline,
+        )
+
+    def _memory_of_pipeline(self) -> MakeMemory | None:
+        group = self.process_groups[CommGroup.PP_GROUP]
+        members = self.topology.members(CommGroup.PP_GROUP, self.rank)
+        collectives = ProcessGroupCollectives(
+            group, lambda: self.peers.blaming(members, "sharing memory with")
+        )
+        return readable_memory(
+            group,
+            collectives,
+            self.device,
+            self.peers.hosts[self.rank],
+            data_plane_timeout(self.config.communication_timeout),
+            "ranks of a pipeline send messages",
         )
 
     def close(self) -> None:

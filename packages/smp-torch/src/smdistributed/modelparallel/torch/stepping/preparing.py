@@ -95,7 +95,7 @@ class Preparation:
         runtime = self._runtime
         pp_size = runtime.topology.pp_size
         itinerary = prepare(plans, schedule, self._pp_rank)
-        runtime.links.connect(itinerary.directions | _usual_directions(pp_size))
+        runtime.links.connect(_usual_directions(pp_size), itinerary.rooms)
         passes = Passes(
             plans,
             [self._programs_of(plan) for plan in plans],

@@ -30,13 +30,19 @@ class SymmetricBuffer:
     ) -> None:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
 
+        self._write: Any = _SymmetricMemory.stream_write_value32
         self._timeout_ms = int(timeout_seconds * 1000)
         self._own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
         # It is cleared behind what the GPU has been given so far: before it is, no other GPU may
         # signal that it has come to a barrier, since that would be cleared too.
         torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, group)
+        #: Of each rank, where signals to it are.
+        self._pads = [self._handle.get_signal_pad(rank) for rank in range(self._handle.world_size)]
+        #: One channel is the barrier's.
+        self.num_channels = self._pads[0].numel() // len(self._pads) - 1
 
     def piece(self, rank: int, start_bytes: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns some numbers of a rank, as a tensor of this process's GPU."""
@@ -48,3 +54,15 @@ class SymmetricBuffer:
     def barrier(self) -> None:
         """What is started on the current stream waits until all ranks have come to it."""
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
+
+    def signal(self, rank: int, channel: int) -> None:
+        """Tells a rank that all that comes before in the current stream has been done.
+
+        The stream writes the signal itself: a kernel might have to wait for others to end.
+        """
+        place = len(self._pads) * (channel + 1) + self._handle.rank
+        self._write(self._pads[rank], place, 1)
+
+    def wait(self, rank: int, channel: int) -> None:
+        """What comes after it in the current stream runs when a rank has given its signal."""
+        self._handle.wait_signal(rank, channel=channel + 1, timeout_ms=self._timeout_ms)
