@@ -17,14 +17,19 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.runtime import runtime
 
 
-def start_boxed(config: Mapping[str, object]) -> Callable[[], object]:
-    """Starts the library on a rank whose pipeline shares memory; see ``world.start``."""
+def share_memory() -> None:
+    """Has the ranks of pipelines share memory; called before ``smp.init``."""
     if not torch.cuda.is_available():  # GPUs have memory of their own
-        runtime.readable_memory = by_files
+        runtime.readable_memory = _by_files
+
+
+def start_boxed(config: Mapping[str, object]) -> Callable[[], object]:
+    """Starts the library on a rank; see ``world.start``."""
+    share_memory()
     return start(config)
 
 
-def by_files(_group: object, collectives: Collectives, *_: object) -> Any:
+def _by_files(_group: object, collectives: Collectives, *_: object) -> Any:
     """Stands for ``readable_memory``. Collective: the ranks of ``collectives``."""
 
     def make(size_bytes: int) -> FileMemory:

@@ -261,7 +261,7 @@ def captured() -> Iterator[tuple[list[Any], Reasons]]:
 
     replaying.logger.addHandler(reasons)
     stand_in = () if torch.cuda.is_available() else (HostGraphs(),)
-    graphs_of = (lambda device: stand_in[0]) if stand_in else replaying.graphs_of
+    graphs_of = (lambda device, **_: stand_in[0]) if stand_in else replaying.graphs_of
     try:
         with (
             mock.patch.object(Replay, "begin", counted),

@@ -21,6 +21,11 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.execute import weight_gradients
 from smdistributed.modelparallel.torch.stepping import replaying
 
+_MEMORY_ALONE = (
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like),
+    *(torch.ops.aten.empty_strided, torch.ops.aten.new_empty),
+)
+
 
 class HostGraph:
     """Operations, with their arguments and where their results are."""
@@ -105,7 +110,10 @@ class _Capture(TorchDispatchMode):
             given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
             memories = {each.untyped_storage()._cdata for each in _tensors(result)}
             self._made |= memories - given
-            self._graph.calls.append((func, *before, _aliases(result), torch.is_grad_enabled()))
+            # No kernel makes memory: on a GPU it stays where it was, with what is in it.
+            if func.overloadpacket not in _MEMORY_ALONE:
+                call = (func, *before, _aliases(result), torch.is_grad_enabled())
+                self._graph.calls.append(call)
         return result
 
 
@@ -141,4 +149,4 @@ def capture_every_step() -> None:
     every_step(cuda_graphs=True)
     replaying._FIRST = 1
     if not torch.cuda.is_available():
-        replaying.graphs_of = lambda device: HostGraphs()
+        replaying.graphs_of = lambda device, **_: HostGraphs()

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from boxed import boxed
 from graph_cases import LAYERS, MOMENTS, NETS, compare, compare_turning
 from world import pipeline, replicas, run, world_of
 
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
 WORLDS = {
     "interleaved": pipeline(2, launcher="fork"),
-    "zero_bubble": pipeline(2, launcher="fork", pipeline="zero_bubble"),
+    "zero_bubble": boxed(2, pipeline="zero_bubble"),
 }
 
 

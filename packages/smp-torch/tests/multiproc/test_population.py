@@ -21,6 +21,7 @@ import torch
 import uses
 import views
 import writes
+from boxed import share_memory
 from host_graphs import capture_every_step, every_step
 from small_scripts import MICROBATCHES
 from world import compute_here, run, without_fork
@@ -45,6 +46,8 @@ STRIDES = {
 
 def start(config: dict[str, object], name: str) -> None:
     torch.set_num_threads(1)
+    if name == "graphs":
+        share_memory()
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
     compute_here()
     if name in ("graphs", "one-graphs"):
@@ -58,7 +61,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "pp2": {"pipeline_parallel_degree": 2},
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
     "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
-    # Passes are captured as CUDA graphs, or as what stands for them.
+    # Passes are captured as CUDA graphs, or as what stands for them; messages are laid down.
     "graphs": {"pipeline_parallel_degree": 2},
     "one-graphs": {"pipeline_parallel_degree": 1},
     # What lies between modules is compiled.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -53,28 +54,50 @@ class Job:
             job.sends[rank].append(sent)
         return job
 
-    def run(self, choose: Choose) -> Iterator[tuple[tuple[int, int], int]]:
-        """Has the ranks get on; gives, at each send, the pair, and how far back the oldest is."""
-        done = [0] * len(self.needs)
+    def run(
+        self, choose: Choose, places: Mapping[tuple[int, int], int] | None = None
+    ) -> Iterator[tuple[tuple[int, int], int]]:
+        """Has the ranks get on; gives, at each send, the pair, and how far back the oldest is.
+
+        Args:
+            choose: who does.
+            places: for messages of a pair of ranks; where all are taken, the sender waits.
+        """
+        programs: list[list[Any]] = [
+            [step for need, leaving in zip(*both, strict=True) for step in (need, *leaving)]
+            for both in zip(self.needs, self.sends, strict=True)
+        ]
+        at = [0] * len(programs)
         sent: dict[tuple[int, int], list[Message]] = {}
         laid: set[Message] = set()
         used: set[Message] = set()
+
+        def waiting(way: tuple[int, int]) -> int:
+            former = sent.setdefault(way, [])
+            return next((len(former) - i for i, m in enumerate(former) if m not in used), 0)
+
+        def is_possible(step: Any) -> bool:
+            if isinstance(step, Message):
+                way = step.source, step.target
+                return places is None or waiting(way) < places[way]
+            return laid.issuperset(step)
+
         while ready := [
             rank
-            for rank, actions in enumerate(self.needs)
-            if done[rank] < len(actions) and laid.issuperset(actions[done[rank]])
+            for rank, program in enumerate(programs)
+            if at[rank] < len(program) and is_possible(program[at[rank]])
         ]:
             rank = choose(ready)
-            used.update(self.needs[rank][done[rank]])
-            for message in self.sends[rank][done[rank]]:
-                way = message.source, message.target
-                former = sent.setdefault(way, [])
-                former.append(message)
-                laid.add(message)
-                oldest = next(i for i, each in enumerate(former) if each not in used)
-                yield way, len(former) - oldest
-            done[rank] += 1
-        assert done == [len(actions) for actions in self.needs]
+            step = programs[rank][at[rank]]
+            at[rank] += 1
+            if isinstance(step, Message):
+                way = step.source, step.target
+                sent.setdefault(way, []).append(step)
+                laid.add(step)
+                yield way, waiting(way)
+            else:
+                used.update(step)
+        assert at == [len(program) for program in programs]
 
 
 def last_of_all(late: int) -> Choose:
@@ -86,7 +109,7 @@ def last_of_all(late: int) -> Choose:
 def test_room_is_what_may_be_needed(seed: int) -> None:
     dice = random.Random(seed)
     job = Job.drawn(dice)
-    rooms = rooms_of(job.needs, job.sends, job.num_bytes)
+    rooms = rooms_of(job.needs, job.sends, job.num_bytes, few=1000)
     most: dict[tuple[int, int], int] = {}
     for late in range(len(job.needs)):
         for way, count in job.run(last_of_all(late)):
@@ -101,6 +124,35 @@ def test_room_is_what_may_be_needed(seed: int) -> None:
         way = message.source, message.target
         largest[way] = max(largest.get(way, 0), num_bytes)
     assert {way: room.num_bytes for way, room in rooms.items()} == largest
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_get_on_with_few_places(seed: int) -> None:
+    dice = random.Random(seed)
+    job = Job.drawn(dice)
+    for few in (1, 2, 3):
+        rooms = rooms_of(job.needs, job.sends, job.num_bytes, few)
+        places = {way: room.places for way, room in rooms.items()}
+        for choose in (dice.choice, *map(last_of_all, range(len(job.needs)))):
+            for way, count in job.run(choose, places):
+                assert count <= places[way]
+
+
+def test_places_are_added_where_ranks_would_wait_for_each_other() -> None:
+    # Each sends two before it takes one.
+    there = [Message(Kind.FORWARD, 0, m, 0, 1) for m in range(2)]
+    back = [Message(Kind.FORWARD, 1, m, 1, 0) for m in range(2)]
+    sizes = dict.fromkeys([*there, *back], 4)
+    rooms = rooms_of([[[], back], [[], there]], [[there, []], [back, []]], sizes, few=1)
+    assert rooms == {(0, 1): Room(2, 4), (1, 0): Room(2, 4)}
+
+
+def test_without_an_answer_few_places_are_enough() -> None:
+    there = [Message(Kind.FORWARD, 0, m, 0, 1) for m in range(40)]
+    each = [[message] for message in there]
+    none: list[list[Message]] = [[] for _ in there]
+    rooms = rooms_of([none, each], [each, none], dict.fromkeys(there, 4))
+    assert rooms == {(0, 1): Room(8, 4)}
 
 
 def test_who_waits_for_each_answer_needs_one_place() -> None:

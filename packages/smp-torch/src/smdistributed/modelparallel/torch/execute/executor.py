@@ -20,6 +20,8 @@ from smdistributed.modelparallel.torch.execute.passes import Outgoing
 
 #: Called before each action with its direction and microbatch.
 EnterPass = Callable[[Kind, int], None]
+#: What is being sent, with the position of the action after which it leaves.
+_Outgoing = collections.deque[tuple[int, Transfer | Laying]]
 
 
 class Acting(Protocol):
@@ -27,9 +29,11 @@ class Acting(Protocol):
 
     Attributes:
         is_started: the first of them was done ahead; see ``Executor.start``.
+        reuses_memory: what leaves after an action may be written over by the second one after it.
     """
 
     is_started: bool
+    reuses_memory: bool
 
     def buffer(self, message: Message) -> torch.Tensor:
         """Returns a buffer for a message that comes."""
@@ -85,7 +89,7 @@ class Executor:
         """
         marks = []
         incoming: dict[Message, Transfer | Taking] = {}
-        outgoing: collections.deque[Transfer | Laying] = collections.deque()
+        outgoing: _Outgoing = collections.deque()
         started, self._started = self._started if acting.is_started else None, None
         if started is None:
             self._clock.begin()
@@ -103,26 +107,34 @@ class Executor:
         for receives in itertools.islice(posts, ahead):
             post(receives)
         for position, action in enumerate(self._itinerary.actions):
+            if acting.reuses_memory:
+                _settle(outgoing, position - 1)
             post(next(posts, ()))
             arrived = [(message, incoming.pop(message).wait()) for message in needs[position]]
             enter_pass(action.kind, action.microbatch)
             start = mark()
             leaving = acting.act(position, arrived)
             marks.append((start, mark()) if position or started is None else started)
-            self._send(outgoing, leaving)
+            self._send(outgoing, position, leaving)
             del arrived, leaving  # their memory may be free now
-        for transfer in outgoing:
-            transfer.wait()
+        _settle(outgoing, len(self._itinerary.actions))
         return marks
 
-    def _send(self, outgoing: collections.deque[Transfer | Laying], leaving: Outgoing) -> None:
+    def _send(self, outgoing: _Outgoing, position: int, leaving: Outgoing) -> None:
         # They end about in the order in which they began: asking the first ones is enough.
-        while outgoing and outgoing[0].is_done:
+        while outgoing and outgoing[0][1].is_done:
             outgoing.popleft()
         for message, tensor in leaving:
-            outgoing.append(self._links.send_message(tensor, message.target))
+            transfer = self._links.send_message(tensor, message.target)
+            outgoing.append((position, transfer))
 
     def timed(self, marks: Sequence[Any]) -> list[TimedAction]:
         """Returns the actions with the times of a run, in seconds since the epoch."""
         times = iter(self._clock.seconds([mark for pair in marks for mark in pair]))
         return [TimedAction(action, next(times), next(times)) for action in self._itinerary.actions]
+
+
+def _settle(outgoing: _Outgoing, position: int) -> None:
+    """Has what comes next find that all has left that was sent before an action."""
+    while outgoing and outgoing[0][0] < position:
+        outgoing.popleft()[1].wait()

@@ -41,9 +41,11 @@ class DeviceGraphs:
 
     Args:
         device: a GPU.
+        uses_streams: what is captured runs on several streams.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, uses_streams: bool) -> None:
+        self._uses_streams = uses_streams
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         #: Those that there are.
@@ -52,7 +54,8 @@ class DeviceGraphs:
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """See ``Graphs``."""
-        reuse_while_capturing()
+        if self._uses_streams:
+            reuse_while_capturing()
         torch.cuda.synchronize()
         # What is collected while a graph is captured may be a graph, whose end is no part of it.
         gc.collect()
@@ -78,8 +81,12 @@ class DeviceGraphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
         self._graphs.add(graph)
+        # What would wait for the device is an error before it does: afterwards the capture would
+        # be no good any more, and memory that a thread of autograd frees then ends the process.
+        former = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
             yield graph
@@ -87,6 +94,8 @@ class DeviceGraphs:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
+        finally:
+            torch.cuda.set_sync_debug_mode(former)
         graph.capture_end()
 
     def release(self) -> None:
@@ -95,6 +104,6 @@ class DeviceGraphs:
             graph.reset()
 
 
-def graphs_of(device: torch.device) -> Graphs | None:
-    """Returns what captures on a device; None where nothing can."""
-    return DeviceGraphs(device) if device.type == "cuda" else None
+def graphs_of(device: torch.device, *, uses_streams: bool) -> Graphs | None:
+    """Returns what captures on a device; None where nothing can. See ``DeviceGraphs``."""
+    return DeviceGraphs(device, uses_streams=uses_streams) if device.type == "cuda" else None

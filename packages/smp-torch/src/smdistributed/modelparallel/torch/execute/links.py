@@ -176,6 +176,14 @@ class Links:
             work = group.recv([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, blaming)
 
+    @property
+    def lays_messages(self) -> bool:
+        """Whether messages are written at once when they are needed, and leave as soon as sent.
+
+        Known from ``connect`` on; else sender and receiver wait for each other.
+        """
+        return bool(self._mailboxes)
+
     def send_message(self, tensor: torch.Tensor, target: int) -> Transfer | Laying:
         """Starts sending a message of an itinerary, for which ``connect`` has made room.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import (
     MakeMemory,
     SymmetricMemory,
@@ -100,9 +101,15 @@ class Mailboxes:
             ends[way[1]] += room.places * _aligned(room.num_bytes)
         self._memory = self._make(max(_ALIGNMENT, *ends))
         most = max(room.places for room in larger.values())
+        if 2 * most > self._memory.num_channels:
+            raise UnsupportedError(
+                f"At most {self._memory.num_channels // 2} messages from one rank to another can "
+                f"wait in its memory; this schedule has {most}: use fewer microbatches, or set "
+                "SMP_COPY_ENGINE=0, which has ranks send by NCCL."
+            )
         for way, room in larger.items():
             source, target = way
-            if self._pp_rank not in way or room.places + most > self._memory.num_channels:
+            if self._pp_rank not in way:
                 continue
             places = [
                 self._memory.piece(

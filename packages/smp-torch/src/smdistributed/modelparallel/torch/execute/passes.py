@@ -101,6 +101,7 @@ class Computation:
     """
 
     is_started = False  # it begins with the first action
+    reuses_memory = False  # but when nobody needs it
 
     def __init__(self, passes: Passes, inputs: Inputs, root_scales: Sequence[Scale]) -> None:
         self._passes = passes

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.backward import accumulations_seen
+from smdistributed.modelparallel.torch.compat.private.memory import unowned
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, users_of_memory
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
@@ -84,6 +85,7 @@ class Replay:
         inputs: for each microbatch, copies of its tensor arguments, which are read.
         scales: for each microbatch, by what its losses count; tensors are copies.
         incoming: by message, the buffer that is read.
+        reuses_memory: that of messages is used again within the mini-batch; see ``capture``.
         actions: in order.
         results: for each microbatch, the returned values that this rank makes.
         gradients: those that a mini-batch gives to parameters that had none.
@@ -95,6 +97,7 @@ class Replay:
     inputs: Inputs
     scales: Sequence[Scale]
     incoming: dict[Message, torch.Tensor]
+    reuses_memory: bool
     actions: list[CapturedAction]
     results: list[dict[int, torch.Tensor]]
     gradients: dict[nn.Parameter, torch.Tensor]
@@ -166,8 +169,13 @@ def capture(
     draws: Sequence[Draws],
     exchanges: Exchanges,
     enter_pass: EnterPass,
+    *,
+    reuses_memory: bool,
 ) -> Replay:
     """Captures the actions of a mini-batch; computes nothing.
+
+    Where memory of messages is used again, what comes must be written when it is needed and not
+    before, and what leaves after an action must be gone before the second one after it.
 
     Args:
         graphs: captures.
@@ -178,6 +186,7 @@ def capture(
         draws: of each action.
         exchanges: what they exchange within modules.
         enter_pass: called before each action.
+        reuses_memory: whether that of messages is.
 
     Raises:
         Exception: something cannot be captured. Nothing has changed but what the Python of modules
@@ -187,9 +196,7 @@ def capture(
     own = [[None if each is None else each.detach().clone() for each in one] for one in inputs]
     own_scales = [each.clone() if isinstance(each, torch.Tensor) else each for each in scales]
     computation = Computation(passes, own, own_scales)
-    incoming = {
-        message: computation.buffer(message) for needs in itinerary.needs for message in needs
-    }
+    incoming: dict[Message, torch.Tensor] = {}
     actions: list[CapturedAction] = []
     added: list[torch.Tensor] = []
 
@@ -200,15 +207,27 @@ def capture(
     try:
         with passes.putting_off(), accumulations_seen(parameters, note), graphs.session():
             for position, (action, drawn) in enumerate(zip(itinerary.actions, draws, strict=True)):
-                arrived = [(message, incoming[message]) for message in itinerary.needs[position]]
+                arrived: Outgoing = []
+                if not reuses_memory:
+                    arrived = _buffers(computation, itinerary.needs[position])
                 enter_pass(action.kind, action.microbatch)
                 exchanging = exchanges.capturing(
                     is_first=not position, is_last=position == len(itinerary.actions) - 1
                 )
                 with drawn.capturing(), graphs.capturing(drawn.generators) as graph, exchanging:
+                    if reuses_memory:
+                        arrived = _buffers(computation, itinerary.needs[position])
                     outgoing = computation.act(position, arrived)
                 actions.append(CapturedAction(graph, drawn, outgoing, added.copy()))
                 added.clear()
+                if reuses_memory:
+                    arrived = _without_memory(arrived)
+                    if position:
+                        former = actions[position - 1]
+                        actions[position - 1] = former._replace(
+                            outgoing=_without_memory(former.outgoing)
+                        )
+                incoming |= arrived
         found = {each: each.grad for each in parameters}
     finally:
         for parameter in parameters:
@@ -217,7 +236,25 @@ def capture(
     gradients = {each: gradient for each, gradient in found.items() if gradient is not None}
     del computation, found
     users = _users(gradients)
-    return Replay(own, own_scales, incoming, actions, results, gradients, users, exchanges.memory)
+    return Replay(
+        own,
+        own_scales,
+        incoming,
+        reuses_memory,
+        actions,
+        results,
+        gradients,
+        users,
+        exchanges.memory,
+    )
+
+
+def _buffers(computation: Computation, messages: Sequence[Message]) -> Outgoing:
+    return [(message, computation.buffer(message)) for message in messages]
+
+
+def _without_memory(messages: Outgoing) -> Outgoing:
+    return [(message, unowned(tensor)) for message, tensor in messages]
 
 
 def _tensors(inputs: Inputs, scales: Sequence[Scale]) -> list[torch.Tensor]:

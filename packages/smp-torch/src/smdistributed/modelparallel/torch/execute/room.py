@@ -1,12 +1,14 @@
 """How many messages from one rank to another may wait to be used: the room that they need.
 
 A rank runs ahead of another one as far as nothing that it does depends on that one. With room for
-all that it can send meanwhile, no message ever waits for room that only a later one would make,
-whatever the order in which devices do what they are told.
+all that it can send meanwhile, no message waits for room. Where that is much, as in steps without
+backward passes, there is less: so much that all get on, even if a rank does nothing while a message
+waits. (Whether they do then depends on nobody's pace.)
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,22 +27,74 @@ class Room(NamedTuple):
     num_bytes: int
 
 
-#: By (source, target).
-Rooms = Mapping[tuple[int, int], Room]
+#: (source, target).
+_Way = tuple[int, int]
+Rooms = Mapping[_Way, Room]
+#: Of each rank and each of its actions.
+_Messages = Sequence[Sequence[Sequence[Message]]]
+#: As many places are enough for two ranks that work side by side.
+_FEW = 8
 
 
 def rooms_of(
-    needs: Sequence[Sequence[Sequence[Message]]],
-    sends: Sequence[Sequence[Sequence[Message]]],
-    num_bytes: Mapping[Message, int],
+    needs: _Messages, sends: _Messages, num_bytes: Mapping[Message, int], few: int = _FEW
 ) -> Rooms:
     """Returns the room that the messages of a mini-batch need.
 
     Args:
-        needs: for each rank and each of its actions, what it needs that no earlier one needed.
-        sends: likewise, what leaves after it.
+        needs: what an action needs that no earlier one of the rank needed.
+        sends: what leaves after it.
         num_bytes: of each message.
+        few: if there are more places for messages of a pair of ranks, they have to be needed.
     """
+    most = _most_waiting(needs, sends)
+    largest: dict[_Way, int] = {}
+    for message, size in num_bytes.items():
+        way = message.source, message.target
+        largest[way] = max(largest.get(way, 0), size)
+    places = {way: min(count, few) for way, count in most.items()}
+    while not _get_on(needs, sends, places):
+        few *= 2
+        places = {way: min(count, few) for way, count in most.items()}
+    return {way: Room(places[way], largest[way]) for way in places}
+
+
+def _get_on(needs: _Messages, sends: _Messages, places: Mapping[_Way, int]) -> bool:
+    """Whether all ranks come to their ends, if each stops as long as a message finds no place."""
+    programs: list[list[Message | Sequence[Message]]] = [[] for _ in needs]
+    for program, *actions in zip(programs, needs, sends, strict=True):
+        for need, leaving in zip(*actions, strict=True):
+            program += [need, *leaving]
+    at = [0] * len(programs)
+    lying: dict[_Way, deque[Message]] = {way: deque() for way in places}
+    sent: set[Message] = set()
+    used: set[Message] = set()
+
+    def is_possible(step: Message | Sequence[Message]) -> bool:
+        if not isinstance(step, Message):
+            return sent.issuperset(step)
+        box = lying[step.source, step.target]
+        while box and box[0] in used:
+            box.popleft()
+        return len(box) < places[step.source, step.target]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and is_possible(step := program[at[rank]]):
+                if isinstance(step, Message):
+                    lying[step.source, step.target].append(step)
+                    sent.add(step)
+                else:
+                    used.update(step)
+                at[rank] += 1
+                moved = True
+    return at == [len(program) for program in programs]
+
+
+def _most_waiting(needs: _Messages, sends: _Messages) -> dict[_Way, int]:
+    """Returns how far back the oldest message may be that waits, at most, where one is sent."""
     used_at = {
         message: position
         for actions in needs
@@ -48,9 +102,9 @@ def rooms_of(
         for message in messages
     }
     #: By (source, target): what was sent, in order, and how many of these are surely used.
-    sent: dict[tuple[int, int], list[Message]] = {}
-    used: dict[tuple[int, int], int] = {}
-    rooms: dict[tuple[int, int], Room] = {}
+    sent: dict[_Way, list[Message]] = {}
+    used: dict[_Way, int] = {}
+    most: dict[_Way, int] = {}
     #: How many actions of each rank have surely begun when a message leaves.
     begun: dict[Message, list[int]] = {}
     clocks = [[0] * len(needs) for _ in needs]
@@ -72,10 +126,6 @@ def rooms_of(
                     while used_at[sent[way][oldest]] < clock[message.target]:
                         oldest += 1
                     used[way] = oldest
-                    former = rooms.get(way, Room(0, 0))
-                    rooms[way] = Room(
-                        max(former.places, len(sent[way]) - oldest),
-                        max(former.num_bytes, num_bytes[message]),
-                    )
+                    most[way] = max(most.get(way, 0), len(sent[way]) - oldest)
         assert sum(done) > before, "actions wait for each other"
-    return rooms
+    return most

@@ -221,6 +221,7 @@ class Replays:
                     draws,
                     self._group,
                     enter_pass,
+                    reuses_memory=self._runtime.links.lays_messages,
                 )
         except Exception as error:  # the mini-batch runs as it is, and fails if it fails so
             state.why_not = str(error).partition("\n")[0] or type(error).__name__
@@ -283,7 +284,7 @@ def replays_of(runtime: TorchRuntime, name: str) -> Replays | None:
         runtime: the state of the library in this process.
         name: of the step function.
     """
-    graphs = graphs_of(runtime.device)
+    graphs = graphs_of(runtime.device, uses_streams=runtime.config.tensor_parallel_degree > 1)
     if graphs is None:
         return None
     reason = ""
