@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.memory import reuse_while_capturing
+from smdistributed.modelparallel.torch.compat.private.memory import (
+    end_allocating,
+    reuse_while_capturing,
+)
 
 
 class Graph(Protocol):
@@ -92,11 +95,27 @@ class DeviceGraphs:
             yield graph
         except BaseException:
             with contextlib.suppress(RuntimeError):
-                graph.capture_end()
+                self._end(graph, generators)
             raise
         finally:
             torch.cuda.set_sync_debug_mode(former)
-        graph.capture_end()
+        self._end(graph, generators)
+
+    def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # What the capture has begun goes on: the allocator gives of its memory, and generators
+            # count what a graph draws. Of the latter they are out after a capture that ends well.
+            with contextlib.suppress(RuntimeError):
+                end_allocating(self._stream.device, self._pool)
+            with contextlib.suppress(RuntimeError):
+                empty = torch.cuda.CUDAGraph()
+                for generator in generators:
+                    empty.register_generator_state(generator)
+                empty.capture_begin(self._pool, capture_error_mode="thread_local")
+                empty.capture_end()
+            raise
 
     def release(self) -> None:
         """See ``Graphs``."""

@@ -30,9 +30,11 @@ from smdistributed.modelparallel.torch.plan.segments import Plan
 #: What the user may ask for.
 Wish = Pipeline | Literal["zero_bubble_v", "auto"]
 
-#: What a second kind of schedule, or one that keeps more, must take of the time of the first to be
-#: chosen.
+#: What a second kind of schedule must take of the time of the first to be chosen.
 WORTH = 0.99
+#: What of its time a schedule may take longer that keeps less by as many microbatches as there are
+#: ranks; by fewer, in proportion.
+_WORTH_OF_MEMORY = 0.05
 #: How many smaller bounds of what is kept are tried.
 _BOUNDS = 4
 #: What a transfer is taken to last, of a mean pass.
@@ -169,9 +171,11 @@ def lean_or_fastest(
     step = max(1, (active_microbatches - graph.num_ranks) // _BOUNDS)
     bounds = [active_microbatches, *range(graph.num_ranks, active_microbatches, step)]
     found = [fastest(graph, num_microbatches, kind, bound, thorough=thorough) for bound in bounds]
-    slowest = min(each.makespan for each in found) / WORTH
-    good = [each for each in found if each.makespan < slowest]
-    return min(good, key=lambda each: (round(max(each.peak_kept), 2), each.makespan))
+
+    def price(each: Timeline) -> float:
+        return each.makespan * (1 + _WORTH_OF_MEMORY * max(each.peak_kept) / graph.num_ranks)
+
+    return min(found, key=price)
 
 
 def fastest(

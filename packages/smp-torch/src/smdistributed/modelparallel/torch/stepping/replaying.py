@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private.backward import is_accumulation_kept
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graphs, graphs_of
 from smdistributed.modelparallel.torch.execute.passes import Inputs
@@ -249,6 +250,9 @@ class Replays:
             return f"{_MOST_KEPT} kinds of mini-batches do already"
         if any(map(accumulation_hooks, parameters)):
             return "a parameter has a hook that runs when its gradient has been added up"
+        if any(is_accumulation_kept(each) for each in parameters if each.requires_grad):
+            # A GPU would add gradients up on the stream of that graph, which captures nothing.
+            return "a tensor of an earlier step is kept with its graph: keep tensor.detach()"
         if any(each.device != runtime.device or each.requires_grad for each in tensors):
             return "an argument is on another device, or requires a gradient"
         for node in nodes:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import _C
+from torch.autograd.graph import get_gradient_edge
+
+_MARK = "smp: seen"
 
 
 def saved_tensors_hooks() -> Any:
@@ -33,6 +36,20 @@ def hooks_on_gradient(tensor: torch.Tensor) -> tuple[Callable[..., Any], ...]:
 def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
     """Returns the hooks that a leaf calls when its gradient has been added up."""
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+def is_accumulation_kept(leaf: torch.Tensor) -> bool:
+    """Whether a graph of autograd from before is kept that leads to a leaf.
+
+    Graphs share what adds up its gradient, which runs where it did in the first of them.
+    """
+    _notes_of(leaf)[_MARK] = True  # goes with what it is put on, unless somebody keeps that
+    return _MARK in _notes_of(leaf)
+
+
+def _notes_of(leaf: torch.Tensor) -> Any:
+    """Returns the dict of what adds up the gradient of a leaf, which is for anybody."""
+    return get_gradient_edge(leaf).node.metadata
 
 
 @contextlib.contextmanager

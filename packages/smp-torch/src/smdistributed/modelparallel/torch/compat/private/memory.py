@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 
@@ -20,6 +21,15 @@ def reuse_while_capturing() -> None:
     # Some settings are reset where they are not named again; older PyTorch does not have this one.
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (_REUSE, given))))
+
+
+def end_allocating(device: torch.device, pool: Any) -> None:
+    """Ends that memory is of a pool, which a capture has begun.
+
+    Raises:
+        RuntimeError: it has ended already.
+    """
+    torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
