@@ -12,15 +12,13 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 
 _Cached: Any = functools._lru_cache_wrapper
-#: What holds nothing, and is most of what caches hold.
-_ATOMS = frozenset(map(id, (str, int, float, bool, bytes, type(None), type)))
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 class FunctionCaches:
@@ -31,12 +29,14 @@ class FunctionCaches:
 
     def look_for_new(self) -> None:
         """Looks at all caches; after code has run that had not run before."""
-        self._with_fakes.update(each for each in _caches().now() if _holds_fakes(each))
+        caches = _caches().now()
+        if _hold_fakes(caches):
+            self._with_fakes.update(each for each in caches if _hold_fakes([each]))
 
     def clear(self) -> None:
         """Takes fakes out of caches."""
         for cached in self._with_fakes:
-            if _holds_fakes(cached):
+            if _hold_fakes([cached]):
                 cached.cache_clear()
 
 
@@ -68,38 +68,46 @@ def _caches() -> _Caches:
 
 
 def _in_modules() -> Iterator[Any]:
+    classes: dict[int, type] = {}
     for module in list(sys.modules.values()):
         for each in list(vars(module).values()) if isinstance(module, types.ModuleType) else ():
             # Not isinstance: objects can answer that with code of their own.
             if type(each) is _Cached:
                 yield each
             elif issubclass(type(each), type):
-                yield from (one for one in vars(each).values() if type(one) is _Cached)
+                # Once, however many modules import it.
+                classes[id(each)] = each
+    for each in classes.values():
+        yield from (one for one in vars(each).values() if type(one) is _Cached)
 
 
-def _holds_fakes(cached: Any) -> bool:
-    """Whether fakes are in what a cache holds, which may refer to itself."""
-    if not cached.cache_info().currsize:
-        return False
-    pending = gc.get_referents(cached)
+def _hold_fakes(caches: Sequence[Any]) -> bool:
+    """Whether fakes are in what caches hold, which may refer to itself.
+
+    Level by level, since the collector tells of thousands of objects at once, and they are of few
+    classes: some libraries keep large tables in caches.
+    """
+    level = gc.get_referents(*(each for each in caches if each.cache_info().currsize))
     seen: set[int] = set()
-    while pending:
-        each = pending.pop()
-        kind = type(each)
-        if id(kind) in _ATOMS or id(each) in seen:
-            continue
-        if issubclass(kind, FakeTensor):
+    while level:
+        kinds = {id(kind): kind for kind in map(type, level)}
+        if any(issubclass(kind, FakeTensor) for kind in kinds.values()):
             return True
-        seen.add(id(each))
-        if issubclass(kind, dict):
-            pending += [*dict.keys(each), *dict.values(each)]
-        elif issubclass(kind, _CONTAINERS) or _is_key(kind):
-            pending += gc.get_referents(each)
-        elif hasattr(kind, "__dataclass_fields__"):
-            pending += vars(each).values() if hasattr(each, "__dict__") else ()
+        containers = {key for key, kind in kinds.items() if _is_container(kind)}
+        new = {
+            id(each): each
+            for each in level
+            if id(type(each)) in containers and id(each) not in seen
+        }
+        seen |= new.keys()
+        level = gc.get_referents(*new.values())
     return False
 
 
-def _is_key(kind: type) -> bool:
-    """Whether it is a class of the cache's own, as of a key and of an entry in a list of uses."""
-    return kind.__module__ == "functools"
+def _is_container(kind: type) -> bool:
+    """Whether what objects of a class hold is looked at.
+
+    Classes of ``functools`` are those of a key, and of an entry in a list of uses.
+    """
+    is_plain = issubclass(kind, _CONTAINERS) or hasattr(kind, "__dataclass_fields__")
+    return is_plain or kind.__module__ == "functools"
