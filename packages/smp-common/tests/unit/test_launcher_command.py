@@ -57,7 +57,7 @@ def test_a_job_of_one_host_needs_no_network(
 ) -> None:
     described = Job(hosts, translate(options), ("train.py",), {})
     command = build_command(described, "m", as_root=False, num_cores=8)
-    assert ("^tcp" in command) is expected
+    assert ("^tcp,ofi" in command) is expected
 
 
 def test_processes_that_share_cores_yield() -> None:

@@ -172,8 +172,9 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
     if len(job.hosts) == 1 and not any("btl" in option for option in options.options):
-        # Shared memory is enough, and no other host can reach it.
-        command += ["--mca", "btl", "^tcp"]
+        # Shared memory is enough, and no other host can reach it. To look for a fabric takes each
+        # rank a second.
+        command += ["--mca", "btl", "^tcp,ofi"]
     # A survivor whose connection to a killed peer closes would otherwise abort the job, and be
     # blamed, before mpirun has heard of the kill.
     command += ["--mca", "mpi_abort_delay", "2"]
