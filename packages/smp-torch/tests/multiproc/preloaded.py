@@ -17,8 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
 
-with contextlib.suppress(ImportError):
+with contextlib.suppress(ImportError, AttributeError):
     import transformers.modeling_utils  # noqa: F401
+    from transformers.utils import import_utils
+
+    # Tables of its files, which it has no more use for: each recording would look through them.
+    import_utils.create_import_structure_from_path.cache_clear()
+    import_utils.define_import_structure.cache_clear()
 
 # The first one imports much more.
 FakeTensorMode(allow_non_fake_inputs=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from world import generator, run, start
+from world import generator, run, world_of
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
@@ -26,13 +26,7 @@ STEPS = 3
 
 
 def world(ranks: int, **config: Any) -> World:
-    return World(
-        ranks,
-        start,
-        ({"microbatches": 2, **config},),
-        "fork",
-        preload=("torch", "torch._dynamo"),
-    )
+    return world_of(ranks, {"microbatches": 2, **config})
 
 
 SHARDED = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}

@@ -24,7 +24,7 @@ import writes
 from boxed import share_memory
 from host_graphs import capture_every_step, every_step
 from small_scripts import MICROBATCHES
-from world import compute_here, run, without_fork
+from world import PRELOAD, compute_here, run, without_fork
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -68,7 +68,7 @@ CONFIGS: dict[str, dict[str, object]] = {
     "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
 }
 WORLDS = {
-    name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=("torch",))
+    name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=PRELOAD)
     for name, config in CONFIGS.items()
     for ranks in [1 if name.startswith("one") else 2]
 }
