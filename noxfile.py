@@ -179,12 +179,18 @@ def check_house(session: Runner) -> None:
 
 
 def check_units(session: Runner, *packages: str) -> None:
-    words = ("-m", "not slow", *suites("unit", packages), *session.posargs)
-    session.run("pytest", *words, env=ONE_THREAD)
+    # Apart: what collects garbage in tests of PyTorch need not look at TensorFlow's objects.
+    for place in suites("unit", packages):
+        session.run("pytest", "-m", "not slow", place, *session.posargs, env=ONE_THREAD)
 
 
-def check_processes(session: Runner, *packages: str, which: str = "multiproc and not slow") -> None:
-    places = [place for kind in PROCESSES for place in suites(kind, packages)]
+def check_processes(
+    session: Runner,
+    *packages: str,
+    which: str = "multiproc and not slow",
+    kinds: tuple[str, ...] = PROCESSES,
+) -> None:
+    places = [place for kind in kinds for place in suites(kind, packages)]
     session.run("pytest", "-m", which, LONGEST, *places, *session.posargs, env=ONE_THREAD)
 
 
@@ -203,8 +209,8 @@ def check_conformance(session: Runner, framework: str, *words: str) -> None:
 
 
 def check_with_torch(session: Runner) -> None:
-    """One lane of ``tests``: what starts processes without TensorFlow."""
-    check_processes(session, "smp-common", "smp-torch", "smp-launch")
+    """One lane of ``tests``: what starts processes of PyTorch."""
+    check_processes(session, "smp-torch", kinds=("multiproc",))
 
 
 def check_with_tensorflow(session: Runner) -> None:
@@ -222,12 +228,17 @@ def check_with_tensorflow(session: Runner) -> None:
 
 
 def check_the_rest(session: Runner) -> None:
-    """A third lane: conformance, Keras 2 in an environment of its own, and the documentation's."""
+    """A third lane: conformance, Keras 2 in an environment of its own, and the documentation's.
+
+    Launchers, jobs and failures too, whose tests mostly wait.
+    """
     # First, before the other lane installs what processes of TensorFlow would import.
     check_conformance(session, "tensorflow", "--quick")
     session.run(sys.executable, "-m", "nox", "-s", "keras2", external=True)
     check_conformance(session, "torch", "--quick")
     check_snippets(session, "-m", "not slow")
+    check_processes(session, "smp-common", "smp-launch")
+    check_processes(session, "smp-torch", kinds=("architectures", "failures"))
 
 
 # Sessions
