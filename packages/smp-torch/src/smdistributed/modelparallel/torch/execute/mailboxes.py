@@ -94,41 +94,46 @@ class Mailboxes:
             torch.cuda.synchronize(self._device)
         self._outgoing.clear()
         self._incoming.clear()
+        # Who evaluates first may do so in inference mode, whose tensors nothing else may write.
+        with torch.inference_mode(mode=False):
+            self._make_boxes()
+
+    def _make_boxes(self) -> None:
         starts: dict[tuple[int, int], int] = {}
         ends = [0] * len(self._rank_of)
-        for way, room in sorted(larger.items()):
+        for way, room in sorted(self._rooms.items()):
             starts[way] = ends[way[1]]
             ends[way[1]] += room.places * _aligned(room.num_bytes)
         self._memory = self._make(max(_ALIGNMENT, *ends))
-        most = max(room.places for room in larger.values())
+        most = max(room.places for room in self._rooms.values())
         if 2 * most > self._memory.num_channels:
             raise UnsupportedError(
                 f"At most {self._memory.num_channels // 2} messages from one rank to another can "
                 f"wait in its memory; this schedule has {most}: use fewer microbatches, or set "
                 "SMP_COPY_ENGINE=0, which has ranks send by NCCL."
             )
-        for way, room in larger.items():
-            source, target = way
-            if self._pp_rank not in way:
+        for (source, target), room in self._rooms.items():
+            if self._pp_rank not in (source, target):
                 continue
+            size = _aligned(room.num_bytes)
+            start = starts[source, target]
             places = [
-                self._memory.piece(
-                    self._rank_of[target],
-                    starts[way] + place * _aligned(room.num_bytes),
-                    _aligned(room.num_bytes),
-                    torch.uint8,
-                )
+                self._memory.piece(self._rank_of[target], start + place * size, size, torch.uint8)
                 for place in range(room.places)
             ]
-            is_sender = source == self._pp_rank
-            peer = target if is_sender else source
-            boxes = self._outgoing if is_sender else self._incoming
-            stream = None
-            if is_sender and self._device.type == "cuda":
-                stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                    self._device, priority=-1
-                )
-            boxes[peer] = _Box(self._rank_of[peer], places, most, stream)
+            if source == self._pp_rank:
+                box = _Box(self._rank_of[target], places, most, self._new_stream())
+                self._outgoing[target] = box
+            else:
+                self._incoming[source] = _Box(self._rank_of[source], places, most, None)
+
+    def _new_stream(self) -> torch.cuda.Stream | None:
+        if self._device.type == "cpu":
+            return None
+        stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self._device, priority=-1
+        )
+        return stream
 
     def takes_to(self, target: int, tensor: torch.Tensor) -> bool:
         """Whether a message to a pp_rank goes this way; it has the same answer."""
@@ -147,6 +152,7 @@ class Mailboxes:
         """
         box = self._outgoing[target]
         place, is_used = box.next()
+        tensor = tensor.detach()
         if box.stream is None:
             return self._lay(tensor, box, place, is_used)
         computing = torch.cuda.current_stream(self._device)
