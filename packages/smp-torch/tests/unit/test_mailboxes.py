@@ -121,6 +121,18 @@ def test_room_grows_and_nothing_else() -> None:
     assert other.receive(torch.empty(1), 0).wait() == 1
 
 
+def test_messages_lie_in_the_memory_of_who_needs_them() -> None:
+    common = Common(3)
+    order = [1, 2, 0]
+    members = [Mailboxes(common.maker(order[rank]), order, rank, CPU) for rank in range(3)]
+    for each in members:
+        each.make_room({(2, 0): Room(2, 4), (1, 0): Room(1, 4)})
+    members[2].send(torch.ones(1), 0)
+    members[1].send(torch.zeros(1), 0)
+    assert members[0].receive(torch.empty(1), 2).wait() == 1
+    assert [bool(part.any()) for part in common.parts[0]] == [False, True, False]
+
+
 def test_boxes_of_an_evaluation_serve_training() -> None:
     one, other = ranks()
     with torch.inference_mode():
@@ -128,6 +140,8 @@ def test_boxes_of_an_evaluation_serve_training() -> None:
             each.make_room({(0, 1): Room(1, 8)})
     weight = torch.ones(2, requires_grad=True)
     for _ in range(2):
+        one.send(torch.full((8,), 3, dtype=torch.uint8), 1)  # as the memory itself
+        assert other.receive(torch.empty(8, dtype=torch.uint8), 0).wait()[7] == 3
         one.send(weight * 2, 1)
         got = other.receive(torch.empty(2), 0).wait()
         assert got.tolist() == [2, 2]

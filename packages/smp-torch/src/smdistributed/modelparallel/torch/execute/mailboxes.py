@@ -94,25 +94,20 @@ class Mailboxes:
             torch.cuda.synchronize(self._device)
         self._outgoing.clear()
         self._incoming.clear()
-        # Who evaluates first may do so in inference mode, whose tensors nothing else may write.
-        with torch.inference_mode(mode=False):
-            self._make_boxes()
-
-    def _make_boxes(self) -> None:
         starts: dict[tuple[int, int], int] = {}
         ends = [0] * len(self._rank_of)
-        for way, room in sorted(self._rooms.items()):
+        for way, room in sorted(larger.items()):
             starts[way] = ends[way[1]]
             ends[way[1]] += room.places * _aligned(room.num_bytes)
         self._memory = self._make(max(_ALIGNMENT, *ends))
-        most = max(room.places for room in self._rooms.values())
+        most = max(room.places for room in larger.values())
         if 2 * most > self._memory.num_channels:
             raise UnsupportedError(
                 f"At most {self._memory.num_channels // 2} messages from one rank to another can "
                 f"wait in its memory; this schedule has {most}: use fewer microbatches, or set "
                 "SMP_COPY_ENGINE=0, which has ranks send by NCCL."
             )
-        for (source, target), room in self._rooms.items():
+        for (source, target), room in larger.items():
             if self._pp_rank not in (source, target):
                 continue
             size = _aligned(room.num_bytes)
@@ -152,7 +147,6 @@ class Mailboxes:
         """
         box = self._outgoing[target]
         place, is_used = box.next()
-        tensor = tensor.detach()
         if box.stream is None:
             return self._lay(tensor, box, place, is_used)
         computing = torch.cuda.current_stream(self._device)
