@@ -11,9 +11,7 @@ Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -22,22 +20,18 @@ from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.contiguous import CutProblem
 from smdistributed.modelparallel.common.planning.cost_tree import (
     Group,
-    Node,
     Unit,
     flatten,
-    grouped,
     open_and_group,
 )
-from smdistributed.modelparallel.common.planning.v_shape import VProblem
+from smdistributed.modelparallel.common.planning.sequence import Crossing, Where, loads_of
+from smdistributed.modelparallel.common.planning.v_placement import opened_at_cuts
 
 __all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
 
 # A tied group moves from its first unit to its last only for this much less load: the first
 # partition receives the inputs of the model, and small differences are noise of the measurement.
 _WORTH_MOVING = Fraction(99, 100)
-# Units are opened for this much less load of the heaviest partition, and so often at most.
-_WORTH_OPENING = Fraction(97, 100)
-_OPENINGS = 4
 # Of what a microbatch computes, about.
 _FORWARD_SHARE = Fraction(1, 3)
 # Tied groups, the heaviest first, for which the last unit is tried as well.
@@ -178,7 +172,7 @@ def partition(
             share = 1 - Fraction(memory_weight).limit_denominator(10**6)
             num_pieces = 2 * num_partitions * num_microbatches
             delay = nodes.load * share * _FORWARD_SHARE / num_pieces
-        groups, where = _opened_at_cuts(nodes, groups, num_partitions, int(delay))
+        groups, where = opened_at_cuts(nodes, groups, num_partitions, int(delay))
     else:
         groups = open_and_group(nodes, num_partitions)
         where = _place(groups, num_partitions)
@@ -199,9 +193,9 @@ def partition(
     )
 
 
-def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int], int]:
+def _place(groups: Sequence[Group], num_partitions: int) -> Where:
     """The partition of every node, by its position."""
-    loads = _loads(groups)
+    loads = loads_of(groups)
     base_loads = [0] * num_partitions
     where = {}
     for group in groups:
@@ -212,7 +206,7 @@ def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int]
     pinned = {group.pin for group in groups}
     unpinned = [part for part in range(num_partitions) if part not in pinned]
     needy = set(unpinned[: len(free)])
-    crossing = _Crossing(groups)
+    crossing = Crossing(groups)
 
     def problem(last: set[Group]) -> tuple[list[Group], CutProblem]:
         sequence = sorted(free, key=lambda group: group.position(group in last))
@@ -238,137 +232,3 @@ def _place(groups: Sequence[Group], num_partitions: int) -> dict[tuple[int, int]
         for group in sequence[begin:end]:
             where.update({node.position: part for node in group.nodes})
     return where
-
-
-#: Partition of every node, by its position.
-_Where = dict[tuple[int, int], int]
-
-
-def _opened_at_cuts(
-    root: Node, groups: list[Group], num_partitions: int, delay: int
-) -> tuple[list[Group], _Where]:
-    """Places in a V, and opens units at the cuts, since whole ones cannot be dealt evenly.
-
-    Returns:
-        The groups, and the partition of every node.
-    """
-    where = _place_in_v(groups, num_partitions, delay)
-    heaviest = _heaviest(groups, where, delay)
-    even = Fraction(root.load, num_partitions) + delay * Fraction(num_partitions - 1, 2)
-    # Within a block more may cross than between two: a stream, and what a branch has computed.
-    crossing = _Crossing(groups)
-    starts = [each.position(at_last=False) for each in _behind_cuts(groups, where)]
-    most = max(map(crossing.before, starts), default=0)
-    for _ in range(_OPENINGS):
-        if heaviest * _WORTH_OPENING <= even:
-            break
-        opened = [node for each in _beside_cuts(groups, where) for node in each.nodes]
-        opened = [node for node in opened if node.can_open]
-        _set_open(opened, is_open=True)
-        finer = grouped(root)
-        found = _place_in_v(finer, num_partitions, delay, most)
-        lighter = _heaviest(finer, found, delay)
-        if not opened or lighter > heaviest * _WORTH_OPENING:
-            _set_open(opened, is_open=False)
-            break
-        _set_open([node for node in opened if _is_together(node, found)], is_open=False)
-        groups, where, heaviest = grouped(root), found, lighter
-    return groups, where
-
-
-def _heaviest(groups: Sequence[Group], where: _Where, delay: int) -> int:
-    loads: dict[int, int] = defaultdict(int)
-    for each, load in _loads(groups).items():
-        loads[where[each.nodes[0].position]] += load
-    return max(load + delay * rank for rank, load in loads.items())
-
-
-def _in_sequence(groups: Sequence[Group]) -> list[Group]:
-    return sorted(groups, key=lambda each: each.position(at_last=False))
-
-
-def _behind_cuts(groups: Sequence[Group], where: _Where) -> Iterator[Group]:
-    """Yields the groups right behind the cuts."""
-    for before, each in itertools.pairwise(_in_sequence(groups)):
-        if where[before.nodes[0].position] != where[each.nodes[0].position]:
-            yield each
-
-
-def _beside_cuts(groups: Sequence[Group], where: _Where) -> list[Group]:
-    """Returns the groups before and behind each cut."""
-    sequence = _in_sequence(groups)
-    behind = {sequence.index(each) for each in _behind_cuts(groups, where)}
-    return [sequence[index] for index in sorted(behind | {index - 1 for index in behind})]
-
-
-def _set_open(nodes: Sequence[Node], *, is_open: bool) -> None:
-    for node in nodes:
-        node.is_open = is_open
-
-
-def _is_together(node: Node, where: _Where) -> bool:
-    """Tells whether all below a node, which has one level open, is where the node is."""
-    return all(where[child.position] == where[node.position] for child in node.children)
-
-
-def _place_in_v(
-    groups: Sequence[Group], num_partitions: int, delay: int, most_bytes: int | None = None
-) -> _Where:
-    """As ``_place``, for a V-shaped partition; cuts that more bytes cross are not made."""
-    pinned = sorted({each.pin for each in groups if each.pin is not None})
-    if pinned:
-        raise PartitionError(
-            f"A V-shaped partition places every unit itself; received units pinned to {pinned}: "
-            "pin none, or give one piece to each rank (pipeline zero_bubble)."
-        )
-    num_pieces = 2 * num_partitions - 1
-    if len(groups) < num_pieces:
-        raise PartitionError(
-            f"A V-shaped partition over {num_partitions} ranks has {num_pieces} pieces; received a "
-            f"model with {len(groups)} parts that can lie apart: use fewer ranks, or give one "
-            "piece to each (pipeline zero_bubble)."
-        )
-    loads, crossing = _loads(groups), _Crossing(groups)
-    runs: list[list[Group]] = []
-    runs_bytes: list[int] = []
-    for each in _in_sequence(groups):
-        num_bytes = crossing.before(each.position(at_last=False))
-        if runs and most_bytes is not None and num_bytes > most_bytes:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-            runs_bytes.append(num_bytes)
-    problem = VProblem(
-        loads=[sum(loads[each] for each in run) for run in runs],
-        is_avoided=[not any(each.has_parameters for each in run) for run in runs],
-        crossing_bytes=runs_bytes,
-        num_ranks=num_partitions,
-        delay=delay,
-    )
-    where = {}
-    for part, (begin, end) in enumerate(problem.cuts()):
-        for each in itertools.chain(*runs[begin:end]):
-            where.update({node.position: part for node in each.nodes})
-    return where
-
-
-def _loads(groups: Sequence[Group]) -> dict[Group, int]:
-    """The loads of groups; without any cost, a partition is as heavy as its number of groups."""
-    loads = {group: group.load for group in groups}
-    return loads if any(loads.values()) else dict.fromkeys(groups, 1)
-
-
-class _Crossing:
-    """What crosses a cut of the sequence."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._closed = sorted(
-            (node for group in groups for node in group.nodes if not node.is_open),
-            key=lambda node: node.position,
-        )
-        self._positions = [node.position for node in self._closed]
-
-    def before(self, position: tuple[int, int]) -> int:
-        """Bytes that cross a cut right before a position."""
-        behind = bisect_left(self._positions, position) - 1
-        return round(self._closed[behind].unit.output_bytes) if behind >= 0 else 0
