@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes
 from smdistributed.modelparallel.torch.execute import weight_gradients
 from smdistributed.modelparallel.torch.stepping import replaying
 
@@ -34,7 +35,11 @@ class HostGraph:
         self.calls: list[tuple[Any, ...]] = []
 
     def replay(self) -> None:
-        """Computes everything again, into the same memory."""
+        """Computes everything again, into the same memory; no mode sees it."""
+        with past_all_modes():
+            self._replay()
+
+    def _replay(self) -> None:
         for function, args, kwargs, result, grad_enabled in self.calls:
             # An operation may change how a tensor looks, not only what is in it.
             args, kwargs = _aliases((args, kwargs))

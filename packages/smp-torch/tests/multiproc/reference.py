@@ -21,11 +21,14 @@ GRADIENT_TOLERANCE = 1e-5
 
 
 class Plain:
-    """A module with the two calls that a step's body makes of a DistributedModel."""
+    """A module with what scripts use of a DistributedModel."""
+
+    training = True
 
     def __init__(self, module: nn.Module, weight: float) -> None:
         self.module = module
         self.weight = weight
+        self.parameters = module.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

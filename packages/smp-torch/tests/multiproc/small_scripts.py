@@ -7,6 +7,7 @@ error of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -53,7 +54,9 @@ def _train(
         if not (number and names.get("REUSES_BATCH")):
             x, y = (torch.randn(MICROBATCHES * 2, WIDTH, generator=numbers) for _ in range(2))
         net.zero_grad()
-        yield step(x, y)
+        with names.get("around", contextlib.nullcontext)():
+            found = step(x, y)
+        yield found
 
 
 def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[Any]:
@@ -64,6 +67,8 @@ def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[An
         parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
         return [names["body"](model, *part).detach() for part in parts]
 
+    if "made" in names:
+        names["made"](model, lambda optimizer: optimizer)
     found = []
     for losses in _train(names, between, step, net, model):
         gradients = {
@@ -126,6 +131,8 @@ def outcome_of(script: str, between: Between) -> str:
             names["built"](net)
         _seed()
         model = smp.DistributedModel(net)
+        if "made" in names:
+            names["made"](model, smp.DistributedOptimizer)
         step = smp.step(names["body"])
         runs = _train(names, between, lambda x, y: step(model, x, y), net, model)
         # To the end, whatever this rank finds: the others go on.

@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order`` and ``views``
-generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch.
-Every run tries a part that goes through all of them in strides.
+``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views`` and
+``around`` generate the scripts. What is refused says why; nothing may give other numbers than plain
+PyTorch. Every run tries a part that goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import around
 import between
 import layers
 import loops
@@ -41,6 +42,7 @@ STRIDES = {
     "writes": 80,
     "order": 120,
     "views": 360,
+    "around": 6,
 }
 
 
@@ -89,6 +91,7 @@ POPULATIONS = {
     "writes": list(writes.WRITES),
     "order": list(order.ORDER),
     "views": list(views.SEEN),
+    "around": list(around.AROUND),
 }
 QUICK = {
     *((world, kind, 0) for world in ("one", "pp2") for kind in POPULATIONS),
@@ -98,6 +101,7 @@ QUICK = {
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
     *(("graphs", kind, 2) for kind in POPULATIONS),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
+    *(("one-graphs", "around", part) for part in range(0, STRIDES["around"], 2)),
     *(("compiled", kind, 3) for kind in ("uses", "order")),
 }
 PARTS = [
@@ -151,6 +155,11 @@ def try_views(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(views.SEEN[name]) for name in names}
 
 
+def try_around(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts with something around the calls of a step."""
+    return {name: around.AROUND[name].outcome() for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -160,6 +169,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "writes": try_writes,
     "order": try_order,
     "views": try_views,
+    "around": try_around,
 }
 
 

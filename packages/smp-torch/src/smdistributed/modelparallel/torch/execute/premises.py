@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import (
     hooks_after_accumulation,
     hooks_on_gradient,
 )
+from smdistributed.modelparallel.torch.execute.functions_of_torch import FunctionsOfTorch
 from smdistributed.modelparallel.torch.record.switches import positions
 from smdistributed.modelparallel.torch.record.undo import Snapshot
 
@@ -47,10 +49,20 @@ class Premises:
         hooks = [hook for hooks in _HOOKS_OF_ALL for hook in hooks.values()]
         for parameter in (each for module in self._modules for each in module.parameters(False)):
             hooks += hooks_on_gradient(parameter)
-        self._seen = Snapshot(self._modules, [*hooks, *code])
+        self._functions = FunctionsOfTorch(self._modules)
+        self._seen = Snapshot(self._modules, [*hooks, *code, *self._functions.of_others])
         self._tensors = {id(each): each for each in self._seen.tensors()}
         self._ordered = self._seen.ordered()
         self._before = self._read()
+
+    def check_all_are_seen(self) -> None:
+        """Refuses what cannot be compared.
+
+        Raises:
+            UnsupportedError: there is some.
+        """
+        if self._seen.sees_any_module:
+            raise UnsupportedError("code reaches modules of Python by names that it makes up")
 
     def broken_by(self) -> str:
         """Returns what is another now; "" if everything is as it was."""
@@ -78,6 +90,7 @@ class Premises:
                 "whether algorithms are deterministic",
                 torch.are_deterministic_algorithms_enabled(),
             ),
+            ("a function of PyTorch", self._functions.are_current()),
             ("a hook of all modules", [tuple(each.values()) for each in _HOOKS_OF_ALL]),
             ("the order of a dict", list(map(list, self._ordered))),
             ("the class of a module", [type(each) for each in self._modules]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import functools
 import io
 import operator
 import pickle
@@ -92,6 +93,28 @@ def _read_hooks(obj: dict[int, Any]) -> dict[int, Any]:
         for key, hook in obj.items()
         if not (getattr(hook, "__module__", "") or "").startswith(_OWN_PACKAGE)
     }
+
+
+def _read_shown(obj: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a script sees of an object of the library: not the library's own objects."""
+    return {key: value for key, value in obj.items() if not is_of_library(value)}
+
+
+def _refill_shown(obj: dict[str, Any], items: dict[str, Any]) -> None:
+    for key in _read_shown(obj).keys() - items.keys():
+        del obj[key]
+    obj.update(items)
+
+
+def is_of_library(obj: Any) -> bool:
+    """Whether an object is of a class of the library."""
+    return module_of(type(obj)).startswith(_OWN_PACKAGE)
+
+
+def module_of(kind: type) -> str:
+    """Returns the name of the module of a class; some that are written in C have none."""
+    name: object = kind.__module__
+    return name if isinstance(name, str) else "builtins"
 
 
 def _refill_hooks(obj: dict[int, Any], items: dict[int, Any]) -> None:
@@ -310,6 +333,28 @@ def entries(names: tuple[str, ...]) -> Kind:
     )
 
 
+def names(among: frozenset[str]) -> Kind:
+    """Returns how it is read and put back which names a namespace has, of those that count."""
+
+    def read(namespace: dict[str, Any]) -> frozenset[str]:
+        return among & namespace.keys()
+
+    return Kind(read, functools.partial(_remove_names, read))
+
+
+def _public_names(namespace: dict[str, Any]) -> frozenset[str]:
+    return frozenset(name for name in namespace if not name.startswith("__"))
+
+
+def _remove_names(
+    read: Callable[[dict[str, Any]], frozenset[str]],
+    namespace: dict[str, Any],
+    before: frozenset[str],
+) -> None:
+    for name in read(namespace) - before:
+        del namespace[name]
+
+
 def same(before: Any, now: Any) -> bool:
     """Whether contents are the same objects, in the same places."""
     if before is now:
@@ -363,6 +408,10 @@ FACTORY = Kind(
     lambda obj, before: setattr(obj, "default_factory", before["default_factory"]),
 )
 DICT = Kind(_read_dict, _refill_dict)
+#: The attributes of an object of the library.
+SHOWN = Kind(_read_shown, _refill_shown)
+#: Which names a namespace has, but for those that Python itself puts there.
+PUBLIC_NAMES = Kind(_public_names, functools.partial(_remove_names, _public_names))
 #: Of a module.
 HOOKS = Kind(_read_hooks, _refill_hooks)
 #: Deques too.

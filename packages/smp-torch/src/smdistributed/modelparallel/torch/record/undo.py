@@ -16,6 +16,7 @@ import functools
 import gc
 import io
 import logging
+import operator
 import os
 import random
 import sys
@@ -33,6 +34,7 @@ from smdistributed.modelparallel.torch.record import holders
 from smdistributed.modelparallel.torch.record.growth import Growth, added_to, is_growth
 from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
 from smdistributed.modelparallel.torch.record.identities import Identities
+from smdistributed.modelparallel.torch.record.made_up_names import MadeUp, made_up_in
 from smdistributed.modelparallel.torch.record.nested import is_plain_value
 
 _ATOMS = (torch.dtype, logging.Handler)
@@ -48,6 +50,7 @@ _VIEWS: tuple[type, ...] = (
     type({}.values()),
     type({}.items()),
 )
+_CODE = (types.FunctionType, types.MethodType, functools.partial)
 #: Methods of objects that are not written in Python, and functions of modules.
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 #: Attributes that every module has.
@@ -137,9 +140,14 @@ class Snapshot:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
-        #: Those of all code, and modules of Python that something else than a name leads to.
+        #: Those of all code, what it makes names of up, and the namespaces of which it does.
         self._names: set[str] = set()
+        self._made_up = MadeUp()
+        self._whole: dict[int, tuple[dict[str, Any], str]] = {}
+        #: Modules of Python that code names, which names others in it, and what else leads to.
+        self._named_modules: dict[tuple[types.ModuleType, frozenset[str]], None] = {}
         self._python_modules: dict[types.ModuleType, None] = {}
+        self._optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self._pending: collections.deque[tuple[Any, Owner | None, str]] = collections.deque()
         self._modules = dict.fromkeys(modules)
         self._apart_from = apart_from
@@ -155,7 +163,7 @@ class Snapshot:
         for function in code:
             self._pending.append((function, None, getattr(function, "__name__", "a function")))
         self._walk()
-        self._walk_python_modules()
+        self._walk_what_is_named()
         self._outer = [
             holder
             for holder in self._holders
@@ -180,6 +188,11 @@ class Snapshot:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""
         return [each.obj for each in self._holders if isinstance(each.obj, torch.Tensor)]
+
+    @property
+    def sees_any_module(self) -> bool:
+        """Whether code reaches modules of Python by names that it makes up; not all are taken."""
+        return self._made_up.modules
 
     def ordered(self) -> list[collections.OrderedDict[Any, Any]]:
         """Returns the dicts whose order may change while what is in them stays."""
@@ -295,7 +308,7 @@ class Snapshot:
 
     def _module(self, module: nn.Module) -> None:
         name = type(module).__name__
-        self._hold(holders.DICT, vars(module), Owner(module, ""), name)
+        self._hold(_attributes_of(module), vars(module), Owner(module, ""), name)
         for key, value in list(vars(module).items()):
             if key in _HOOKS:
                 if key in ("_forward_hooks", "_forward_pre_hooks"):
@@ -315,10 +328,16 @@ class Snapshot:
                 if is_users(obj.__name__):
                     self._python_modules[obj] = None
                 continue
+            elif obj is sys.modules:
+                self._made_up |= MadeUp(modules=True)
+                continue
             has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
             if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
                 continue
-            if id(obj) in self._seen or type(obj).__module__.startswith(_OWN_PACKAGE):
+            if id(obj) in self._seen:
+                continue
+            is_shown = isinstance(obj, nn.Module | torch.optim.Optimizer)
+            if holders.is_of_library(obj) and not is_shown:
                 continue
             self._seen.add(id(obj))
             self._look(obj, owner, path)
@@ -327,13 +346,31 @@ class Snapshot:
             if isinstance(obj, _SUBCLASSED) and type(obj) not in _SUBCLASSED:
                 self._class(type(obj))
 
-    def _walk_python_modules(self) -> None:
-        """Takes what code can see of modules of Python that it reaches by attributes."""
-        known = (-1, -1)
-        while known != (known := (len(self._names), len(self._python_modules))):
+    def _walk_what_is_named(self) -> None:
+        """Takes what is watched only if code names it, which may lead to more code."""
+        known: object = None
+        while known != (known := self._known_names()):
             for module in list(self._python_modules):
                 self._entries(vars(module), frozenset(self._names), module.__name__)
+            if self._made_up.attributes:
+                named = [module for module, _ in self._named_modules]
+                for module in (*named, *self._python_modules):
+                    self._whole[id(vars(module))] = vars(module), module.__name__
+            for namespace, path in list(self._whole.values()):
+                self._entries(namespace, holders.PUBLIC_NAMES.read(namespace), path)
+            if self._made_up.attributes or self._names & {"state", "state_dict"}:
+                states = ((each.state, None, f"{path}.state") for each, path in self._optimizers)
+                self._pending += states
             self._walk()
+        for module in self._python_modules:
+            among = holders.names(frozenset(self._names))
+            self._hold(among, vars(module), None, module.__name__)
+        for namespace, path in self._whole.values():
+            self._hold(holders.PUBLIC_NAMES, namespace, None, path)
+
+    def _known_names(self) -> object:
+        spaces = len(self._named_modules), len(self._python_modules), len(self._whole)
+        return len(self._names), self._made_up, len(self._optimizers), spaces
 
     def _look(self, obj: Any, owner: Owner | None, path: str) -> None:
         add = self._pending.append
@@ -385,9 +422,14 @@ class Snapshot:
             if obj not in self._modules and obj not in self._apart_from:
                 self._module(obj)
                 self._class(type(obj))
+        elif isinstance(obj, torch.optim.Optimizer):
+            self._optimizer(obj, owner, path)
+            self._class(type(obj))
+        elif isinstance(obj, operator.attrgetter | operator.methodcaller):
+            self._made_up |= MadeUp(attributes=True)
         elif isinstance(obj, types.GeneratorType):
             self._hold(holders.GENERATOR, obj, owner, path)
-        elif type(obj).__module__.partition(".")[0] == "numpy":
+        elif holders.module_of(type(obj)).partition(".")[0] == "numpy":
             self._numpy(obj, owner, path)
         elif isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO):
             self._hold(holders.STREAM, obj, owner, path)
@@ -398,6 +440,16 @@ class Snapshot:
                 self._hold(holders.PICKLED, obj, owner, path)
             self._attributes(obj, owner, path)
             self._class(type(obj))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, owner: Owner | None, path: str) -> None:
+        """Takes an optimizer but for its state, which every update changes."""
+        self._optimizers.append((optimizer, path))
+        self._hold(_attributes_of(optimizer), vars(optimizer), owner, path)
+        self._pending += [
+            (value, owner, f"{path}.{key}")
+            for key, value in vars(optimizer).items()
+            if key != "state"
+        ]
 
     def _attributes(self, obj: Any, owner: Owner | None, path: str) -> None:
         entries = getattr(obj, "__dict__", None)
@@ -427,7 +479,7 @@ class Snapshot:
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
         for base in (*kind.__mro__, *metaclass.__mro__):
-            if base in self._classes or not is_users(base.__module__):
+            if base in self._classes or not is_users(holders.module_of(base)):
                 continue
             self._classes.add(base)
             self._seen.add(id(base))
@@ -445,6 +497,9 @@ class Snapshot:
         if not is_users(function.__module__ or "") and not is_users(
             function.__globals__.get("__name__") or ""
         ):
+            # As PyTorch puts functions of others into its own hooks.
+            contents = map(holders.CELL.read, function.__closure__ or ())
+            self._pending += [(each, None, path) for each in contents if isinstance(each, _CODE)]
             return
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -458,12 +513,16 @@ class Snapshot:
             self._pending.append((value, None, path))
         names = frozenset(_names_in(function.__code__))
         self._names |= names
+        made_up = made_up_in(function.__code__)
+        self._made_up |= made_up
         namespace = function.__globals__
+        if made_up.names_globals:
+            self._whole[id(namespace)] = namespace, function.__module__
         self._entries(namespace, names, function.__module__)
         for name in sorted(names - namespace.keys()):  # imported within the function
             module = sys.modules.get(name)
             if isinstance(module, types.ModuleType) and is_users(module.__name__):
-                self._entries(vars(module), names, name)
+                self._named_module(module, names, name)
         if names & {"environ", "getenv"}:
             self._pending.append((os.environ, None, "os.environ"))
 
@@ -481,7 +540,18 @@ class Snapshot:
             if not isinstance(value, types.ModuleType):
                 self._pending.append((value, None, name))
             elif is_users(value.__name__):
-                self._entries(vars(value), names, name)
+                self._named_module(value, names, name)
+
+    def _named_module(self, module: types.ModuleType, names: frozenset[str], path: str) -> None:
+        if (module, names) not in self._named_modules:
+            self._named_modules[module, names] = None
+            self._hold(holders.names(names), vars(module), None, path)
+            self._entries(vars(module), names, path)
+
+
+def _attributes_of(obj: Any) -> holders.Kind:
+    """Returns how the attributes of a module or an optimizer are read."""
+    return holders.SHOWN if holders.is_of_library(obj) else holders.DICT
 
 
 def _behind(proxy: Any) -> Any:

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.premises import Premises
 from smdistributed.modelparallel.torch.execute.replay import Replay
+from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.record.nested import tensors_in
@@ -67,7 +68,7 @@ class HeadStart:
         replay = expected.replay
         is_in_use = any(each.grad is not None for each in expected.parameters) or replay.is_held
         # Its parameters may lie elsewhere now: what it would read may be gone.
-        if not is_in_use and not expected.premises.broken_by():
+        if not (is_in_use or takes_part() or expected.premises.broken_by()):
             tensors = tensors_in(batch.calls[0])
             expected.executor.start(lambda: replay.start(tensors))
             self._done = batch, replay

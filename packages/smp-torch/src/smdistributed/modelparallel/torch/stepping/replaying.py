@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.execute.passes import Inputs
 from smdistributed.modelparallel.torch.execute.premises import Premises
 from smdistributed.modelparallel.torch.execute.replay import Replay, capture
 from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
@@ -162,6 +163,9 @@ class Replays:
         if state.why_not:
             return _AS_IT_IS
         state.calls += 1
+        if reason := takes_part():
+            self._tell(state, reason)
+            return _AS_IT_IS
         if state.replay is not None and state.premises is not None:
             if reason := state.premises.broken_by():
                 self._give_up(state, reason)
@@ -212,6 +216,7 @@ class Replays:
         draws = [CapturedDraws(random, count) for count in counts]
         replay = None
         try:
+            premises.check_all_are_seen()
             with random.kept_on_host("code of a module"):
                 replay = capture(
                     self._graphs,
@@ -251,8 +256,11 @@ class Replays:
         if any(map(accumulation_hooks, parameters)):
             return "a parameter has a hook that runs when its gradient has been added up"
         if any(is_accumulation_kept(each) for each in parameters if each.requires_grad):
-            # A GPU would add gradients up on the stream of that graph, which captures nothing.
-            return "a tensor of an earlier step is kept with its graph: keep tensor.detach()"
+            # It may have hooks, and a GPU would add gradients up on a stream that captures nothing.
+            return (
+                "a tensor of an earlier step is kept with its graph, or a node of autograd has a "
+                "hook: keep tensor.detach(), or a hook of the parameter"
+            )
         if any(each.device != runtime.device or each.requires_grad for each in tensors):
             return "an argument is on another device, or requires a gradient"
         for node in nodes:

@@ -39,9 +39,9 @@ def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.T
 
 
 def is_accumulation_kept(leaf: torch.Tensor) -> bool:
-    """Whether a graph of autograd from before is kept that leads to a leaf.
+    """Whether somebody keeps what adds up the gradient of a leaf: a graph of autograd, say.
 
-    Graphs share what adds up its gradient, which runs where it did in the first of them.
+    It may have hooks; and in later graphs, too, it runs on the stream of the one that it comes from.
     """
     _notes_of(leaf)[_MARK] = True  # goes with what it is put on, unless somebody keeps that
     return _MARK in _notes_of(leaf)

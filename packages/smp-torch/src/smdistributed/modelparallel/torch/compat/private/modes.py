@@ -24,6 +24,7 @@ from torch.overrides import (
     _pop_mode_temporarily,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
 )
@@ -49,6 +50,7 @@ _innermost_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 
 #: Asked at each call of a layer.
 _num_function_modes: Callable[[], int] = _C._len_torch_function_stack
+_function_mode: Callable[[int], Any] = _C._get_function_stack_at
 _num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 _tracing_state: Callable[[], Any] = _C._get_tracing_state
@@ -145,9 +147,18 @@ def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
 
 def is_watched() -> bool:
     """Whether operations go to somebody else before they go to autograd: modes, transforms."""
+    return bool(_num_function_modes() or _is_watched_below())
+
+
+def is_watched_by_others() -> bool:
+    """The same, but for the mode by which PyTorch keeps the default device."""
+    modes = map(_function_mode, range(_num_function_modes()))
+    return _is_watched_below() or not all(isinstance(each, DeviceContext) for each in modes)
+
+
+def _is_watched_below() -> bool:
     return bool(
-        _num_function_modes()
-        or _num_dispatch_modes()
+        _num_dispatch_modes()
         or _innermost_transform() is not None
         or forward_ad._current_level >= 0
         or _tracing_state() is not None

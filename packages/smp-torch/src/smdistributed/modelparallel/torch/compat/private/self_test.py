@@ -12,6 +12,7 @@ from torch.utils import checkpoint as native_checkpoint
 
 from smdistributed.modelparallel.torch.compat.private.backward import (
     applied_alone,
+    is_accumulation_kept,
     is_in_backward,
     when_backward_ends,
 )
@@ -45,6 +46,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     _innermost_mode,
     computes_on_fakes,
     flop_registry,
+    is_watched_by_others,
     past_all_modes,
     past_dispatch_modes,
     past_recording,
@@ -133,6 +135,8 @@ def _modes() -> None:
             _expect(False, "a shape that depends on data is refused on fakes")
     with past_all_modes():
         set_grad_enabled(torch.is_grad_enabled())
+    with torch.device("cpu"), TorchFunctionMode():
+        _expect(is_watched_by_others(), "modes are told from that of a device")
     with TorchFunctionMode() as mode, without_function_modes(TorchFunctionMode):
         _expect(_innermost_mode() is None, "function modes can be left")
     _expect(mode is not None, "and are there again")
@@ -359,6 +363,7 @@ def _subclasses() -> None:
     with past_subclass_functions():
         parameter.data = torch.full((1,), float("nan")).expand(2)
         _expect(parameter._version == version, "other memory is no change")
+    _expect(is_accumulation_kept(parameter), "a graph keeps what adds a gradient up")
     seen: list[bool] = []
     parameter.register_post_accumulate_grad_hook(lambda _: seen.append(is_in_backward()))
     product.sum().backward()
