@@ -593,8 +593,8 @@ def numbered() -> None:
         def make(way: str = way) -> nn.Module:
             return nn.Sequential(*(Numbered(number, way) for number in (1, 4, 3, 2)))
 
-        tries = mock.Mock(wraps=proof._prove)
-        with mock.patch.object(proof, "_prove", tries):
+        tries = mock.Mock(wraps=proof._Trial)
+        with mock.patch.object(proof, "_Trial", tries):
             module = split(make, 3, sample_inputs=torch.ones(2, 3, WIDTH))
             model, reference = smp.DistributedModel(module), whole(make, 3)
         groups = groups_in(model.get_module())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
@@ -25,16 +26,23 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     joined,
     summed,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
     SUM,
     Plan,
     Proof,
     RefutedError,
-    Template,
     prove,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.seen_state import (
+    HOOKS,
+    MISSING,
+    SeenState,
+    value_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
 
@@ -53,6 +61,11 @@ class Found:
     template: Template
     proofs: dict[object, Proof] = field(default_factory=dict)
     kin: list[Found] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def read(self) -> frozenset[tuple[str, str]]:
+        """What any of its proofs has read."""
+        return frozenset().union(*(each.read for each in self.proofs.values()))
 
     def shared_with(self, template: Template) -> Found | None:
         """Returns what is known of another module, if all that was proven holds for it too."""
@@ -95,6 +108,40 @@ class Found:
                 ) from error
         return self.proofs[key]
 
+    def follow(self, who: str, module: nn.Module, changed: Sequence[tuple[str, str]]) -> None:
+        """Takes over to the template what a script has changed since; nothing is proven then.
+
+        Args:
+            who: the module, for messages.
+            module: that was split.
+            changed: names of modules in it and of their attributes.
+
+        Raises:
+            UnsupportedError: it is what has been split.
+        """
+        for owner, attribute in changed:
+            inner, own = module.get_submodule(owner), self.template.module.get_submodule(owner)
+            value = value_of(inner, attribute)
+            is_map_of = owner in (*self.plan.columns, *self.plan.rows)
+            is_new_map = isinstance(value, nn.Module) and number_of_maps(value) > 0
+            if attribute in HOOKS:
+                for each in (name for name in vars(own) if "hook" in name):
+                    vars(own)[each] = copy.copy(vars(inner)[each])
+            elif is_map_of or is_new_map or (owner, attribute) in self.plan.divided:
+                raise UnsupportedError(
+                    "what tensor_parallelism(auto=True) has split stays as it is; "
+                    f"{who} has another {'.'.join(filter(None, (owner, attribute)))} now. "
+                    "Exclude it: smp.set_tensor_parallelism(module, enabled=False)."
+                )
+            elif isinstance(value, nn.Module):
+                own._modules[attribute] = copy.deepcopy(value)
+            elif value is MISSING:
+                vars(own).pop(attribute, None)
+            else:
+                is_shared = type(value).__name__.endswith("Config")  # see ``copied_with``
+                vars(own)[attribute] = value if is_shared else copy.deepcopy(value)
+        self.proofs = {}
+
     def proof_like(self, result: Call, otherwise: Proof) -> Proof:
         """Returns one of calls that have as many tensors in their result."""
         number = len(result.paths)
@@ -118,6 +165,7 @@ class ClosedGroup(DistributedModule):
 
     _smp_found: Found
     _smp_gate: Gate
+    _smp_seen: SeenState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective: TP_GROUP.
@@ -129,7 +177,10 @@ class ClosedGroup(DistributedModule):
         call = Call((args, kwargs))
         lanes = agreed(group, self.place, call, training=self.training)
         is_fake_run = any(map(is_fake, call.tensors))
-        proofs = [self._proof(lane, is_fake_run=is_fake_run) for lane in lanes]
+        if is_fake_run:
+            proofs = [self._proof_of_fakes(lane) for lane in lanes]
+        else:
+            proofs = self._proofs(lanes)
         given = exchanged(group, self.place, call, lanes)
         numbers = [group.rank] if group.is_prescaled else list(range(group.size))
         place = None if group.random is None else group.random.place()
@@ -178,15 +229,33 @@ class ClosedGroup(DistributedModule):
                 made.append(joined(group, parts, int(kind)))
         return results[own].filled(made)
 
-    def _proof(self, lane: LaneCall, *, is_fake_run: bool) -> Proof:
-        found = self._smp_found
-        if is_fake_run:
-            # The code that is recorded cannot run aside; the real call will prove it.
-            grad_enabled = torch.is_grad_enabled()
-            key = key_of(lane.call, lane.forms, training=self.training, grad_enabled=grad_enabled)
-            known = found.proofs.get(key)
-            return known or next(iter(found.proofs.values()))
-        return found.proof_of(self.place, self.tensor_group.size, lane, training=self.training)
+    def _proofs(self, lanes: Sequence[LaneCall]) -> list[Proof]:
+        """Returns what is known of calls, which is proven if it is new, or if code has changed."""
+        found, former = self._smp_found, self._smp_found.proofs
+        changed = self._smp_seen.changed()
+        if changed:
+            found.follow(self.place, self, changed)
+        number = len(found.proofs)
+        try:
+            proofs = [
+                found.proof_of(self.place, self.tensor_group.size, lane, training=self.training)
+                for lane in lanes
+            ]
+        except SMPError:
+            found.proofs = former
+            raise
+        if changed:
+            self._smp_seen = SeenState(self)
+        if changed or number != len(found.proofs):
+            self._smp_seen.read(found.read)
+        return proofs
+
+    def _proof_of_fakes(self, lane: LaneCall) -> Proof:
+        """Returns a proof of a call that cannot be proven, as it is recorded; the real one will."""
+        proofs = self._smp_found.proofs
+        grad_enabled = torch.is_grad_enabled()
+        key = key_of(lane.call, lane.forms, training=self.training, grad_enabled=grad_enabled)
+        return proofs.get(key) or next(iter(proofs.values()))
 
 
 #: Attributes that a closed group has besides its own.
@@ -201,6 +270,8 @@ def close(module: nn.Module, found: Found, gate: Gate) -> None:
     vars(module).update(
         place=type(module).__name__, translations=None, _smp_found=found, _smp_gate=gate
     )
+    seen = vars(module)["_smp_seen"] = SeenState(module)
+    seen.read(found.read)
 
 
 @functools.cache

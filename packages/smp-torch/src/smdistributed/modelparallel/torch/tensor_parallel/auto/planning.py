@@ -42,11 +42,11 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
     Plan,
     RefutedError,
-    Template,
     alone,
     prove,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger(__name__)

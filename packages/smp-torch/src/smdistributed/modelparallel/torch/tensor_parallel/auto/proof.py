@@ -1,20 +1,20 @@
 """Whether slices of a module compute what the whole module does: tried, with random numbers.
 
 The output of the whole must be the sum of those of the slices, or these side by side. Then autograd
-gives the right gradients too: those of weights and inputs are the sums over the ranks.
+gives the right gradients too: those of weights and inputs are the sums over the ranks. Code may
+change them, so those of the input are compared.
 
-Weights are random, since those of a model may be zeros that hide a difference. The module that is
-tried is a copy, which a template without memory can make at any time.
+What is tried first are a few examples with small numbers; then large numbers and more examples, of
+which code may make something else. What the whole cannot compute says nothing then.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,16 +28,17 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
     shrunk,
+    with_more_examples,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     is_attention,
-    is_map,
     is_transposed,
     sizes_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
@@ -49,9 +50,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import (
 _T = TypeVar("_T")
 #: Of differences to the norm of the whole: rounding in single precision stays far below.
 _TOLERANCE = 1e-4
-#: After so many random numbers those of a large weight repeat: to draw all takes minutes for a
-#: large model. A prime, so that neither rows nor columns nor slices are alike.
-_PERIOD = 1_000_003
+#: How large the other numbers are. Rounding counts for more with them: a softmax may turn.
+_LARGE, _LARGE_TOLERANCE = 100.0, 1e-2
 #: An output that every rank has alike.
 SAME = "same"
 #: An output that is a sum over the ranks.
@@ -60,6 +60,10 @@ SUM = "sum"
 
 class RefutedError(Exception):
     """Slices do not compute what the whole does; says why."""
+
+
+class _NoTrialError(RefutedError):
+    """The whole does not compute what is tried; says why."""
 
 
 @dataclass(frozen=True)
@@ -138,65 +142,6 @@ def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
     return gate
 
 
-class Template:
-    """A module without the memory of its weights, to try things with.
-
-    Args:
-        module: to copy.
-        value_of: gives a buffer its values where they are delayed.
-
-    Attributes:
-        linears: the linear maps in it, by name.
-        shared: the names of modules in it that others have too.
-    """
-
-    def __init__(self, module: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.shared: set[str] = set()
-
-        def shape_of(parameter: nn.Parameter) -> torch.Tensor:
-            like = torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta")
-            return nn.Parameter(like, requires_grad=parameter.requires_grad)
-
-        def kept(buffer: torch.Tensor) -> torch.Tensor:
-            values = value_of(buffer).detach()
-            return values.to(_wide(buffer.dtype), copy=True).cpu()
-
-        self._module = copied_with(module, shape_of, kept)
-        self.linears = {name: each for name, each in self._module.named_modules() if is_map(each)}
-
-    @property
-    def module(self) -> nn.Module:
-        """The copy, of which the parameters have no values."""
-        return self._module
-
-    def sizes(self) -> frozenset[int]:
-        """Returns the sizes of its weights, and the whole numbers in its modules."""
-        found = {size for each in self._module.parameters() for size in each.shape}
-        for each in self._module.modules():
-            found.update(value for value in vars(each).values() if type(value) is int)
-        return frozenset(found)
-
-    def made(self, draws: torch.Generator) -> nn.Module:
-        """Returns a module with random weights."""
-        noise = torch.empty(0)
-
-        def values(parameter: nn.Parameter) -> torch.Tensor:
-            nonlocal noise
-            count = parameter.numel()
-            if count <= _PERIOD:
-                found = torch.randn(parameter.shape, generator=draws)
-            else:
-                if noise.numel() < _PERIOD + count:
-                    noise = torch.randn(_PERIOD, generator=draws).repeat(2 + count // _PERIOD)
-                start = int(torch.randint(_PERIOD, (), generator=draws))
-                found = noise[start : start + count].clone().view(parameter.shape)
-            if parameter.dim() > 1:
-                found /= math.sqrt(parameter.shape[-1])
-            return nn.Parameter(found.to(parameter.dtype), requires_grad=parameter.requires_grad)
-
-        return copied_with(self._module, values, torch.clone)
-
-
 def prove(
     template: Template,
     plan: Plan,
@@ -219,57 +164,164 @@ def prove(
     Raises:
         RefutedError: they do not.
     """
-    forms = shrunk(forms, template.sizes())
+    sizes = template.sizes()
+    few, many = shrunk(forms, sizes), with_more_examples(forms, sizes)
 
     def proven() -> Proof:
+        draws = torch.Generator().manual_seed(1)
+        whole = template.made(draws)
+        trial = _Trial(whole, plan, size, call, draws)
         with torch.set_grad_enabled(grad_enabled):
-            return _prove(template, plan, size, call, forms)
+            proof = trial.run(few)
+            if many is not None:
+                proof = trial.run_again(proof, many, "with more examples")
+            with torch.no_grad():
+                for vector in whole.parameters():
+                    if vector.dim() == 1:  # they are behind norms, which undo what is large
+                        vector.mul_(_LARGE)
+            return trial.run_again(proof, few, "with large numbers", _LARGE)
 
     return alone(proven)
 
 
-def _prove(
-    template: Template, plan: Plan, size: int, call: Call, forms: Sequence[TensorForm]
-) -> Proof:
-    draws = torch.Generator().manual_seed(1)
-    whole = template.made(draws)
-    arguments = call.sample(forms, draws)
-    buffers = _versions(whole)
-    given = [version_of(each) for each in Call(arguments).tensors]
-    with state_reads.noted(whole) as read:
-        expected, drawn = tried(whole, arguments)
-    if given != [version_of(each) for each in Call(arguments).tensors]:
-        raise RefutedError("it changes its arguments")
-    if buffers != _versions(whole):
-        raise RefutedError("it changes its buffers")
-    results, shapes = [], []
-    for rank in range(size):
-        part = copied_with(whole, _as_it_is, torch.clone)
-        with distributed_modules_in(_Pretended(size, rank)):
-            gate = cut(part, plan, size, functools.partial(_slice, rank))
+@dataclass
+class _Trial:
+    """A module that is tried whole and in slices.
+
+    Attributes:
+        whole: the module.
+        plan: how it is split.
+        size: over how many ranks.
+        call: its structure.
+        draws: gives it random numbers.
+    """
+
+    whole: nn.Module
+    plan: Plan
+    size: int
+    call: Call
+    draws: torch.Generator
+
+    def run_again(
+        self, proof: Proof, forms: Sequence[TensorForm], how: str, factor: float = 1.0
+    ) -> Proof:
+        """Tries another call; returns a proof of both.
+
+        Raises:
+            RefutedError: slices do not compute what the whole does, or otherwise than before.
+        """
+        try:
+            again = self.run(forms, factor)
+        except _NoTrialError:
+            return proof
+        except RefutedError as error:
+            raise RefutedError(f"{how}, {error}") from error
+        if (again.outputs, again.draws) != (proof.outputs, proof.draws):
+            raise RefutedError(f"{how} it is split in another way")
+        return replace(proof, read=proof.read | again.read)
+
+    def run(self, forms: Sequence[TensorForm], factor: float = 1.0) -> Proof:
+        """Tries a call.
+
+        Args:
+            forms: of its tensors.
+            factor: how large its numbers are.
+
+        Raises:
+            RefutedError: slices do not compute what the whole does.
+        """
+        whole, tolerance = self.whole, _TOLERANCE if factor == 1 else _LARGE_TOLERANCE
+        arguments = self.call.sample(forms, self.draws, factor)
+        source = _source_of(arguments)
+        buffers = _versions(whole)
+        given = [version_of(each) for each in Call(arguments).tensors]
+        with state_reads.noted(whole) as read:
+            try:
+                expected, drawn = tried(whole, arguments)
+            except RefutedError as error:
+                raise _NoTrialError(str(error)) from error
+        if given != [version_of(each) for each in Call(arguments).tensors]:
+            raise RefutedError("it changes its arguments")
+        if buffers != _versions(whole):
+            raise RefutedError("it changes its buffers")
+        results, shapes = [], []
+        for rank in range(self.size):
+            found, dropped = self._tried_in_slices(rank, arguments, read)
+            results.append(found)
+            shapes.append(dropped)
+        if any(found.structure != expected.structure for found in results):
+            raise RefutedError("its slices return something else")
+        outputs = tuple(
+            _kind([found.tensors[place] for found in results], want, tolerance)
+            for place, want in enumerate(expected.tensors)
+        )
+        if all(kind == SAME for kind in outputs):
+            raise RefutedError("its result does not come from what is split")
+        if any(len(each) != len(drawn) for each in shapes):
+            raise RefutedError("its slices draw at other places")
+        if source is not None and torch.is_grad_enabled():
+            weights = [torch.randn(each.shape, generator=self.draws) for each in expected.tensors]
+            want = _gradient(source, expected.tensors, weights)
+            parts = [
+                _gradient(source, found.tensors, _weights_of(rank, self.size, outputs, weights))
+                for rank, found in enumerate(results)
+            ]
+            if not _near(sum(parts[1:], parts[0]), want, tolerance):
+                raise RefutedError("code or a hook in it changes gradients")
+        split = [_split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
+        return Proof(outputs, tuple(split), frozenset(read))
+
+    def _tried_in_slices(
+        self, rank: int, arguments: Any, read: set[tuple[str, str]]
+    ) -> tuple[Call, list[tuple[int, ...]]]:
+        part = copied_with(self.whole, _as_it_is, torch.clone)
+        with distributed_modules_in(_Pretended(self.size, rank)):
+            gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
             gate.is_open = True
             with (
                 Reads(_owners(part), gate.is_used_by) as reads,
                 state_reads.noted(part) as read_of_part,
             ):
-                found, dropped = tried(part, arguments)
+                result = tried(part, arguments)
             read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
-        results.append(found)
-        shapes.append(dropped)
-    if any(found.structure != expected.structure for found in results):
-        raise RefutedError("its slices return something else")
-    outputs = tuple(
-        _kind([found.tensors[place] for found in results], want)
-        for place, want in enumerate(expected.tensors)
-    )
-    if all(kind == SAME for kind in outputs):
-        raise RefutedError("its result does not come from what is split")
-    if any(len(each) != len(drawn) for each in shapes):
-        raise RefutedError("its slices draw at other places")
-    found_draws = [_split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
-    return Proof(outputs, tuple(found_draws), frozenset(read))
+        return result
+
+
+def _source_of(arguments: Any) -> torch.Tensor | None:
+    """Returns the argument whose gradients are compared, which gets some from here on."""
+    tensors = Call(arguments).tensors
+    if not tensors or not tensors[0].is_floating_point() or not torch.is_grad_enabled():
+        return None
+    return tensors[0].requires_grad_()
+
+
+def _gradient(
+    source: torch.Tensor, results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns the gradient of the sum of what some results weigh."""
+    pairs = [pair for pair in zip(results, weights, strict=True) if pair[0].requires_grad]
+    if not pairs:
+        return torch.zeros_like(source)
+    of, by = zip(*pairs, strict=True)
+    (found,) = torch.autograd.grad(of, source, by, allow_unused=True)
+    return torch.zeros_like(source) if found is None else found
+
+
+def _weights_of(
+    rank: int, size: int, outputs: Sequence[int | str], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns what gradients come to the slices of one rank."""
+    found = []
+    for kind, weight in zip(outputs, weights, strict=True):
+        if kind == SUM:
+            found.append(weight)
+        elif kind == SAME:  # one rank uses its own
+            found.append(weight if rank == 0 else torch.zeros_like(weight))
+        else:
+            found.append(weight.chunk(size, int(kind))[rank])
+    return found
 
 
 def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
@@ -330,25 +382,6 @@ def _as_it_is(parameter: nn.Parameter) -> torch.Tensor:
     return parameter
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype
-
-
-def copied_with(
-    module: nn.Module,
-    of_parameter: Callable[[nn.Parameter], torch.Tensor],
-    of_buffer: Callable[[torch.Tensor], torch.Tensor],
-) -> nn.Module:
-    """Returns a copy of a module with other tensors, and the same configuration."""
-    memo: dict[int, Any] = {id(each): of_parameter(each) for each in module.parameters()}
-    memo.update((id(each), of_buffer(each)) for each in module.buffers())
-    for inner in module.modules():
-        for value in vars(inner).values():
-            if type(value).__name__.endswith("Config"):
-                memo[id(value)] = value
-    return copy.deepcopy(module, memo)
-
-
 def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> None:
     """Gives a slice its share of the values of the whole."""
     for each, _ in list(made.named_parameters(recurse=False)):
@@ -361,27 +394,27 @@ def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> 
         )
 
 
-def _kind(parts: list[torch.Tensor], whole: torch.Tensor) -> int | str:
+def _kind(parts: list[torch.Tensor], whole: torch.Tensor, tolerance: float) -> int | str:
     if not whole.isfinite().all():
-        raise RefutedError("it gives no finite numbers on random input")
+        raise _NoTrialError("it gives no finite numbers on random input")
     if all(part.shape == whole.shape for part in parts):
-        if whole.is_floating_point() and _near(sum(parts[1:], parts[0]), whole):
+        if whole.is_floating_point() and _near(sum(parts[1:], parts[0]), whole, tolerance):
             return SUM
-        if all(_near(part, whole) for part in parts):
+        if all(_near(part, whole, tolerance) for part in parts):
             return SAME
         raise RefutedError("the sum of what its slices give differs from what it gives whole")
     dim = _split_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
     assert dim is not None
-    if not _near(torch.cat(parts, dim), whole):
+    if not _near(torch.cat(parts, dim), whole, tolerance):
         raise RefutedError("what its slices give differs from what it gives whole")
     return dim
 
 
-def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
+def _near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
     if not want.is_floating_point() and not want.is_complex():
         return torch.equal(got, want)
     difference = float(torch.linalg.vector_norm(got - want))
-    return difference <= _TOLERANCE * float(torch.linalg.vector_norm(want))
+    return difference <= tolerance * float(torch.linalg.vector_norm(want))
 
 
 def _split_dim(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> int | None:

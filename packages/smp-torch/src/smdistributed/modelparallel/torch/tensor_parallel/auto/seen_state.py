@@ -1,0 +1,121 @@
+"""What proofs have read of a module that was split, as it was then and as it is now.
+
+A proof is one of a copy. A script may change attributes, hooks and modules afterwards: where the
+proof has read them, it says nothing any more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from smdistributed.modelparallel.torch.tensor_parallel.auto.state_reads import EVERYTHING
+
+
+class MISSING:
+    """Stands for what is not there."""
+
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+_OF_MODULES = frozenset(vars(nn.Module()))
+HOOKS = frozenset(name for name in _OF_MODULES if name.endswith("_hooks"))
+#: Tensors, what is known otherwise, and what is compared by itself.
+_APART = _OF_MODULES - HOOKS
+#: What is what it is, and has nothing in it that a script would change.
+_WHOLE = (nn.Module, torch.Tensor, type)
+
+Name = tuple[str, str]
+
+
+class SeenState:
+    """The state of a module and those in it, by their names.
+
+    Args:
+        module: that has just been split.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = dict(module.named_modules())
+        self._before: dict[Name, list[Any]] = {}
+        self._read: Collection[Name] = ()
+        for owner, inner in self._modules.items():
+            for attribute in (*vars(inner), *inner._modules):
+                if attribute not in _APART:
+                    self._before[owner, attribute] = _contents(inner, attribute)
+
+    def read(self, read: Collection[Name]) -> None:
+        """Takes what proofs have read for what counts."""
+        names: dict[Name, None] = {}
+        for owner, attribute in sorted(read):
+            if attribute == EVERYTHING and owner in self._modules:
+                names.update(dict.fromkeys(each for each in self._before if each[0] == owner))
+            elif attribute not in _APART and owner in self._modules:
+                names[owner, attribute] = None
+        for owner, inner in self._modules.items():
+            if isinstance(inner, _DropoutNd):  # it is tried without
+                names.pop((owner, "p"), None)
+        for each in names.keys() - self._before.keys():
+            # Of a class, which the copy has too: the proof is of what it has now.
+            self._before[each] = _contents(self._modules[each[0]], each[1])
+        self._read = list(names)
+
+    def changed(self) -> list[Name]:
+        """Returns what is another now of what counts."""
+        return [
+            each
+            for each in self._read
+            if not _are_same(self._before[each], _contents(self._modules[each[0]], each[1]))
+        ]
+
+
+def value_of(module: nn.Module, attribute: str) -> Any:
+    """Returns what a module has by a name: itself, or as a module in it; ``MISSING`` if nothing."""
+    found = vars(module).get(attribute, MISSING)
+    return module._modules.get(attribute, MISSING) if found is MISSING else found
+
+
+def hooks_of_others(hooks: dict[int, Any]) -> list[Any]:
+    """Returns the hooks of a module but for the library's own, which come and go by themselves."""
+    return [each for each in hooks.values() if not _is_of_library(each)]
+
+
+def _contents(module: nn.Module, attribute: str) -> list[Any]:
+    """Returns the objects by a name, and those in it."""
+    value = value_of(module, attribute)
+    if attribute in HOOKS:
+        return hooks_of_others(value)
+    if value is MISSING:
+        spaces = (vars(kind) for kind in type(module).__mro__)
+        value = next((space[attribute] for space in spaces if attribute in space), MISSING)
+    return list(_objects_in(value, set()))
+
+
+def _objects_in(value: Any, around: set[int]) -> Iterator[Any]:
+    yield value
+    if isinstance(value, _WHOLE) or id(value) in around:
+        return
+    if isinstance(value, dict):
+        inner = [*value, *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = list(value)
+    elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_library(value):
+        inner = [*vars(value), *vars(value).values()]
+    else:
+        return
+    around = {*around, id(value)}
+    for each in inner:
+        yield from _objects_in(each, around)
+
+
+def _is_of_library(obj: Any) -> bool:
+    name = getattr(obj, "__module__", None) or type(obj).__module__
+    return str(name).startswith(_OWN_PACKAGE)
+
+
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))

@@ -1,0 +1,99 @@
+"""Copies of a module with random weights, to try things with.
+
+Weights are random, since those of a model may be zeros that hide a difference. The module that is
+tried is a copy, which a template without memory can make at any time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map
+
+#: After so many random numbers those of a large weight repeat: to draw all takes minutes for a
+#: large model. A prime, so that neither rows nor columns nor slices are alike.
+_PERIOD = 1_000_003
+
+
+class Template:
+    """A module without the memory of its weights, to try things with.
+
+    Args:
+        module: to copy.
+        value_of: gives a buffer its values where they are delayed.
+
+    Attributes:
+        linears: the linear maps in it, by name.
+        shared: the names of modules in it that others have too.
+    """
+
+    def __init__(self, module: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.shared: set[str] = set()
+
+        def shape_of(parameter: nn.Parameter) -> torch.Tensor:
+            like = torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta")
+            return nn.Parameter(like, requires_grad=parameter.requires_grad)
+
+        def kept(buffer: torch.Tensor) -> torch.Tensor:
+            values = value_of(buffer).detach()
+            return values.to(_wide(buffer.dtype), copy=True).cpu()
+
+        self._module = copied_with(module, shape_of, kept)
+        self.linears = {name: each for name, each in self._module.named_modules() if is_map(each)}
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy, of which the parameters have no values."""
+        return self._module
+
+    def sizes(self) -> frozenset[int]:
+        """Returns the sizes of its weights, and the whole numbers in its modules."""
+        found = {size for each in self._module.parameters() for size in each.shape}
+        for each in self._module.modules():
+            found.update(value for value in vars(each).values() if type(value) is int)
+        return frozenset(found)
+
+    def made(self, draws: torch.Generator) -> nn.Module:
+        """Returns a module with random weights."""
+        noise = torch.empty(0)
+
+        def values(parameter: nn.Parameter) -> torch.Tensor:
+            nonlocal noise
+            count = parameter.numel()
+            if count <= _PERIOD:
+                found = torch.randn(parameter.shape, generator=draws)
+            else:
+                if noise.numel() < _PERIOD + count:
+                    noise = torch.randn(_PERIOD, generator=draws).repeat(2 + count // _PERIOD)
+                start = int(torch.randint(_PERIOD, (), generator=draws))
+                found = noise[start : start + count].clone().view(parameter.shape)
+            if parameter.dim() > 1:
+                found /= math.sqrt(parameter.shape[-1])
+            return nn.Parameter(found.to(parameter.dtype), requires_grad=parameter.requires_grad)
+
+        return copied_with(self._module, values, torch.clone)
+
+
+def copied_with(
+    module: nn.Module,
+    of_parameter: Callable[[nn.Parameter], torch.Tensor],
+    of_buffer: Callable[[torch.Tensor], torch.Tensor],
+) -> nn.Module:
+    """Returns a copy of a module with other tensors, and the same configuration."""
+    memo: dict[int, Any] = {id(each): of_parameter(each) for each in module.parameters()}
+    memo.update((id(each), of_buffer(each)) for each in module.buffers())
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if type(value).__name__.endswith("Config"):
+                memo[id(value)] = value
+    return copy.deepcopy(module, memo)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
