@@ -101,7 +101,7 @@ QUICK = {
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
     *(("graphs", kind, 2) for kind in POPULATIONS),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
-    *(("one-graphs", "around", part) for part in range(0, STRIDES["around"], 2)),
+    *(("one-graphs", "around", part) for part in range(STRIDES["around"])),
     *(("compiled", kind, 3) for kind in ("uses", "order")),
 }
 PARTS = [

@@ -34,7 +34,19 @@ class Unrelated(nn.Module):
         return x * self.step
 
 
-@pytest.mark.parametrize("kind", [ByName, ByAttribute])
+class MadeUp(nn.Module):
+    names = ("sc", "ale")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(SETTINGS, "".join(self.names), 1.0)
+
+
+class Late(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(SETTINGS, "scale", 1.0)
+
+
+@pytest.mark.parametrize("kind", [ByName, ByAttribute, MadeUp, Late])
 def test_what_code_reads_of_a_module_is_watched(kind: type[nn.Module]) -> None:
     SETTINGS.scale, SETTINGS.step = 1.0, 0
     snapshot = Snapshot([kind(), Unrelated()])
@@ -48,3 +60,42 @@ def test_what_only_other_code_names_is_not() -> None:
     snapshot = Snapshot([ByName(), Unrelated()])
     SETTINGS.step = 1  # a counter, say
     assert not snapshot.differences()
+
+
+@pytest.mark.parametrize("kind", [MadeUp, Late])
+def test_what_comes_later_is_seen(kind: type[nn.Module]) -> None:
+    vars(SETTINGS).pop("scale", None)
+    snapshot = Snapshot([kind()])
+    assert not snapshot.differences()
+    SETTINGS.scale = 2.0
+    assert snapshot.differences()
+    snapshot.note_changes()
+    snapshot.put_back()
+    assert not hasattr(SETTINGS, "scale")
+
+
+def test_what_names_are_made_up_of_is_seen_whole() -> None:
+    SETTINGS.scale, SETTINGS.step = 1.0, 0
+    for kind, is_seen in ((MadeUp, True), (Late, False)):
+        snapshot = Snapshot([kind()])
+        SETTINGS.step += 1
+        assert bool(snapshot.differences()) == is_seen
+
+
+def test_of_an_optimizer_its_state_is_seen_if_code_names_it() -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+
+    class OfGroups(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * optimizer.param_groups[0]["lr"]
+
+    class OfState(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * len(optimizer.state)
+
+    for kind, is_seen in ((OfGroups, False), (OfState, True)):
+        snapshot = Snapshot([kind()])
+        optimizer.state[kind] = {}
+        assert bool(snapshot.differences()) == is_seen
+        optimizer.param_groups[0]["lr"] *= 2
+        assert snapshot.differences()

@@ -59,6 +59,6 @@ def is_growth(obj: Any, before: Any, now: Any) -> bool:
     """Whether things were added to a container, and nothing else has changed in it."""
     if isinstance(obj, list | collections.deque):
         return holders.same(before, now[: len(before)])
-    if isinstance(obj, dict):
+    if isinstance(obj, dict) and isinstance(before, dict):  # not which names it has
         return all(key in now and now[key] is value for key, value in before.items())
     return isinstance(obj, set) and before <= now
