@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.state_reads import EVERYTHING
 
@@ -26,6 +25,11 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 HOOKS = frozenset(name for name in _OF_MODULES if name.endswith("_hooks"))
 #: Tensors, what is known otherwise, and what is compared by itself.
 _APART = _OF_MODULES - HOOKS
+#: Proofs are without what these do.
+_DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 #: What is what it is, and has nothing in it that a script would change.
 _WHOLE = (nn.Module, torch.Tensor, type)
 
@@ -57,7 +61,7 @@ class SeenState:
             elif attribute not in _APART and owner in self._modules:
                 names[owner, attribute] = None
         for owner, inner in self._modules.items():
-            if isinstance(inner, _DropoutNd):  # it is tried without
+            if isinstance(inner, _DROPOUT):
                 names.pop((owner, "p"), None)
         for each in names.keys() - self._before.keys():
             # Of a class, which the copy has too: the proof is of what it has now.
