@@ -41,7 +41,7 @@ def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.T
 def is_accumulation_kept(leaf: torch.Tensor) -> bool:
     """Whether somebody keeps what adds up the gradient of a leaf: a graph of autograd, say.
 
-    It may have hooks; and in later graphs, too, it runs on the stream of the one that it comes from.
+    It may have hooks; and in later graphs, too, it runs on the stream of the first one.
     """
     _notes_of(leaf)[_MARK] = True  # goes with what it is put on, unless somebody keeps that
     return _MARK in _notes_of(leaf)
