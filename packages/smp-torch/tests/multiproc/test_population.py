@@ -34,14 +34,14 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 #: Of each population, each part takes one script in so many.
 STRIDES = {
-    "state": 96,
-    "uses": 10,
-    "layers": 20,
-    "loops": 20,
-    "parameters": 3,
-    "writes": 80,
-    "order": 120,
-    "views": 360,
+    "state": 192,
+    "uses": 20,
+    "layers": 40,
+    "loops": 40,
+    "parameters": 6,
+    "writes": 160,
+    "order": 240,
+    "views": 720,
     "around": 6,
 }
 

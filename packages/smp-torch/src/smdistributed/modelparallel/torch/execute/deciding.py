@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Snapshot
+from smdistributed.modelparallel.torch.record.reach import OF_MODULES
+from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 
 
 class known_changes:  # noqa: N801 - reads as a function

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.record.identities import Identities
-from smdistributed.modelparallel.torch.record.undo import is_users
+from smdistributed.modelparallel.torch.record.reach import is_users
 
 
 class FunctionsOfTorch:

@@ -16,10 +16,11 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
+from smdistributed.modelparallel.torch.record.reach import OF_MODULES
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace import Entry, Seen
 from smdistributed.modelparallel.torch.record.turns import gradient_hooks
-from smdistributed.modelparallel.torch.record.undo import OF_MODULES, Change, Place, Snapshot
+from smdistributed.modelparallel.torch.record.undo import Change, Place, Snapshot
 
 
 class Scene:

@@ -16,7 +16,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.nested import Path, follow
-from smdistributed.modelparallel.torch.record.undo import is_users
+from smdistributed.modelparallel.torch.record.reach import is_users
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
