@@ -46,6 +46,7 @@ from smdistributed.modelparallel.torch.model.tracing import TracingOptions
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
+from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
@@ -171,9 +172,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         step = self._runtime.current_step
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if not isinstance(given, list | tuple) or not all(map(torch.is_tensor, given)):
+            is_item = isinstance(tensors, PendingNumber)
+            received = "a number, as of .item()" if is_item else type(tensors).__name__
             raise TypeError(
                 "model.backward takes the loss, a tensor that the model's outputs lead to, or a "
-                f"list of such tensors; received {type(tensors).__name__}."
+                f"list of such tensors; received {received}."
             )
         if step is not None:
             step.backward(self, tensors, grad_tensors)
