@@ -413,8 +413,9 @@ def _kind(parts: list[torch.Tensor], whole: torch.Tensor, tolerance: float) -> i
 def _near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
     if not want.is_floating_point() and not want.is_complex():
         return torch.equal(got, want)
-    difference = float(torch.linalg.vector_norm(got - want))
-    return difference <= tolerance * float(torch.linalg.vector_norm(want))
+    with torch.no_grad():
+        difference = float(torch.linalg.vector_norm(got - want))
+        return difference <= tolerance * float(torch.linalg.vector_norm(want))
 
 
 def _split_dim(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> int | None:

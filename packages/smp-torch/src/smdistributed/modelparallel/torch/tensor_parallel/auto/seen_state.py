@@ -7,7 +7,7 @@ proof has read them, it says nothing any more.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class SeenState:
         self._modules = dict(module.named_modules())
         self._before: dict[Name, list[Any]] = {}
         self._read: Collection[Name] = ()
+        #: Where what counts is: containers, and what is in them.
+        self._places: list[tuple[Any, tuple[Any, ...]]] = []
         for owner, inner in self._modules.items():
             for attribute in (*vars(inner), *inner._modules):
                 if attribute not in _APART:
@@ -67,14 +69,38 @@ class SeenState:
             # Of a class, which the copy has too: the proof is of what it has now.
             self._before[each] = _contents(self._modules[each[0]], each[1])
         self._read = list(names)
+        self._note_places()
 
     def changed(self) -> list[Name]:
         """Returns what is another now of what counts."""
-        return [
+        # Asked at each call of a layer: containers that are as they were need no walk.
+        if all(_is_as_it_was(container, before) for container, before in self._places):
+            return []
+        found = [
             each
             for each in self._read
             if not _are_same(self._before[each], _contents(self._modules[each[0]], each[1]))
         ]
+        if not found:
+            self._note_places()  # something else is another, as a hook of the library
+        return found
+
+    def _note_places(self) -> None:
+        containers: dict[int, Any] = {}
+        for owner in dict.fromkeys(owner for owner, _ in self._read):
+            module = self._modules[owner]
+            spaces = [vars(kind) for kind in type(module).__mro__ if _is_of_script(kind)]
+            for each in (vars(module), module._modules, *spaces):
+                containers[id(each)] = each
+        for owner, attribute in self._read:
+            module = self._modules[owner]
+            if attribute in HOOKS:
+                hooks = value_of(module, attribute)
+                containers[id(hooks)] = hooks
+            else:
+                value = _value(module, attribute)
+                containers.update((id(each), each) for each in _containers_in(value, set()))
+        self._places = [(each, _items(each)) for each in containers.values()]
 
 
 def value_of(module: nn.Module, attribute: str) -> Any:
@@ -90,30 +116,68 @@ def hooks_of_others(hooks: dict[int, Any]) -> list[Any]:
 
 def _contents(module: nn.Module, attribute: str) -> list[Any]:
     """Returns the objects by a name, and those in it."""
-    value = value_of(module, attribute)
     if attribute in HOOKS:
-        return hooks_of_others(value)
+        return hooks_of_others(value_of(module, attribute))
+    return list(_objects_in(_value(module, attribute), set()))
+
+
+def _value(module: nn.Module, attribute: str) -> Any:
+    """Returns what a module, or its class, has by a name; ``MISSING`` if nothing."""
+    value = value_of(module, attribute)
     if value is MISSING:
         spaces = (vars(kind) for kind in type(module).__mro__)
         value = next((space[attribute] for space in spaces if attribute in space), MISSING)
-    return list(_objects_in(value, set()))
+    return value
 
 
 def _objects_in(value: Any, around: set[int]) -> Iterator[Any]:
     yield value
-    if isinstance(value, _WHOLE) or id(value) in around:
-        return
-    if isinstance(value, dict):
-        inner = [*value, *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        inner = list(value)
-    elif isinstance(getattr(value, "__dict__", None), dict) and not _is_of_library(value):
-        inner = [*vars(value), *vars(value).values()]
-    else:
+    container = _container(value)
+    if container is None or id(value) in around:
         return
     around = {*around, id(value)}
-    for each in inner:
+    for each in _items(container):
         yield from _objects_in(each, around)
+
+
+def _containers_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    container = _container(value)
+    if container is None or id(container) in seen:
+        return
+    seen.add(id(container))
+    if not isinstance(container, tuple | frozenset):
+        yield container
+    for each in _items(container):
+        yield from _containers_in(each, seen)
+
+
+def _container(value: Any) -> Any:
+    """Returns where an object keeps others that count; None if nowhere."""
+    if isinstance(value, _WHOLE):
+        return None
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return value
+    if isinstance(getattr(value, "__dict__", None), dict) and not _is_of_library(value):
+        return vars(value)
+    return None
+
+
+def _items(container: Any) -> tuple[Any, ...]:
+    is_dict = isinstance(container, Mapping)
+    return (*container, *container.values()) if is_dict else tuple(container)
+
+
+def _is_as_it_was(container: Any, before: tuple[Any, ...]) -> bool:
+    now = _items(container)
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _is_of_script(kind: type) -> bool:
+    """Whether a class may have attributes that a script changes."""
+    return kind is not nn.Module and kind.__module__.partition(".")[0] not in (
+        "builtins",
+        _OWN_PACKAGE,
+    )
 
 
 def _is_of_library(obj: Any) -> bool:
