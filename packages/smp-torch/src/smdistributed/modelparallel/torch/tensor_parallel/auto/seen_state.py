@@ -47,8 +47,8 @@ class SeenState:
         self._modules = dict(module.named_modules())
         self._before: dict[Name, list[Any]] = {}
         self._read: Collection[Name] = ()
-        #: Where what counts is: containers, and what is in them.
-        self._places: list[tuple[Any, tuple[Any, ...]]] = []
+        #: Where what counts is: containers, and what was in them when nothing was another.
+        self._places: list[tuple[Any, tuple[Any, ...]]] | None = None
         for owner, inner in self._modules.items():
             for attribute in (*vars(inner), *inner._modules):
                 if attribute not in _APART:
@@ -69,12 +69,13 @@ class SeenState:
             # Of a class, which the copy has too: the proof is of what it has now.
             self._before[each] = _contents(self._modules[each[0]], each[1])
         self._read = list(names)
-        self._note_places()
+        self._places = None
 
     def changed(self) -> list[Name]:
         """Returns what is another now of what counts."""
         # Asked at each call of a layer: containers that are as they were need no walk.
-        if all(_is_as_it_was(container, before) for container, before in self._places):
+        places = self._places
+        if places is not None and all(_is_as_it_was(*place) for place in places):
             return []
         found = [
             each
@@ -82,10 +83,10 @@ class SeenState:
             if not _are_same(self._before[each], _contents(self._modules[each[0]], each[1]))
         ]
         if not found:
-            self._note_places()  # something else is another, as a hook of the library
+            self._places = self._places_now()
         return found
 
-    def _note_places(self) -> None:
+    def _places_now(self) -> list[tuple[Any, tuple[Any, ...]]]:
         containers: dict[int, Any] = {}
         for owner in dict.fromkeys(owner for owner, _ in self._read):
             module = self._modules[owner]
@@ -100,7 +101,7 @@ class SeenState:
             else:
                 value = _value(module, attribute)
                 containers.update((id(each), each) for each in _containers_in(value, set()))
-        self._places = [(each, _items(each)) for each in containers.values()]
+        return [(each, _items(each)) for each in containers.values()]
 
 
 def value_of(module: nn.Module, attribute: str) -> Any:
