@@ -429,8 +429,9 @@ class Lockstep:
 def _different(lines: tuple[str, str], first: int, rank: int) -> SMPError:
     return SMPError(
         "the ranks of the pipeline recorded different computations. Every rank must run "
-        f"the same code with the same settings; the first difference: rank {first}: "
-        f"{lines[0]}; rank {rank}: {lines[1]}."
+        "the same code with the same settings; code that goes through a set of texts does so in "
+        "another order in each process, unless PYTHONHASHSEED=0 is in the environment. The first "
+        f"difference: rank {first}: {lines[0]}; rank {rank}: {lines[1]}."
     )
 
 
