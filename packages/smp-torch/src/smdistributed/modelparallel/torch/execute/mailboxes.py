@@ -212,8 +212,6 @@ class Taking:
         self._box = box
         self._place, _ = box.next()
 
-    is_done = False  # nothing has begun before it is waited for
-
     def wait(self) -> torch.Tensor:
         """Has the tensor filled, on the current stream."""
         box, place = self._box, self._place
