@@ -239,9 +239,9 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks are not proven before they are split",
-        "torch/tensor_parallel/auto/proof.py",
-        "if not want.is_floating_point() and not want.is_complex():",
-        "if True:\n        return True\n    if not want.is_floating_point():",
+        "torch/tensor_parallel/auto/rounding.py",
+        "return distance(got, self._results[number]) <= self._bounds[number]",
+        "return True",
         ("blocks_of_any_model_are_split",),
     ),
     Mutation(

@@ -5,6 +5,8 @@ Long, since it is one list of models and cases.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
+from smdistributed.modelparallel.torch.tensor_parallel.auto import planning, proof
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
 MICROBATCHES = tensor_cases.MICROBATCHES
@@ -616,11 +618,78 @@ def numbered() -> None:
         module[1](x, asks=True)
 
 
+def agreed() -> None:
+    """Ranks whose modules are others split them alike, or get an error on each; nothing hangs."""
+    x = torch.randn(2, 3, WIDTH, generator=generator(3))
+    given = torch.ones(2, 3, WIDTH)
+
+    def made(number: int) -> nn.Module:
+        return split(lambda: InTurn(Numbered(number, "attribute")), 3, sample_inputs=given)
+
+    other = made(2 - smp.tp_rank())
+    error = r"split blocks\.0 in the same way.* rank 1: no group: .*sum"
+    with pytest.raises(SMPError, match=error):
+        smp.DistributedModel(other)
+    module = made(2)
+    model = smp.DistributedModel(module)
+    want = model(x)
+    number = module.get_submodule("blocks.0")
+    number.number = 2 + 2 * smp.tp_rank()  # on one rank; it computes what it did
+    assert torch.equal(model(x), want)
+    number.number = 2 + smp.tp_rank()
+    error = (
+        "do not compute" if smp.tp_rank() else "same verdict on slices of blocks.0.*do not compute"
+    )
+    with pytest.raises(SMPError, match=error):
+        model(x)
+
+
+class InTurn(nn.Module):
+    """Calls its blocks in turn."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.blocks.children():
+            x = each(x)
+        return x
+
+
+class Uneven(nn.Module):
+    """Has a width that two does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 41), nn.Linear(41, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def told() -> None:
+    """The log has the reason of the attempt that looked for what the module is."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(planning.__name__)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        smp.DistributedModel(split(Uneven, 3, sample_inputs=torch.ones(2, 3, WIDTH)))
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+    (line,) = [each for each in lines if "is no group" in each]
+    assert re.search(r"\(2\) must divide out_features \(41\) of up", line), line
+
+
 BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
-        numbered,
+        *(numbered, agreed, told),
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
@@ -19,7 +22,11 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
     if group.size == 1:
         return module
     before = dict(module.named_parameters())
-    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed)
+
+    def everyones(mine: Any) -> list[Any]:
+        return runtime.communicator.allgather(mine, CommGroup.WORLD)
+
+    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed, everyones)
     kept = set(replaced.parameters())
     for name, parameter in before.items():
         if parameter not in kept:

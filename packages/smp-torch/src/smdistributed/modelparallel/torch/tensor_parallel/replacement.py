@@ -22,8 +22,12 @@ from smdistributed.modelparallel.torch.building.delayed_parameters import Delaye
 from smdistributed.modelparallel.torch.compat.private.compiled import written
 from smdistributed.modelparallel.torch.tensor_parallel.additions import additions_to
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
-from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import AutoPlan, plan_groups
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import cut
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import cut
+from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import (
+    AutoPlan,
+    check_agreed,
+    plan_groups,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -57,10 +61,11 @@ def replace_marked(
     built_in: BuiltIn,
     group: TensorGroup,
     delayed: DelayedParameters,
+    everyones: Callable[[Any], list[Any]],
 ) -> nn.Module:
     """Replaces the outermost marked modules that have a distributed version.
 
-    Collective: TP_GROUP.
+    Collective: WORLD.
 
     Args:
         model: the user's model; changed in place.
@@ -68,11 +73,15 @@ def replace_marked(
         built_in: finds how a module is distributed that the user has not registered.
         group: the ranks that split modules.
         delayed: the parameters that have no values yet.
+        everyones: gives the objects of all ranks of the job.
 
     Returns:
         the model, or what stands in its place.
+
+    Raises:
+        SMPError: the ranks have different models.
     """
-    return _Replacing(model, marks, built_in, group, delayed).run()
+    return _Replacing(model, marks, built_in, group, delayed, everyones).run()
 
 
 class _Replacing:
@@ -85,6 +94,7 @@ class _Replacing:
         built_in: BuiltIn,
         group: TensorGroup,
         delayed: DelayedParameters,
+        everyones: Callable[[Any], list[Any]],
     ) -> None:
         self._model = model
         self._marks = marks
@@ -92,6 +102,7 @@ class _Replacing:
         self._group = group
         self._delayed = delayed
         self._values = ValuesOfFirst(group, delayed)
+        self._everyones = everyones
         self._auto = AutoPlan()
         self._done: dict[nn.Module, nn.Module] = {}
         self._seen: list[Mark] = []
@@ -161,22 +172,24 @@ class _Replacing:
             mark.used.add("sample_inputs")
             inputs = mark.config.get("sample_inputs", inputs)
             candidates[module] = name
-        if not candidates:
-            return AutoPlan()
         delayed = self._delayed
 
         def value_of(tensor: torch.Tensor) -> torch.Tensor:
             return delayed.compute(tensor) if delayed.holds(tensor) else tensor
 
-        return plan_groups(
-            self._model,
-            candidates,
-            inputs,
-            self._group,
-            value_of,
-            self._is_free,
-            has_values=not any(map(delayed.holds, self._model.parameters())),
-        )
+        plan = AutoPlan()
+        if candidates:
+            plan = plan_groups(
+                self._model,
+                candidates,
+                inputs,
+                self._group,
+                value_of,
+                self._is_free,
+                has_values=not any(map(delayed.holds, self._model.parameters())),
+            )
+        check_agreed(plan, candidates, self._everyones)
+        return plan
 
     def _open_modules(self, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
         """Yields the modules that no distributed version takes the place of, outermost first."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
@@ -46,7 +47,9 @@ class LaneCall:
         return self.shapes[paths.index(path)], self.call.holes[paths.index(path)]
 
 
-def agreed(group: TensorGroup, who: str, call: Call, *, training: bool) -> list[LaneCall]:
+def agreed(
+    group: TensorGroup, who: str, call: Call, *, training: bool, has_changed: bool
+) -> tuple[list[LaneCall], bool]:
     """Returns the calls of all ranks, which may differ in sizes and in what they leave out.
 
     Collective: TP_GROUP.
@@ -56,6 +59,10 @@ def agreed(group: TensorGroup, who: str, call: Call, *, training: bool) -> list[
         who: is called.
         call: the own.
         training: whether the module trains.
+        has_changed: whether a script has changed what proofs of this rank's module have read.
+
+    Returns:
+        the calls, and whether the module of any rank has changed.
 
     Raises:
         SMPError: the ranks call different modules; or with a prescaled batch in different ways.
@@ -63,20 +70,21 @@ def agreed(group: TensorGroup, who: str, call: Call, *, training: bool) -> list[
     tensors = call.tensors
     own = tuple(tuple(each.shape) for each in tensors)
     if any(map(is_fake, tensors)):
-        return [LaneCall(call, own)] * group.size
+        return [LaneCall(call, own)] * group.size, has_changed
     text = base64.b64encode(pickle.dumps(call.skeleton())).decode()
     sizes = [size for each in own for size in each]
     about = zlib.crc32(repr((who, training, torch.is_grad_enabled())).encode())
     form = zlib.crc32(f"{call.structure}{call.holes}{_plain(call)}".encode())
-    first = [about, form, len(sizes), *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
+    head = [about, form, int(has_changed), len(sizes)]
+    first = [*head, *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
     everyones = group.collectives.compare(first)
     if any(each[0] != about for each in everyones):
         group.refuse(
             "must call the same distributed modules in the same way",
             f"{who} with {[(tuple(each.shape), each.dtype) for each in tensors]}",
         )
-    most = max(each[2] for each in everyones)
-    listed = [each[3:] for each in everyones]
+    most = max(each[3] for each in everyones)
+    listed = [each[len(head) :] for each in everyones]
     if most > _SIZES:
         rest = sizes[_SIZES:]
         rests = group.collectives.compare([*rest, *[0] * (most - _SIZES - len(rest))])
@@ -93,7 +101,31 @@ def agreed(group: TensorGroup, who: str, call: Call, *, training: bool) -> list[
         (each[1], lane.shapes) != (form, own) for each, lane in zip(everyones, lanes, strict=True)
     ):
         group.refuse("must bring the same examples, as prescaled_batch is on", f"{who}: {own}")
-    return lanes
+    return lanes, any(each[2] for each in everyones)
+
+
+def same_verdict(group: TensorGroup, who: str, mine: str, error: SMPError | None) -> None:
+    """Checks that the ranks come to the same verdict on slices. Collective: TP_GROUP.
+
+    Args:
+        group: the ranks.
+        who: was tried.
+        mine: what this rank has found.
+        error: why it has found nothing.
+
+    Raises:
+        SMPError: they do not, or a rank has found nothing.
+    """
+    everyones = group.everyones_texts(mine if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyones):
+        if theirs != mine:
+            raise SMPError(
+                f"the ranks of a tensor-parallel group must come to the same verdict on slices of "
+                f"{who}, so its code and state must be the same on each; tp_rank {group.rank} has "
+                f"found {mine}; tp_rank {rank}: {theirs}"
+            )
 
 
 def exchanged(

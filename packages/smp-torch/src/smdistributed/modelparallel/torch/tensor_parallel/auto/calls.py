@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import pytree
 
 _CONTAINERS = (tuple, list, dict)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-#: Samples of calls have so many examples, and sequences of this length.
-_EXAMPLES, _LENGTH = 2, 6
-#: Those with more have at least so many, and at most, if calls have; odd, as the others are even.
-_MORE_EXAMPLES = 33, 255
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,8 @@ class TensorForm:
         """What calls must have in common that are computed in one way; sizes may differ."""
         return self.dtype, tuple(size == 1 for size in self.shape)
 
-    def sample(self, draws: torch.Generator, size: float = 1.0) -> torch.Tensor:
-        """Returns random values, in single precision; numbers that are not whole of some size."""
+    def sample(self, draws: torch.Generator, dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+        """Returns random values; numbers that are not whole in some precision, of some size."""
         if self.dtype == torch.bool:
             mask = torch.rand(self.shape, generator=draws) < 0.7
             if mask.dim():  # a row without any would be undefined, whichever of both hides
@@ -41,7 +37,7 @@ class TensorForm:
             return mask
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
             return torch.randint(0, 2, self.shape, generator=draws).to(self.dtype)
-        wide = torch.complex64 if self.dtype.is_complex else torch.float32
+        wide = dtype.to_complex() if self.dtype.is_complex else dtype
         return torch.randn(self.shape, generator=draws, dtype=wide) * size
 
 
@@ -151,54 +147,24 @@ class Call:
             leaves[place] = tensor
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def sample(self, forms: Sequence[TensorForm], draws: torch.Generator, size: float = 1.0) -> Any:
-        """Returns arguments of this form, with random values of some size."""
+    def sample(
+        self,
+        forms: Sequence[TensorForm],
+        draws: torch.Generator,
+        dtype: torch.dtype,
+        size: float = 1.0,
+    ) -> Any:
+        """Returns arguments of this form, with random values in some precision, of some size."""
         made: dict[str, torch.Tensor] = {}
         for path, form in zip(self.paths, forms, strict=True):
-            made[path] = made[self.same[path]] if path in self.same else form.sample(draws, size)
+            first = made.get(self.same.get(path, ""))
+            made[path] = form.sample(draws, dtype, size) if first is None else first
         return self.filled(list(made.values()))
 
 
 def tensors_in(nested: Any) -> list[torch.Tensor]:
     """Returns the tensors in arguments or results, in order."""
     return [each for each in pytree.tree_leaves(nested) if isinstance(each, torch.Tensor)]
-
-
-def shrunk(forms: Sequence[TensorForm], kept: frozenset[int]) -> list[TensorForm]:
-    """Returns the forms of a call with fewer examples, and shorter sequences if they are long.
-
-    Args:
-        forms: of the tensors; the first one has the examples along dim 0, and if it has three
-            dims or more the sequence along dim 1.
-        kept: sizes that mean something else: of weights, and of heads.
-    """
-    return _resized(forms, kept, lambda number: min(number, _EXAMPLES))
-
-
-def with_more_examples(
-    forms: Sequence[TensorForm], kept: frozenset[int]
-) -> list[TensorForm] | None:
-    """Returns the same with an odd number of examples, which is larger; None where it is not."""
-    fewest, most = _MORE_EXAMPLES
-    found = _resized(forms, kept, lambda number: min(max(number, fewest) | 1, most))
-    return found if found != shrunk(forms, kept) else None
-
-
-def _resized(
-    forms: Sequence[TensorForm], kept: frozenset[int], resize: Callable[[int], int]
-) -> list[TensorForm]:
-    if not forms or not forms[0].shape:
-        return list(forms)
-    sizes = {}
-    first = forms[0].shape
-    if len(first) > 2 and first[1] > 4 * _LENGTH and first[1] not in kept:
-        sizes[first[1]] = _LENGTH
-    if first[0] > 1 and first[0] not in kept and first[0] not in first[1:]:
-        sizes[first[0]] = resize(first[0])
-    return [
-        TensorForm(tuple(sizes.get(size, size) for size in form.shape), form.dtype)
-        for form in forms
-    ]
 
 
 def _is_empty_cache(leaf: object) -> bool:

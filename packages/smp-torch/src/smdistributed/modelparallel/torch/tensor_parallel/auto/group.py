@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
     agreed,
     exchanged,
+    same_verdict,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
@@ -27,10 +28,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
     SUM,
-    Plan,
     Proof,
     RefutedError,
     prove,
@@ -175,12 +176,15 @@ class ClosedGroup(DistributedModule):
         """
         group = self.tensor_group
         call = Call((args, kwargs))
-        lanes = agreed(group, self.place, call, training=self.training)
         is_fake_run = any(map(is_fake, call.tensors))
+        changed = [] if is_fake_run else self._smp_seen.changed()
+        lanes, has_any_changed = agreed(
+            group, self.place, call, training=self.training, has_changed=bool(changed)
+        )
         if is_fake_run:
             proofs = [self._proof_of_fakes(lane) for lane in lanes]
         else:
-            proofs = self._proofs(lanes)
+            proofs = self._proofs(lanes, changed, has_any_changed=has_any_changed)
         given = exchanged(group, self.place, call, lanes)
         numbers = [group.rank] if group.is_prescaled else list(range(group.size))
         place = None if group.random is None else group.random.place()
@@ -229,33 +233,44 @@ class ClosedGroup(DistributedModule):
                 made.append(joined(group, parts, int(kind)))
         return results[own].filled(made)
 
-    def _proofs(self, lanes: Sequence[LaneCall]) -> list[Proof]:
-        """Returns what is known of calls, which is proven if it is new, or if code has changed."""
-        found, former = self._smp_found, self._smp_found.proofs
-        changed = self._smp_seen.changed()
-        if changed:
-            found.follow(self.place, self, changed)
-        number = len(found.proofs)
+    def _proofs(
+        self,
+        lanes: Sequence[LaneCall],
+        changed: Sequence[tuple[str, str]],
+        *,
+        has_any_changed: bool,
+    ) -> list[Proof]:
+        """Returns what is known of calls, which is proven if it is new, or if code has changed.
+
+        Collective: TP_GROUP, where any of it is new.
+        """
+        found, group = self._smp_found, self.tensor_group
+        if not has_any_changed and all(self._key_of(lane) in found.proofs for lane in lanes):
+            return [found.proofs[self._key_of(lane)] for lane in lanes]
+        former = found.proofs
+        proofs: list[Proof] = []
+        error = None
         try:
-            proofs = [
-                found.proof_of(self.place, self.tensor_group.size, lane, training=self.training)
-                for lane in lanes
-            ]
-        except SMPError:
-            found.proofs = former
-            raise
+            if changed:
+                found.follow(self.place, self, changed)
+            for lane in lanes:
+                proofs.append(found.proof_of(self.place, group.size, lane, training=self.training))
+        except SMPError as failure:
+            found.proofs, error = former, failure
+        same_verdict(group, self.place, f"{[(each.outputs, each.draws) for each in proofs]}", error)
         if changed:
             self._smp_seen = SeenState(self)
-        if changed or number != len(found.proofs):
-            self._smp_seen.read(found.read)
+        self._smp_seen.read(found.read)
         return proofs
+
+    def _key_of(self, lane: LaneCall) -> object:
+        enabled = torch.is_grad_enabled()
+        return key_of(lane.call, lane.forms, training=self.training, grad_enabled=enabled)
 
     def _proof_of_fakes(self, lane: LaneCall) -> Proof:
         """Returns a proof of a call that cannot be proven, as it is recorded; the real one will."""
         proofs = self._smp_found.proofs
-        grad_enabled = torch.is_grad_enabled()
-        key = key_of(lane.call, lane.forms, training=self.training, grad_enabled=grad_enabled)
-        return proofs.get(key) or next(iter(proofs.values()))
+        return proofs.get(self._key_of(lane)) or next(iter(proofs.values()))
 
 
 #: Attributes that a closed group has besides its own.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import logging
 import re
-import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,9 +37,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     number_of_maps,
     sizes_of,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
-    Plan,
     RefutedError,
     alone,
     prove,
@@ -60,6 +59,10 @@ _MOST_FUSED = 3
 _COUNTS_HEADS = re.compile(r"head")
 _NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
 _OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
+
+
+class _OtherKindError(RefutedError):
+    """A module is looked at for what another attempt looks for; says what it lacks."""
 
 
 @dataclass
@@ -87,7 +90,7 @@ def plan_groups(
     *,
     has_values: bool,
 ) -> AutoPlan:
-    """Finds the closed groups of a model; the same on every rank. Collective: TP_GROUP.
+    """Finds the closed groups of a model.
 
     Args:
         model: the user's.
@@ -97,9 +100,6 @@ def plan_groups(
         value_of: gives a buffer its values where they are delayed.
         is_free: tells whether a module may be part of a group.
         has_values: whether its parameters have values.
-
-    Raises:
-        SMPError: the ranks come to different plans.
     """
     # Of modules around the same linear maps the innermost.
     ordered = list(reversed(candidates))
@@ -136,16 +136,43 @@ def plan_groups(
         if module not in inside and (is_attention(module) or is_transposed(module)):
             alone_reason = f"a {type(module).__name__} is split as a group or within one"
             plan.reasons.setdefault(name, kept_whole.get(module, alone_reason))
-    texts = [(candidates[module], found.plan) for module, found in plan.groups.items()]
-    digests = group.collectives.compare([zlib.crc32(repr(texts).encode())])
-    if any(each != digests[0] for each in digests):
-        raise SMPError(
-            "the ranks of a tensor-parallel group come to different plans for auto=True: build the "
-            "same model on each."
-        )
     for name, reason in plan.reasons.items():
         logger.info("%s is no group for tensor parallelism: %s", name or "the model", reason)
     return plan
+
+
+def check_agreed(
+    plan: AutoPlan, names: Mapping[nn.Module, str], everyones: Callable[[Any], list[Any]]
+) -> None:
+    """Checks that all ranks of the job have found the same. Collective: WORLD.
+
+    Args:
+        plan: of this rank.
+        names: of the modules in it.
+        everyones: gives what each rank has found.
+
+    Raises:
+        SMPError: they have not.
+    """
+    mine = {
+        names[module]: repr(
+            (found.plan, [(each.outputs, each.draws) for each in found.proofs.values()])
+        )
+        for module, found in plan.groups.items()
+    }
+    first, *others = everyones((mine, plan.reasons))
+    for rank, each in enumerate(others, 1):
+        for name in sorted({*first[0], *each[0]}):
+            if first[0].get(name) != each[0].get(name):
+                said = [
+                    one[0].get(name) or f"no group: {one[1].get(name, 'it has no such module')}"
+                    for one in (first, each)
+                ]
+                raise SMPError(
+                    f"the ranks of a job must split {name or 'the model'} in the same way, as "
+                    f"auto=True finds it: build the same model on each. Rank 0 has found "
+                    f"{said[0]}; rank {rank}: {said[1]}."
+                )
 
 
 def _shared_modules(model: nn.Module) -> set[nn.Module]:
@@ -184,7 +211,8 @@ class _Search:
         self._names = names
         self._calls = calls
         self._shared = shared
-        self._refused: dict[object, str] = {}
+        self._refused: dict[object, RefutedError] = {}
+        self._told: dict[str, RefutedError] = {}
         self.plan = AutoPlan()
 
     def try_one(self, module: nn.Module, *, closes: bool) -> None:
@@ -202,8 +230,13 @@ class _Search:
         try:
             self.plan.groups[module] = self._found(module, closes=closes)
         except RefutedError as error:
-            self._refused.setdefault((closes, _signature(module)), str(error))
-            self.plan.reasons[self._names[module]] = str(error)
+            self._refused.setdefault((closes, _signature(module)), error)
+            name = self._names[module]
+            # What the attempt says that looked for its kind, and of several the first.
+            known = self._told.get(name)
+            if known is None or isinstance(known, _OtherKindError):
+                self._told[name] = error
+                self.plan.reasons[name] = str(error)
         else:
             for each in inner:
                 self.plan.reasons.pop(self._names.get(each, ""), None)
@@ -225,7 +258,7 @@ class _Search:
         kin = self._kin_of(module)
         refused = self._refused.get((closes, _signature(module)))
         if refused is not None and not kin:
-            raise RefutedError(refused)
+            raise refused
         if "forward" in vars(module):
             raise RefutedError("its forward was replaced")
         if any(hasattr(module, name) for name in TAKEN):
@@ -241,23 +274,23 @@ class _Search:
             if shared := known.shared_with(template):
                 return shared
         if refused is not None:
-            raise RefutedError(refused)
+            raise refused
         inner = module.named_modules()
         template.shared = {name for name, each in inner if name and each in self._shared}
-        reason = "nothing is known of how it is called"
+        reason: RefutedError | None = None
         found: Found | None = None
         for call in self._calls_of(module):
             try:
                 proven = self._proven(template, call, closes=closes)
             except RefutedError as error:
-                reason = str(error)
+                reason = reason or error
                 continue
             if not is_attention(module):
                 return proven
             found = found or proven
             found.proofs.update(proven.proofs)
         if found is None:
-            raise RefutedError(reason)
+            raise reason or RefutedError("nothing is known of how it is called")
         return found
 
     def _calls_of(self, module: nn.Module) -> Iterable[Call]:
@@ -298,7 +331,7 @@ class _Search:
         origins = alone(lambda: _origins(template, call))
         columns, rows = _roles(origins)
         if bool(rows) is not closes:
-            raise RefutedError("none of its linear maps sums what others have split")
+            raise _OtherKindError("none of its linear maps sums what others have split")
         widths = set()
         for name in columns:
             widths.add(sizes_of(template.linears[name])[1])
@@ -340,8 +373,8 @@ def _fusions(
 def _origins(template: Template, call: Call) -> Origins:
     """Follows tensors through a call."""
     draws = torch.Generator().manual_seed(2)
-    module = template.made(draws)
-    args, kwargs = call.sample(call.forms, draws)
+    module = template.made(draws, torch.float32)
+    args, kwargs = call.sample(call.forms, draws, torch.float32)
     origins = Origins(module)
     try:
         with torch.no_grad(), NotedDraws(), origins:

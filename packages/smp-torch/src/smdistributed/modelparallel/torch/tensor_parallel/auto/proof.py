@@ -4,15 +4,20 @@ The output of the whole must be the sum of those of the slices, or these side by
 gives the right gradients too: those of weights and inputs are the sums over the ranks. Code may
 change them, so those of the input are compared.
 
-What is tried first are a few examples with small numbers; then large numbers and more examples, of
-which code may make something else. What the whole cannot compute says nothing then.
+It is computed in double precision, so that a wrong split stands out of rounding, whatever processor
+adds up; what rounding moves is measured, see ``rounding``. Code that has single precision written
+into it is tried in that.
+
+What is tried first are a few examples with small numbers; then more examples and larger numbers, of
+which code may make something else. What the whole cannot compute says nothing then, nor does what
+is nothing but rounding, as the gradient behind a saturated softmax.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,35 +28,31 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto import state_reads
-from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
-    shrunk,
-    with_more_examples,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
-from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
-    is_attention,
-    is_transposed,
-    sizes_of,
-)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
-from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
+from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import (
+    Rounding,
+    Tolerance,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
     distributed_modules_in,
     taken,
-    without_values,
 )
 
 _T = TypeVar("_T")
-#: Of differences to the norm of the whole: rounding in single precision stays far below.
-_TOLERANCE = 1e-4
-#: How large the other numbers are. Rounding counts for more with them: a softmax may turn.
-_LARGE, _LARGE_TOLERANCE = 100.0, 1e-2
+#: How large the other numbers are: where functions are far from linear, and where most saturate.
+_LARGER = (8.0, 100.0)
+#: How often what rounding moves is measured.
+_MEASURED = 2
 #: An output that every rank has alike.
 SAME = "same"
 #: An output that is a sum over the ranks.
@@ -64,24 +65,6 @@ class RefutedError(Exception):
 
 class _NoTrialError(RefutedError):
     """The whole does not compute what is tried; says why."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a module is split.
-
-    Attributes:
-        columns: the linear maps in it that are split along their outputs, by name.
-        rows: those that are split along their inputs.
-        divided: attributes of modules in it that count what is split: name of the module, of the
-            attribute; ``config.`` before those of its configuration, of which it gets a copy.
-        fused: of columns in which several are one, the name and their sizes.
-    """
-
-    columns: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
-    divided: tuple[tuple[str, str], ...] = ()
-    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,47 +82,6 @@ class Proof:
     outputs: tuple[int | str, ...]
     draws: tuple[int | None, ...]
     read: frozenset[tuple[str, str]]
-
-
-def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
-    """Puts slices in the places of linear maps; returns what lets them be called.
-
-    Args:
-        module: to split, in place.
-        plan: how; for an attention of torch, which is split as one, it is empty.
-        size: how many ranks there are.
-        fill: gives a slice its values, from the name and the whole.
-    """
-    gate = Gate()
-    if is_attention(module):
-        assert isinstance(module, nn.MultiheadAttention)
-        SplitAttention.make_of(module, gate, fill)
-        return gate
-    fused = dict(plan.fused)
-    for split, names in (("outputs", plan.columns), ("inputs", plan.rows)):
-        for name in names:
-            owner, _, attribute = name.rpartition(".")
-            parent, linear = module.get_submodule(owner), module.get_submodule(name)
-            with without_values():
-                made = SplitLinear(
-                    *sizes_of(linear),
-                    linear.bias is not None,
-                    split,
-                    sections=fused.get(name, ()),
-                    is_transposed=is_transposed(linear),
-                )
-            made.gate = gate
-            made.train(linear.training)
-            fill(name, linear, made)
-            parent._modules[attribute] = made
-    for owner, path in plan.divided:
-        inner: Any = module.get_submodule(owner)
-        config, _, attribute = path.rpartition(".")
-        if config:  # others read it too
-            setattr(inner, config, copy.copy(getattr(inner, config)))
-            inner = getattr(inner, config)
-        setattr(inner, attribute, getattr(inner, attribute) // size)
-    return gate
 
 
 def prove(
@@ -164,24 +106,28 @@ def prove(
     Raises:
         RefutedError: they do not.
     """
-    sizes = template.sizes()
-    few, many = shrunk(forms, sizes), with_more_examples(forms, sizes)
+    few, many = alone(lambda: shrunk(template, call, forms))
 
-    def proven() -> Proof:
+    def proven(dtype: torch.dtype) -> Proof:
         draws = torch.Generator().manual_seed(1)
-        whole = template.made(draws)
-        trial = _Trial(whole, plan, size, call, draws)
+        trial = _Trial(template.made(draws, dtype), plan, size, call, dtype, draws)
         with torch.set_grad_enabled(grad_enabled):
             proof = trial.run(few)
             if many is not None:
-                proof = trial.run_again(proof, many, "with more examples")
-            with torch.no_grad():
-                for vector in whole.parameters():
-                    if vector.dim() == 1:  # they are behind norms, which undo what is large
-                        vector.mul_(_LARGE)
-            return trial.run_again(proof, few, "with large numbers", _LARGE)
+                # Many numbers take their time: their results alone are compared.
+                proof = trial.run_again(proof, many, "with more examples", has_gradients=False)
+            for factor in _LARGER:
+                with trial.larger(factor):
+                    proof = trial.run_again(proof, few, "with large numbers", factor)
+            return proof
 
-    return alone(proven)
+    try:
+        return alone(functools.partial(proven, torch.float64))
+    except _NoTrialError as error:
+        try:
+            return alone(functools.partial(proven, torch.float32))
+        except _NoTrialError:
+            raise error from None
 
 
 @dataclass
@@ -193,6 +139,7 @@ class _Trial:
         plan: how it is split.
         size: over how many ranks.
         call: its structure.
+        dtype: of what is drawn.
         draws: gives it random numbers.
     """
 
@@ -200,10 +147,30 @@ class _Trial:
     plan: Plan
     size: int
     call: Call
+    dtype: torch.dtype
     draws: torch.Generator
 
+    @contextlib.contextmanager
+    def larger(self, factor: float) -> Iterator[None]:
+        """Inside, weights of norms are larger, as these undo what is large before them."""
+        vectors = [each for each in self.whole.parameters() if each.dim() == 1]
+        before = [each.detach().clone() for each in vectors]
+        with torch.no_grad():
+            for each in vectors:
+                each.mul_(factor)
+        yield
+        with torch.no_grad():
+            for each, value in zip(vectors, before, strict=True):
+                each.copy_(value)
+
     def run_again(
-        self, proof: Proof, forms: Sequence[TensorForm], how: str, factor: float = 1.0
+        self,
+        proof: Proof,
+        forms: Sequence[TensorForm],
+        how: str,
+        factor: float = 1.0,
+        *,
+        has_gradients: bool = True,
     ) -> Proof:
         """Tries another call; returns a proof of both.
 
@@ -211,27 +178,36 @@ class _Trial:
             RefutedError: slices do not compute what the whole does, or otherwise than before.
         """
         try:
-            again = self.run(forms, factor)
+            again = self.run(forms, factor, proof, has_gradients=has_gradients)
         except _NoTrialError:
             return proof
         except RefutedError as error:
             raise RefutedError(f"{how}, {error}") from error
-        if (again.outputs, again.draws) != (proof.outputs, proof.draws):
+        if again.draws != proof.draws:
             raise RefutedError(f"{how} it is split in another way")
         return replace(proof, read=proof.read | again.read)
 
-    def run(self, forms: Sequence[TensorForm], factor: float = 1.0) -> Proof:
+    def run(
+        self,
+        forms: Sequence[TensorForm],
+        factor: float = 1.0,
+        known: Proof | None = None,
+        *,
+        has_gradients: bool = True,
+    ) -> Proof:
         """Tries a call.
 
         Args:
             forms: of its tensors.
             factor: how large its numbers are.
+            known: what was seen before. Without it rounding must leave the results their meaning.
+            has_gradients: whether gradients are compared, too.
 
         Raises:
             RefutedError: slices do not compute what the whole does.
         """
-        whole, tolerance = self.whole, _TOLERANCE if factor == 1 else _LARGE_TOLERANCE
-        arguments = self.call.sample(forms, self.draws, factor)
+        whole = self.whole
+        arguments = self.call.sample(forms, self.draws, self.dtype, factor)
         source = _source_of(arguments)
         buffers = _versions(whole)
         given = [version_of(each) for each in Call(arguments).tensors]
@@ -244,6 +220,15 @@ class _Trial:
             raise RefutedError("it changes its arguments")
         if buffers != _versions(whole):
             raise RefutedError("it changes its buffers")
+        if not all(each.isfinite().all() for each in expected.tensors):
+            raise _NoTrialError("it gives no finite numbers on random input")
+        if not has_gradients:
+            source = None
+        weights = self._weights_like(expected.tensors)
+        wanted = [*expected.tensors, *_gradients(source, expected.tensors, weights)]
+        tolerance = Tolerance(wanted, self._moved(arguments, source, weights))
+        if known is None and any(map(tolerance.is_vague, range(len(wanted)))):
+            raise RefutedError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes = [], []
         for rank in range(self.size):
             found, dropped = self._tried_in_slices(rank, arguments, read)
@@ -252,24 +237,49 @@ class _Trial:
         if any(found.structure != expected.structure for found in results):
             raise RefutedError("its slices return something else")
         outputs = tuple(
-            _kind([found.tensors[place] for found in results], want, tolerance)
+            _kind(
+                [found.tensors[place] for found in results],
+                want,
+                functools.partial(tolerance.holds, place),
+                None if known is None else known.outputs[place],
+            )
             for place, want in enumerate(expected.tensors)
         )
         if all(kind == SAME for kind in outputs):
             raise RefutedError("its result does not come from what is split")
         if any(len(each) != len(drawn) for each in shapes):
             raise RefutedError("its slices draw at other places")
-        if source is not None and torch.is_grad_enabled():
-            weights = [torch.randn(each.shape, generator=self.draws) for each in expected.tensors]
-            want = _gradient(source, expected.tensors, weights)
-            parts = [
-                _gradient(source, found.tensors, _weights_of(rank, self.size, outputs, weights))
-                for rank, found in enumerate(results)
-            ]
-            if not _near(sum(parts[1:], parts[0]), want, tolerance):
+        parts = [
+            _gradients(source, found.tensors, _weights_of(rank, self.size, outputs, weights))
+            for rank, found in enumerate(results)
+        ]
+        for place, each in enumerate(zip(*parts, strict=True), len(outputs)):
+            if not tolerance.holds(place, sum(each[1:], each[0])):
                 raise RefutedError("code or a hook in it changes gradients")
         split = [_split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
         return Proof(outputs, tuple(split), frozenset(read))
+
+    def _weights_like(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns random gradients of results."""
+        return [
+            torch.randn(each.shape, generator=self.draws, dtype=torch.float64).to(each.dtype)
+            if each.requires_grad
+            else torch.zeros_like(each)
+            for each in results
+        ]
+
+    def _moved(
+        self, arguments: Any, source: torch.Tensor | None, weights: Sequence[torch.Tensor]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yields results and gradients of the whole, computed with errors."""
+        drawn = [*self.whole.parameters(), *Call(arguments).tensors, *weights]
+        for seed in range(_MEASURED):
+            with Rounding(drawn, seed):
+                results = tried(self.whole, arguments)[0].tensors
+                if [each.shape for each in results] != [each.shape for each in weights]:
+                    raise RefutedError("rounding alone changes what it returns")
+                gradients = _gradients(source, results, weights)
+            yield [*results, *gradients]
 
     def _tried_in_slices(
         self, rank: int, arguments: Any, read: set[tuple[str, str]]
@@ -297,16 +307,18 @@ def _source_of(arguments: Any) -> torch.Tensor | None:
     return tensors[0].requires_grad_()
 
 
-def _gradient(
-    source: torch.Tensor, results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Returns the gradient of the sum of what some results weigh."""
+def _gradients(
+    source: torch.Tensor | None, results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the gradient of the sum of what some results weigh, if there is a source."""
+    if source is None:
+        return []
     pairs = [pair for pair in zip(results, weights, strict=True) if pair[0].requires_grad]
     if not pairs:
-        return torch.zeros_like(source)
+        return [torch.zeros_like(source)]
     of, by = zip(*pairs, strict=True)
     (found,) = torch.autograd.grad(of, source, by, allow_unused=True)
-    return torch.zeros_like(source) if found is None else found
+    return [torch.zeros_like(source) if found is None else found]
 
 
 def _weights_of(
@@ -394,28 +406,25 @@ def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> 
         )
 
 
-def _kind(parts: list[torch.Tensor], whole: torch.Tensor, tolerance: float) -> int | str:
-    if not whole.isfinite().all():
-        raise _NoTrialError("it gives no finite numbers on random input")
+def _kind(
+    parts: list[torch.Tensor],
+    whole: torch.Tensor,
+    is_near: Callable[[torch.Tensor], bool],
+    known: int | str | None,
+) -> int | str:
+    """Returns what slices of a result make it; what is known is confirmed."""
     if all(part.shape == whole.shape for part in parts):
-        if whole.is_floating_point() and _near(sum(parts[1:], parts[0]), whole, tolerance):
+        is_sum = whole.is_floating_point() and is_near(sum(parts[1:], parts[0]))
+        if known in (None, SUM) and is_sum:
             return SUM
-        if all(_near(part, whole, tolerance) for part in parts):
+        if known in (None, SAME) and all(map(is_near, parts)):
             return SAME
         raise RefutedError("the sum of what its slices give differs from what it gives whole")
     dim = _split_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
     assert dim is not None
-    if not _near(torch.cat(parts, dim), whole, tolerance):
+    if known not in (None, dim) or not is_near(torch.cat(parts, dim)):
         raise RefutedError("what its slices give differs from what it gives whole")
     return dim
-
-
-def _near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
-    if not want.is_floating_point() and not want.is_complex():
-        return torch.equal(got, want)
-    with torch.no_grad():
-        difference = float(torch.linalg.vector_norm(got - want))
-        return difference <= tolerance * float(torch.linalg.vector_norm(want))
 
 
 def _split_dim(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> int | None:

@@ -37,12 +37,11 @@ class Template:
         self.shared: set[str] = set()
 
         def shape_of(parameter: nn.Parameter) -> torch.Tensor:
-            like = torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta")
+            like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             return nn.Parameter(like, requires_grad=parameter.requires_grad)
 
         def kept(buffer: torch.Tensor) -> torch.Tensor:
-            values = value_of(buffer).detach()
-            return values.to(_wide(buffer.dtype), copy=True).cpu()
+            return value_of(buffer).detach().to("cpu", copy=True)
 
         self._module = copied_with(module, shape_of, kept)
         self.linears = {name: each for name, each in self._module.named_modules() if is_map(each)}
@@ -59,25 +58,40 @@ class Template:
             found.update(value for value in vars(each).values() if type(value) is int)
         return frozenset(found)
 
-    def made(self, draws: torch.Generator) -> nn.Module:
-        """Returns a module with random weights."""
+    def without_values(self) -> nn.Module:
+        """Returns a module whose tensors have no memory."""
+        return copied_with(
+            self._module, lambda each: each, lambda each: torch.empty_like(each, device="meta")
+        )
+
+    def made(self, draws: torch.Generator, dtype: torch.dtype) -> nn.Module:
+        """Returns a module with random weights.
+
+        Args:
+            draws: gives them.
+            dtype: of all that is a floating-point number.
+        """
         noise = torch.empty(0)
+
+        def of_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
         def values(parameter: nn.Parameter) -> torch.Tensor:
             nonlocal noise
             count = parameter.numel()
             if count <= _PERIOD:
-                found = torch.randn(parameter.shape, generator=draws)
+                found = torch.randn(parameter.shape, generator=draws, dtype=dtype)
             else:
                 if noise.numel() < _PERIOD + count:
-                    noise = torch.randn(_PERIOD, generator=draws).repeat(2 + count // _PERIOD)
+                    some = torch.randn(_PERIOD, generator=draws, dtype=dtype)
+                    noise = some.repeat(2 + count // _PERIOD)
                 start = int(torch.randint(_PERIOD, (), generator=draws))
                 found = noise[start : start + count].clone().view(parameter.shape)
             if parameter.dim() > 1:
                 found /= math.sqrt(parameter.shape[-1])
-            return nn.Parameter(found.to(parameter.dtype), requires_grad=parameter.requires_grad)
+            return nn.Parameter(found, requires_grad=parameter.requires_grad)
 
-        return copied_with(self._module, values, torch.clone)
+        return copied_with(self._module, values, of_dtype)
 
 
 def copied_with(
@@ -93,7 +107,3 @@ def copied_with(
             if type(value).__name__.endswith("Config"):
                 memo[id(value)] = value
     return copy.deepcopy(module, memo)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype

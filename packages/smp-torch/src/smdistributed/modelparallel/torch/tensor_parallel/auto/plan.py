@@ -1,0 +1,77 @@
+"""How a module is split, and putting slices in the places of its linear maps."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
+    is_attention,
+    is_transposed,
+    sizes_of,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
+from smdistributed.modelparallel.torch.tensor_parallel.module import without_values
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module is split.
+
+    Attributes:
+        columns: the linear maps in it that are split along their outputs, by name.
+        rows: those that are split along their inputs.
+        divided: attributes of modules in it that count what is split: name of the module, of the
+            attribute; ``config.`` before those of its configuration, of which it gets a copy.
+        fused: of columns in which several are one, the name and their sizes.
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    divided: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
+    """Puts slices in the places of linear maps; returns what lets them be called.
+
+    Args:
+        module: to split, in place.
+        plan: how; for an attention of torch, which is split as one, it is empty.
+        size: how many ranks there are.
+        fill: gives a slice its values, from the name and the whole.
+    """
+    gate = Gate()
+    if is_attention(module):
+        assert isinstance(module, nn.MultiheadAttention)
+        SplitAttention.make_of(module, gate, fill)
+        return gate
+    fused = dict(plan.fused)
+    for split, names in (("outputs", plan.columns), ("inputs", plan.rows)):
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            parent, linear = module.get_submodule(owner), module.get_submodule(name)
+            with without_values():
+                made = SplitLinear(
+                    *sizes_of(linear),
+                    linear.bias is not None,
+                    split,
+                    sections=fused.get(name, ()),
+                    is_transposed=is_transposed(linear),
+                )
+            made.gate = gate
+            made.train(linear.training)
+            fill(name, linear, made)
+            parent._modules[attribute] = made
+    for owner, path in plan.divided:
+        inner: Any = module.get_submodule(owner)
+        config, _, attribute = path.rpartition(".")
+        if config:  # others read it too
+            setattr(inner, config, copy.copy(getattr(inner, config)))
+            inner = getattr(inner, config)
+        setattr(inner, attribute, getattr(inner, attribute) // size)
+    return gate

@@ -1,0 +1,136 @@
+"""How far rounding alone moves what a module computes.
+
+Slices add up in another order than the whole does, and processors differ in that too, so results
+that should be equal are not quite. How much is allowed cannot be a constant: a sum of a thousand
+products loses 1e-15 of its size, the gradient behind a saturated softmax is nothing but rounding.
+So it is measured: the whole computes once more, and each of its operations errs by a few units in
+the last place, as ``Rounding`` has it. What that moves by 1e-13, slices may move by some times as
+much. For example, a feed-forward layer in double precision moves by 3e-16 of its norm; a wrong
+split differs by 1e-1.
+
+What errs is what depends on the numbers that were drawn. A position, a bucket or a mask made from
+nothing but shapes is the same on every processor, and a small whole number is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode, pytree
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+
+#: So many units in the last place an operation may err.
+_ULPS = 4
+#: What slices may move beyond what rounding was seen to move. Measured are errors of results, and
+#: a long sum errs by several of them.
+_MARGIN = 100
+#: Where rounding moves more than this share of a result, equality with it would say nothing.
+_VAGUE = 1e-2
+#: Floats of whole numbers below this are taken for exact.
+_EXACT = 2.0**20
+
+
+class Rounding(TorchDispatchMode):
+    """Has each operation err by some units in the last place, as another processor might.
+
+    Args:
+        drawn: what errs, and all that is computed from it.
+        seed: of the errors.
+    """
+
+    def __init__(self, drawn: Iterable[torch.Tensor], seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = torch.Generator().manual_seed(seed)
+        # Kept weakly, so that no other memory gets the number of one that is gone.
+        self._touched: dict[int, StorageWeakRef] = {}
+        for each in drawn:
+            self._touch(each)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if _is_real(each)]
+        if not any(storage_of(each) in self._touched for each in given):
+            return result
+        aliases = [each.alias_info for each in func._schema.returns]
+        if any(each is not None and not each.is_write for each in aliases):
+            return result  # a view, of memory that is known
+        for each in pytree.tree_leaves(result):
+            if _is_real(each) and (each.is_floating_point() or each.is_complex()):
+                each.copy_(self._rounded(each))
+                self._touch(each)
+        return result
+
+    def _touch(self, tensor: torch.Tensor) -> None:
+        if _is_real(tensor):
+            number = storage_of(tensor)
+            if number not in self._touched:
+                self._touched[number] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+        errors = torch.rand(tensor.shape, generator=self._draws, dtype=torch.float64)
+        # Towards zero, so that the largest numbers stay finite.
+        errors = errors.mul_(-_ULPS * torch.finfo(real).eps).add_(1)
+        moved = (tensor * errors).to(tensor.dtype)
+        if tensor.is_complex():
+            return moved
+        is_exact = (tensor == tensor.round()) & (tensor.abs() < _EXACT)
+        return torch.where(is_exact, tensor, moved)
+
+
+class Tolerance:
+    """How far results may be from those of the whole.
+
+    Args:
+        results: of the whole.
+        moved: the same, computed with errors, as often as that was done.
+    """
+
+    def __init__(
+        self, results: Iterable[torch.Tensor], moved: Iterable[Iterable[torch.Tensor]]
+    ) -> None:
+        self._results = list(results)
+        self._bounds = [_MARGIN * _unit(each) for each in self._results]
+        for again in moved:
+            pairs = zip(self._results, again, strict=True)
+            found = [_MARGIN * distance(*pair) for pair in pairs]
+            self._bounds = [max(pair) for pair in zip(self._bounds, found, strict=True)]
+
+    def is_vague(self, number: int) -> bool:
+        """Whether rounding moves a result so much that no other could be told from it."""
+        return not self._bounds[number] <= _VAGUE * _norm(self._results[number])
+
+    def holds(self, number: int, got: torch.Tensor) -> bool:
+        """Whether a result differs from that of the whole by no more than rounding."""
+        return distance(got, self._results[number]) <= self._bounds[number]
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Returns the norm of a difference; infinite where numbers that are exact differ."""
+    if got.shape != want.shape:
+        return torch.inf
+    if not want.is_floating_point() and not want.is_complex():
+        return 0.0 if torch.equal(got, want) else torch.inf
+    with torch.no_grad():
+        return float(torch.linalg.vector_norm(got - want))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.detach()))
+
+
+def _unit(tensor: torch.Tensor) -> float:
+    """Returns what rounding moves a result by at least, if its last operation errs."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0.0
+    return torch.finfo(tensor.dtype).eps * _norm(tensor)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

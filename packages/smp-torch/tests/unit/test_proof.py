@@ -1,0 +1,271 @@
+"""Proofs of slices come to the same verdict on any processor, and refuse splits that are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
+    SAME,
+    SUM,
+    Proof,
+    RefutedError,
+    prove,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import Rounding
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
+
+WIDTH, INNER, HEADS = 12, 24, 4
+FEED_FORWARD = Plan(columns=("up",), rows=("down",))
+#: Each is the arithmetic of another processor.
+PROCESSORS = [
+    pytest.param(range(1), id="one"),
+    pytest.param(range(1, 25), id="many", marks=pytest.mark.slow),
+]
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """Two maps, and what is done between them and after them."""
+
+    def __init__(self, inner: Function = F.gelu, last: Function | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.inner, self.last = inner, last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.down(self.inner(self.up(x)))
+        return result if self.last is None else self.last(result)
+
+
+class Gated(Block):
+    """Two maps side by side before the last one, behind a norm in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, INNER, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        x = self.scale * norm.to(x.dtype)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    """Attention whose queries and keys have norms of their own, so that large ones saturate it."""
+
+    def __init__(self, norm: bool = False, scores_of: Function | None = None) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        for name in ("query", "key", "value", "out"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH // HEADS) if norm else nn.Identity()
+        self.scores_of = scores_of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [
+            each(x).view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
+        query, key, value = self.norm(heads[0]), self.norm(heads[1]), heads[2]
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        if self.scores_of is not None:
+            scores = self.scores_of(scores)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """Attention whose query, key and value are one map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.all, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [
+            each.reshape(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+            for each in self.all(x).chunk(3, -1)
+        ]
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+MAPS = {"columns": ("query", "key", "value"), "rows": ("out",)}
+OF_HEADS = Plan(**MAPS, divided=(("", "num_heads"),))
+OF_FUSED = Plan(
+    ("all",), ("out",), divided=(("", "num_heads"),), fused=(("all", (WIDTH, WIDTH, WIDTH)),)
+)
+
+
+def _proven(module: nn.Module, plan: Plan, shape: tuple[int, ...] = (2, 5, WIDTH)) -> Proof:
+    call = Call(((torch.empty(shape),), {}))
+    template = Template(module, lambda each: each)
+    return prove(template, plan, 2, call, call.forms, grad_enabled=True)
+
+
+@contextlib.contextmanager
+def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, each operation of a proof rounds otherwise, forward and backward."""
+    seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
+    tried, gradients = proof.tried, proof._gradients
+
+    def tried_there(module: nn.Module, arguments: Any) -> Any:
+        drawn = [*module.parameters(), *Call(arguments).tensors]
+        with Rounding(drawn, next(seeds)):
+            return tried(module, arguments)
+
+    def gradients_there(source: Any, results: Any, weights: Any) -> Any:
+        with Rounding(weights, next(seeds)):
+            return gradients(source, results, weights)
+
+    with patch.context() as inside:
+        inside.setattr(proof, "tried", tried_there)
+        inside.setattr(proof, "_gradients", gradients_there)
+        yield
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "feed forward": (Block, FEED_FORWARD),
+    "gated": (Gated, Plan(("up", "gate"), ("down",))),
+    "attention": (Attention, OF_HEADS),
+    "attention with norms": (lambda: Attention(norm=True), OF_HEADS),
+    "saturated": (lambda: Attention(scores_of=lambda each: each * 300), OF_HEADS),
+    "fused": (Fused, OF_FUSED),
+    "single precision within": (
+        lambda: Block(lambda h: h.float().relu().to(h.dtype)),
+        FEED_FORWARD,
+    ),
+    "buckets": (
+        lambda: Block(last=lambda r: r * (torch.arange(WIDTH).float() / 3 * 3).long()),
+        FEED_FORWARD,
+    ),
+    "its own zeros": (
+        lambda: Block(last=lambda r: torch.zeros(r.shape).index_add(0, torch.arange(2), r)),
+        FEED_FORWARD,
+    ),
+}
+
+
+@pytest.mark.parametrize("seeds", PROCESSORS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_splits_are_proven_on_each_processor(
+    name: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, plan = RIGHT[name]
+    for seed in seeds:
+        with _processor(seed, monkeypatch):
+            assert _proven(make(), plan).outputs == (SUM,)
+
+
+def _by_index(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.arange(h.shape[-1])
+
+
+#: What is done between the maps that needs all channels, or depends on how many there are.
+INNER_WRONG: dict[str, Function] = {
+    "softmax": lambda h: h.softmax(-1),
+    "log softmax": lambda h: h.log_softmax(-1),
+    "a little softmax": lambda h: h + 1e-5 * h.softmax(-1),
+    "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]),
+    "rms norm": lambda h: F.rms_norm(h, h.shape[-1:]),
+    "normalize": lambda h: F.normalize(h, dim=-1),
+    "less its mean": lambda h: h - h.mean(-1, keepdim=True),
+    "by its largest": lambda h: h / h.abs().amax(-1, keepdim=True),
+    "by its deviation": lambda h: h / h.std(),
+    "cumulative": lambda h: h.cumsum(-1),
+    "turned": lambda h: h.flip(-1) * torch.arange(h.shape[-1]),
+    "rolled": lambda h: h.roll(1, -1),
+    "sorted": lambda h: h.sort(-1).values,
+    "largest few": lambda h: h * (h >= h.topk(3, -1).values[..., -1:]),
+    "halves": lambda h: F.glu(h, -1).repeat(*[1] * (h.dim() - 1), 2),
+    "neighbours": lambda h: F.avg_pool1d(h, 3, 1, 1),
+    "by its number": lambda h: h * h.shape[-1],
+    "by the root of it": lambda h: h / math.sqrt(h.shape[-1]),
+    "by index": _by_index,
+    "less its number": lambda h: h - 1 / h.shape[-1],
+    "first ones": lambda h: h * (torch.arange(h.shape[-1]) < 10),
+    "where it is the largest": lambda h: F.one_hot(h.argmax(-1), h.shape[-1]) * h,
+    "grouped norm": lambda h: F.group_norm(h.transpose(1, 2), 2).transpose(1, 2),
+    "with its norm": lambda h: h + h.norm(dim=-1, keepdim=True),
+    "normal in single precision": lambda h: F.normalize(h.float(), dim=-1).to(h.dtype),
+}
+ATTENTION_WRONG: dict[str, Function] = {
+    "by the number of heads": lambda s: s / s.shape[1],
+    "slopes by head": lambda s: s * torch.arange(s.shape[1])[:, None, None],
+    "mean over heads": lambda s: s + s.mean(1, keepdim=True),
+    "softmax over heads": lambda s: s * s.softmax(1),
+    "talking heads": lambda s: s.cumsum(1),
+}
+WRONG: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    **{f"inner: {k}": (lambda f=f: Block(f), FEED_FORWARD) for k, f in INNER_WRONG.items()},
+    **{
+        f"attention: {name}": (lambda f=f: Attention(scores_of=f), OF_HEADS)
+        for name, f in ATTENTION_WRONG.items()
+    },
+    "a forgotten sum": (Block, Plan(columns=("up", "down"))),
+    "a sum too many": (lambda: Block(last=torch.tanh), FEED_FORWARD),
+    "a norm behind it": (lambda: Block(last=lambda r: F.normalize(r, dim=-1)), FEED_FORWARD),
+    "heads that were not divided": (Attention, Plan(**MAPS)),
+    "another order of heads": (Fused, Plan(("all",), ("out",), divided=(("", "num_heads"),))),
+    "a map that is left whole": (
+        Attention,
+        Plan(("query", "key"), ("out",), divided=(("", "num_heads"),)),
+    ),
+}
+
+
+@pytest.mark.parametrize("seeds", PROCESSORS)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_splits_are_refused_on_each_processor(
+    name: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, plan = WRONG[name]
+    for seed in seeds:
+        with _processor(seed, monkeypatch), pytest.raises(RefutedError):
+            _proven(make(), plan)
+
+
+def test_what_every_rank_has_alike_is_told_from_a_sum() -> None:
+    class Pair(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x * 2
+
+    assert _proven(Pair(), FEED_FORWARD).outputs == (SUM, SAME)
+
+
+def test_what_is_nothing_but_rounding_proves_nothing() -> None:
+    def cancelled(h: torch.Tensor) -> torch.Tensor:
+        return (h + 1e16) - 1e16 - h
+
+    with pytest.raises(RefutedError, match="rounding alone"):
+        _proven(Block(cancelled), FEED_FORWARD)
+
+
+def test_long_sequences_are_shortened_where_widths_are_as_long() -> None:
+    seen = []
+
+    def noted(h: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(h.shape[:2]))
+        return h.relu()
+
+    class Wide(Block):
+        def __init__(self) -> None:
+            super().__init__(noted)
+            self.up, self.down = nn.Linear(64, INNER), nn.Linear(INNER, 64)
+
+    assert _proven(Wide(), FEED_FORWARD, (4, 64, 64)).outputs == (SUM,)
+    assert {length for _, length in seen} == {6}
