@@ -130,6 +130,18 @@ def test_threads_are_left_alone(environ: dict[str, str], options: str, num_cores
     assert result["SMP_FAILURE_RECORDS"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "0"), ({"PYTHONHASHSEED": "random"}, "random")]
+)
+def test_all_ranks_have_one_seed_of_hashes(given: dict[str, str], expected: str) -> None:
+    environ, _ = job_environment(given, TWO_HOSTS, MpiOptions(), 2, is_terminal=True)
+    assert environ["PYTHONHASHSEED"] == expected
+    command = build_command(
+        Job(TWO_HOSTS, MpiOptions(), ("train.py",), environ), "m", as_root=False, num_cores=8
+    )
+    assert command[command.index("PYTHONHASHSEED") - 1] == "-x"
+
+
 def test_each_job_has_a_secret_that_no_command_line_shows() -> None:
     environs = [
         job_environment({}, TWO_HOSTS, MpiOptions(), 2, is_terminal=True)[0] for _ in range(2)

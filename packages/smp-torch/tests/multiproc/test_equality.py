@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import equality_cases
@@ -21,8 +22,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 WORLDS = {
     "one": pipeline(1),
-    # Started as users do it: each rank has a hash seed of its own.
-    "pp2": pipeline(2, launcher="smprun"),
+    # Started as users do it, but that each rank has a hash seed of its own, as under torchrun.
+    "pp2": replace(pipeline(2, launcher="smprun"), env={"PYTHONHASHSEED": "random"}),
     "pp2-copies": pipeline(2, launcher="fork"),
     "pp2-manual-simple": manual_pipeline(2, pipeline="simple"),
     "pp2-simple": pipeline(2, launcher="fork", pipeline="simple"),

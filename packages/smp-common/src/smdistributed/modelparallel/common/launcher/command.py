@@ -28,10 +28,13 @@ from smdistributed.modelparallel.common.launcher.slurm import is_inside
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 #: Rich's: whether control sequences of a terminal are understood.
 _TERMINAL_VARIABLE = "TTY_COMPATIBLE"
+#: Python's: with one value a set of texts has one order in all processes.
+_HASH_VARIABLE = "PYTHONHASHSEED"
 EXPORTED = (
     *("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH"),
     _THREADS_VARIABLE,
     _TERMINAL_VARIABLE,
+    _HASH_VARIABLE,
 )
 #: Where mpirun keeps a job's files on its own host, and on all.
 _LOCAL_FILES_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
@@ -110,7 +113,8 @@ def job_environment(
     """Returns the environment of the job and a remark for the user, or None.
 
     Every process would start a thread a core, and they would hold each other up, so the cores are
-    shared out among the processes unless the user chose a number.
+    shared out among the processes unless the user chose a number. All have one seed of hashes,
+    since code that goes through a set of texts must do so in one order on all ranks.
 
     Args:
         environ: smprun's own environment.
@@ -123,6 +127,7 @@ def job_environment(
     environment = {**environ, RECORDS_VARIABLE: "1"}
     # By its name only on the command line, which others can read.
     environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+    environment.setdefault(_HASH_VARIABLE, "0")
     if not is_terminal:
         environment.setdefault(_TERMINAL_VARIABLE, "0")
     most = max(host.slots or 0 for host in hosts)
