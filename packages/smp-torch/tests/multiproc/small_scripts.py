@@ -48,7 +48,7 @@ def _train(
     numbers = generator(2)
     names["NET"] = net
     _seed()
-    for number in range(STEPS):
+    for number in range(names.get("STEPS", STEPS)):
         if number:
             between(names, net, model, number)
         if not (number and names.get("REUSES_BATCH")):

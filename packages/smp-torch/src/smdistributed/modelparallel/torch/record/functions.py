@@ -6,10 +6,12 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.modes import set_grad_enabled
 
+#: The question whether a tensor requires a gradient.
+REQUIRING_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 #: Questions about a tensor that leave no trace in a computation.
 UNRECORDED = {
     set_grad_enabled,
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    REQUIRING_GRADIENT,
     torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]

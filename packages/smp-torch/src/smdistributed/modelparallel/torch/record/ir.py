@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
 from smdistributed.modelparallel.torch.record.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.record.taps import Tap
@@ -78,7 +79,12 @@ class Value:
     )
 
     def __init__(
-        self, index: int, node: Node, source: Path | Value | Tap, tensor: torch.Tensor
+        self,
+        index: int,
+        node: Node,
+        source: Path | Value | Tap,
+        tensor: torch.Tensor,
+        looks: Looks,
     ) -> None:
         self.index = index
         self.node = node
@@ -88,14 +94,9 @@ class Value:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.replicated = node.replicated
         self.is_changed = False
-        strides = tensor.stride() if tensor.layout is torch.strided else range(tensor.dim(), 0, -1)
-        self.look(tensor.shape, strides, tensor.requires_grad)
-
-    def look(self, shape: Sequence[int], strides: Sequence[int], requires_grad: bool) -> None:
-        """Notes what code can see of the tensor, which an operation in place may have changed."""
-        self.shape = tuple(shape)
-        self.requires_grad = requires_grad
-        self.order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim]))
+        self.shape = looks.shape
+        self.requires_grad = looks.requires_grad
+        self.order = tuple(sorted(range(len(looks.shape)), key=lambda dim: -looks.stride[dim]))
         self._is_in_order = self.order == tuple(range(len(self.order)))
         self._wire_shape = [self.shape[dim] for dim in self.order]
 
@@ -336,9 +337,11 @@ class Graph:
         self.nodes.append(node)
         return node
 
-    def bind(self, tensor: torch.Tensor, node: Node, source: Path | Value | Tap) -> Value:
-        """Makes the value for one tensor of a node's result."""
-        value = Value(self.num_values, node, source, tensor)
+    def bind(
+        self, tensor: torch.Tensor, node: Node, source: Path | Value | Tap, looks: Looks
+    ) -> Value:
+        """Makes the value for one tensor of a node's result, and how that looks then."""
+        value = Value(self.num_values, node, source, tensor, looks)
         self.num_values += 1
         node.outputs.append(value)
         return value

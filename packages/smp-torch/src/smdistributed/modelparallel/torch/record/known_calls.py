@@ -77,7 +77,7 @@ class KnownCalls:
         self.go_on(entry)
         if entry.draw is not None:
             self._context.calls.current.draws += 1
-        if entry.looks:
+        if entry.repeats and not self._now.look_as_after(entry):
             with self._context.state.pausing():
                 call()
         if entry.kind is EntryKind.NUMBER:

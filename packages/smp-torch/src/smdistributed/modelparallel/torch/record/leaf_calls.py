@@ -37,7 +37,13 @@ from smdistributed.modelparallel.torch.record.nested import (
 from smdistributed.modelparallel.torch.record.pass_trial import PassTrial
 from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
 from smdistributed.modelparallel.torch.record.taps import call_hooks, hooks_of_packages_removed
-from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
+from smdistributed.modelparallel.torch.record.trace import (
+    Constant,
+    Entry,
+    EntryKind,
+    Seen,
+    Trace,
+)
 from smdistributed.modelparallel.torch.record.turns import (
     accumulation_hooks,
     gradient_hooks,
@@ -112,6 +118,10 @@ class LeafCalls:
             self._run_again(call, entry)
         else:
             self._calls.count(entry.target)
+        if entry.repeats and not now.look_as_after(entry):
+            with self._state.pausing():
+                for tensor in entry.changed:
+                    entry.looks[id(tensor)].give(tensor)
         if entry.seen is Seen.HOOKS:
             with self._state.pausing():
                 for each in entry.hooked:
@@ -366,7 +376,7 @@ class LeafCalls:
         """Runs a leaf for what it shows; such a run belongs to no microbatch."""
         now = self._now
         kept = now.values, now.leaf_runs, self._calls.profile
-        now.values = Values(self._scene, self._state, [], self._calls.where)
+        now.values = Values(self._scene, self._state, Trace([]), self._calls.where)
         now.leaf_runs = LeafRuns(self._scene, self._state, self._calls, self._context.random)
         self._calls.profile = Profile()
         try:

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObj
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.ir import Graph
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     fill,
@@ -207,7 +208,9 @@ class Watch:
         self._questions = state.questions
         self._real_runs = state.real_runs
         self._reading = meter.reading()
-        self._tensors = [(each, writes_of(each)) for each in tensors_in(arguments)]
+        tensors = tensors_in(arguments)
+        self._tensors = [(each, writes_of(each)) for each in tensors]
+        self._looks = [Looks.of(each) for each in tensors]
         self._own = [
             (inner, name, each, writes_of(each))
             for inner in module.modules()
@@ -223,6 +226,7 @@ class Watch:
         entry.asks = self._state.questions != self._questions
         entry.decides = entry.asks or self._state.real_runs != self._real_runs
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
+        entry.repeats = [Looks.of(each) for each, _ in self._tensors] != self._looks
         if any(
             each.requires_grad and version_of(each) == version
             for each, (version, *_) in self._tensors

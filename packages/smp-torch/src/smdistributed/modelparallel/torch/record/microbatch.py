@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.nested import (
     is_plain_value,
@@ -85,6 +86,7 @@ class Microbatch:
         contents: what is known to be in them.
         aliases: by id, fakes that a leaf has made anew, and those that stand for the same in the
             trace.
+        looks: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
         given: the question that was asked last without an entry for its answer, and the answer.
@@ -119,6 +121,7 @@ class Microbatch:
         self.objects: dict[Carried, Any] = {}
         self.contents: dict[Carried, Contents] = {}
         self.aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.looks: dict[int, Looks] = {}
         self.grown: list[Growth] = []
         self.log: list[Entry] = []
         self.new: list[Entry] | None = None
@@ -131,7 +134,7 @@ class Microbatch:
     def new_values(self) -> Values:
         """Returns what stands for what at the start."""
         context = self._context
-        return Values(context.scene, context.state, self.trace.inputs, context.calls.where)
+        return Values(context.scene, context.state, self.trace, context.calls.where)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what stands for a tensor: of a model's own tensors the fake."""
@@ -139,6 +142,16 @@ class Microbatch:
             return self.aliases[id(tensor)][1]
         fake = self._context.scene.fake_of(tensor)
         return tensor if fake is None else fake
+
+    def look_as_after(self, entry: Entry) -> bool:
+        """Takes note of how tensors look after a call; returns whether their fakes look so."""
+        self.looks.update(entry.looks)
+        return all(entry.looks[id(each)] == Looks.of(each) for each in entry.changed)
+
+    def requires_grad(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor requires a gradient now; its fake may know of a later moment."""
+        looks = self.looks.get(id(tensor)) or self.trace.first_looks(tensor)
+        return looks.requires_grad
 
     def is_seeded(self) -> bool:
         """Whether the step has seeded torch's own generators and means those numbers."""
@@ -220,8 +233,13 @@ class Microbatch:
             self.at = entry
 
     def keep_result(self, entry: Entry, result: Any) -> None:
-        """Keeps in an entry what it gives."""
+        """Keeps in an entry what it gives, and how that and what it has changed looks now."""
+        assert self.values is not None
         entry.outputs = list(tensor_paths(result))
+        seen = [tensor for _, tensor in entry.outputs] + self.values.sharing(entry.changed)
+        entry.looks = {id(tensor): Looks.of(tensor) for tensor in seen}
+        if entry.repeats:
+            self.looks.update(entry.looks)
         entry.is_fixed = _is_fixed(result)
         entry.result = result
         if not entry.is_fixed:

@@ -15,6 +15,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     inside_transform,
     past_recording,
 )
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.microbatch import (
     Context,
     Microbatch,
@@ -27,7 +28,7 @@ from smdistributed.modelparallel.torch.record.questions import Question
 from smdistributed.modelparallel.torch.record.real_run import works_for_real
 from smdistributed.modelparallel.torch.record.refusals import refusal
 from smdistributed.modelparallel.torch.record.stand_ins import STAND_INS
-from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Looks
+from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind
 from smdistributed.modelparallel.torch.record.writes import writes_of
 
 
@@ -121,7 +122,8 @@ class NewCalls:
         entry.settings = self._context.settings()
         entry.region = self._state.region
         tensors = tensors_in((args, kwargs))
-        looks = [Looks.of(tensor) for tensor in tensors]
+        assert now.values is not None
+        looks = [(tensor, Looks.of(tensor)) for tensor in now.values.sharing(tensors)]
         states = [writes_of(tensor) for tensor in tensors]
         reading, writes = meter.reading(), meter.writes
         try:
@@ -144,10 +146,12 @@ class NewCalls:
             entry.draw = calls.current.next_draw(target)
         entry.work = meter.work_since(reading)
         entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
+        others = {id(tensor) for tensor, before in looks if now.trace.note_change(tensor, before)}
+        entry.repeats = bool(others)
         entry.changed = [
             tensor
             for tensor, state in zip(tensors, states, strict=True)
-            if writes_of(tensor) != state
+            if writes_of(tensor) != state or id(tensor) in others
         ]
         if meter.writes > writes or any(
             not isinstance(tensor, FakeTensor) for tensor in entry.changed
@@ -158,10 +162,6 @@ class NewCalls:
                 "argument. The step computes the change elsewhere: make the tensor a buffer of a "
                 "module that is not split, or return what changes it and do that outside."
             )
-        for tensor, before in zip(tensors, looks, strict=True):
-            if isinstance(tensor, FakeTensor) and (after := Looks.of(tensor)) != before:
-                entry.looks[id(tensor)] = after
-                now.trace.metadata.setdefault(id(tensor), (tensor, before))
         now.keep_result(entry, result)
         now.add(entry)
         return result
@@ -193,7 +193,7 @@ class NewCalls:
         """Returns what stands for the number in a tensor that is not computed yet."""
         entry.kind = EntryKind.NUMBER
         (tensor,) = entry.args
-        entry.outputs = [((), tensor.detach())]
+        self._now.keep_result(entry, tensor.detach())
         self._now.add(entry)
         return self._now.number(entry)
 

@@ -34,6 +34,7 @@ from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.functions import (
     GIVING_BACKWARD_CODE,
     READING_GRADIENTS,
+    REQUIRING_GRADIENT,
     SWITCHING_GRADIENTS,
     UNRECORDED,
 )
@@ -349,6 +350,8 @@ class Recorder(TorchFunctionMode):
         if func in UNRECORDED:
             if args and type(args[0]) is nn.Parameter:
                 args = (self._now.fake(args[0]), *args[1:])
+            if func == REQUIRING_GRADIENT:
+                return self._now.requires_grad(args[0])
             return func(*args, **kwargs)
         if not self._state.leaf_depth:
             if isinstance(kwargs.get("generator"), torch.Generator):

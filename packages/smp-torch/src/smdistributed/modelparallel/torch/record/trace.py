@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.ir import Graph
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import Path
 from smdistributed.modelparallel.torch.record.switches import Settings
 from smdistributed.modelparallel.torch.record.taps import Tap
@@ -94,28 +97,6 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Looks:
-    """What code can see of a fake."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Looks:
-        """Returns the looks of a tensor."""
-        return Looks(tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Makes a fake look so again."""
-        if tensor.requires_grad and not self.requires_grad and not tensor._is_view():
-            tensor.detach_() if tensor.grad_fn is not None else tensor.requires_grad_(False)
-        if (tuple(tensor.shape), tuple(tensor.stride())) != (self.shape, self.stride):
-            with torch.no_grad():
-                tensor.as_strided_(self.shape, self.stride)
-
-
 @dataclass(eq=False, slots=True)
 class Entry:
     """One call.
@@ -132,8 +113,9 @@ class Entry:
         is_fixed: the result itself can be given again: nobody can change it.
         outputs: the tensors in the result and where they stand.
         changed: tensors that it changes in place.
-        looks: by the id of a fake that it changes the looks of, how that looks afterwards; such a
-            call is made again on the fakes.
+        looks: by id, how the tensors look right after it that it gives or changes, and those that
+            share memory with what it changes.
+        repeats: it changes the looks of fakes, so that it is done to them in each microbatch.
         draw, work, region: as in ``Node``.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
@@ -169,6 +151,7 @@ class Entry:
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     changed: list[torch.Tensor] = field(default_factory=list)
     looks: dict[int, Looks] = field(default_factory=dict)
+    repeats: bool = False
     draw: tuple[str, int, int] | None = None
     work: Work = field(default_factory=Work)
     region: int | None = None
@@ -194,11 +177,6 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.name} in {self.where}" if self.where else self.name or "the end"
-
-    def requires_grad(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of its result requires a gradient right after it."""
-        looks = self.looks.get(id(tensor))
-        return tensor.requires_grad if looks is None else looks.requires_grad
 
 
 @dataclass(eq=False)
@@ -230,7 +208,7 @@ class Trace:
 
     Attributes:
         start: of all ways.
-        metadata: for fakes that some entry changes the looks of, how they look before.
+        metadata: for fakes that some entry changes the looks of, how they look at first.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -238,7 +216,23 @@ class Trace:
         self.start = Entry(EntryKind.START, name="the start of the step function")
         self.metadata: dict[int, tuple[torch.Tensor, Looks]] = {}
 
+    def note_change(self, tensor: torch.Tensor, before: Looks) -> bool:
+        """Takes note if a call has changed the looks of a fake; returns whether it has."""
+        if not isinstance(tensor, FakeTensor) or Looks.of(tensor) == before:
+            return False
+        self.metadata.setdefault(id(tensor), (tensor, before))
+        return True
+
+    def first_looks(self, tensor: torch.Tensor) -> Looks:
+        """Returns how a fake looks before any call has changed that."""
+        known = self.metadata.get(id(tensor))
+        return Looks.of(tensor) if known is None else known[1]
+
     def put_back(self) -> None:
-        """Gives fakes the looks that they have at the start of a way."""
+        """Gives fakes the looks that they have at the start of a way, where autograd lets it.
+
+        A view of a tensor that was written to cannot forget that, and then the tensor must not.
+        """
+        shown = {storage_of(each) for each, _ in self.metadata.values() if each._is_view()}
         for tensor, looks in self.metadata.values():
-            looks.give(tensor)
+            looks.give(tensor, forgets=storage_of(tensor) not in shown)

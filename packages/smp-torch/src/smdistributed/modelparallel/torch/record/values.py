@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, p
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import (
     Path,
     placeholders,
@@ -25,7 +26,13 @@ from smdistributed.modelparallel.torch.record.replicated import evaluate_replica
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import Tap
-from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind, Seen
+from smdistributed.modelparallel.torch.record.trace import (
+    Constant,
+    Entry,
+    EntryKind,
+    Seen,
+    Trace,
+)
 
 _NODE_KINDS = {
     EntryKind.CALL: NodeKind.CALL,
@@ -41,7 +48,7 @@ class Values:
     Args:
         scene: the models, whose parameters and buffers are values too.
         state: where the run is.
-        inputs: the fakes of the tensor arguments.
+        trace: of the run.
         where: names the place where the run is, for messages.
 
     Attributes:
@@ -53,7 +60,7 @@ class Values:
         self,
         scene: Scene,
         state: RunState,
-        inputs: Sequence[torch.Tensor],
+        trace: Trace,
         where: Callable[[], str],
     ) -> None:
         self.graph = Graph()
@@ -69,9 +76,9 @@ class Values:
         self._alive: list[torch.Tensor] = []
         #: Fakes that a leaf made and did not return -> where a replay finds them.
         self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
-        self._num_inputs = len(inputs)
+        self._trace = trace
         self._inputs: list[tuple[torch.Tensor, Value]] = []
-        for position, fake in enumerate(inputs):
+        for position, fake in enumerate(trace.inputs):
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
             self._inputs.append((fake, self._bind(fake, node, ())))
 
@@ -126,30 +133,33 @@ class Values:
             replicated=kind is NodeKind.CALL
             and entry.draw is None
             and all(value.replicated for value in inputs)
-            and not any(entry.requires_grad(tensor) for _, tensor in entry.outputs),
+            and not any(
+                entry.looks[id(tensor)].requires_grad
+                for tensor in (*(each for _, each in entry.outputs), *entry.changed)
+            ),
         )
-        before, seen = self._change(node, entry.changed)
+        before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
         for key, (tap, tensor) in entry.inner.items():
             if tap.call is not None or key not in self._escaped:
                 self._escaped[key] = node, entry, tap, tensor
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
         made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
-        made += seen
+        made += self._change(node, entry)
         bound: set[int] = set()
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
-                value = self._bind(tensor, node, source)
-                if looks := entry.looks.get(id(tensor)):
-                    # At this point of a way that is gone again the fake looks as it did before.
-                    value.look(looks.shape, looks.stride, looks.requires_grad)
+                self._bind(tensor, node, source, entry.looks[id(tensor)])
 
     def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
         return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
 
-    def _bind(self, tensor: torch.Tensor, node: Node, source: Any) -> Value:
-        """Makes the value of one tensor of a node's result."""
-        value = self.graph.bind(tensor, node, source)
+    def _bind(
+        self, tensor: torch.Tensor, node: Node, source: Any, looks: Looks | None = None
+    ) -> Value:
+        """Makes the value of one tensor of a node's result; None: it looks as at first."""
+        looks = self._trace.first_looks(tensor) if looks is None else looks
+        value = self.graph.bind(tensor, node, source, looks)
         self._known[id(tensor)] = value
         self._alive.append(tensor)
         if tensor.layout is torch.strided:
@@ -162,30 +172,38 @@ class Values:
             )
         return value
 
-    def _change(
-        self, node: Node, changed: Sequence[torch.Tensor]
-    ) -> tuple[dict[int, Value], list[tuple[torch.Tensor, Value]]]:
+    def _change(self, node: Node, entry: Entry) -> list[tuple[torch.Tensor, Value]]:
         """Notes that a node changes tensors in place.
 
         Returns:
             by the id of each tensor, the value that it stood for before; and the other tensors
             that show the change, and are computed again wherever they are read, with theirs.
         """
-        before = {id(tensor): self._known[id(tensor)] for tensor in changed}
         seen = []
-        for tensor in {id(tensor): tensor for tensor in changed}.values():
-            old = before[id(tensor)]
+        for tensor in {id(tensor): tensor for tensor in entry.changed}.values():
+            old = self._known[id(tensor)]
             sharing = [each for each in self._sharing[storage_of(tensor)] if each[1] is not old]
             node.aliases += [value for _, value in sharing]
             node.changes.append(old)
             for value in (old, *node.aliases):
                 value.is_changed = True
-            seen += [
-                (other, value)
-                for other, value in sharing
-                if value.replicated and self._known.get(id(other)) is value
-            ]
-        return before, seen
+            for other, value in sharing:
+                if self._known.get(id(other)) is not value:
+                    continue
+                if value.replicated:
+                    seen.append((other, value))
+                else:
+                    # Whoever is on another partition reads it when the segment is over.
+                    value.requires_grad |= entry.looks[id(other)].requires_grad
+        return seen
+
+    def sharing(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns tensors and all others that lie in the same memory."""
+        found = {id(tensor): tensor for tensor in tensors}
+        for tensor in list(found.values()):
+            if tensor.layout is torch.strided:
+                found.update((id(each), each) for each, _ in self._sharing[storage_of(tensor)])
+        return list(found.values())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Graph]:
@@ -248,12 +266,14 @@ class Values:
             self.read.append(constant)
             node = self._node(
                 NodeKind.CONSTANT,
-                self._num_inputs + len(self.graph.constants),
+                len(self._trace.inputs) + len(self.graph.constants),
                 str(constant),
                 replicated=True,
             )
             self.graph.constants.append(constant)
-            self._constants[constant] = self.graph.bind(constant.tensor, node, ())
+            self._constants[constant] = self.graph.bind(
+                constant.tensor, node, (), Looks.of(constant.tensor)
+            )
         return self._constants[constant]
 
     def _of_slot(self, tensor: torch.Tensor) -> Value:
