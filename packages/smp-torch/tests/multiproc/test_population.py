@@ -1,8 +1,9 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
-``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views`` and
-``around`` generate the scripts. What is refused says why; nothing may give other numbers than plain
-PyTorch. Every run tries a part that goes through all of them in strides.
+``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
+``repeated_writes``, ``recomputed`` and ``around`` generate the scripts. What is refused says why;
+nothing may give other numbers than plain PyTorch. Every run tries a part that goes through all of
+them in strides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import loops
 import order
 import population
 import pytest
+import recomputed
+import repeated_writes
 import torch
 import uses
 import views
@@ -42,6 +45,8 @@ STRIDES = {
     "writes": 160,
     "order": 240,
     "views": 720,
+    "repeated": 230,
+    "recomputed": 240,
     "around": 6,
 }
 
@@ -91,8 +96,12 @@ POPULATIONS = {
     "writes": list(writes.WRITES),
     "order": list(order.ORDER),
     "views": list(views.SEEN),
+    "repeated": list(repeated_writes.REPEATED),
+    "recomputed": list(recomputed.RECOMPUTED),
     "around": list(around.AROUND),
 }
+#: What the recording alone decides: other worlds try it before a release.
+ONE_WORLD = ("repeated", "recomputed")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -157,6 +166,16 @@ def try_views(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(views.SEEN[name]) for name in names}
 
 
+def try_repeated(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some tensors that are written to several times."""
+    return {name: uses.outcome(repeated_writes.REPEATED[name]()) for name in names}
+
+
+def try_recomputed(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some checkpointed calls that write state."""
+    return {name: uses.outcome(recomputed.RECOMPUTED[name]) for name in names}
+
+
 def try_around(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some scripts with something around the calls of a step."""
     return {name: around.AROUND[name].outcome() for name in names}
@@ -171,6 +190,8 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "writes": try_writes,
     "order": try_order,
     "views": try_views,
+    "repeated": try_repeated,
+    "recomputed": try_recomputed,
     "around": try_around,
 }
 
@@ -181,6 +202,8 @@ def test_the_population_is_large_enough() -> None:
     assert len(loops.LOOPS) >= 80
     assert len(order.ORDER) >= 1200
     assert len(views.SEEN) >= 6000
+    assert len(repeated_writes.REPEATED) >= 2000
+    assert len(recomputed.RECOMPUTED) >= 1600
     assert len(POPULATIONS["uses"]) >= 150
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
+from smdistributed.modelparallel.torch.plan.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.plan.runs import runs_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.carried import Carried
@@ -32,9 +33,9 @@ from smdistributed.modelparallel.torch.record.nested import (
     Container,
     Path,
     follow,
-    placeholders,
     same,
 )
+from smdistributed.modelparallel.torch.record.regions import Again
 from smdistributed.modelparallel.torch.record.switches import (
     Autocast,
     Changes,
@@ -157,6 +158,7 @@ class Program:
     ) -> None:
         self._device = device
         self._compiled = compiled
+        self._graph = plan.graph
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
         self.leaves = {node.target for node in segment.nodes if node.kind is NodeKind.LEAF}
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
@@ -164,6 +166,7 @@ class Program:
             "torch": torch,
             "drawing": drawing,
             "checkpoint": checkpoint,
+            "set_checkpoint_early_stop": set_checkpoint_early_stop,
             "switched": switched,
             "default_dtype": default_dtype,
             "flagged": flagged,
@@ -189,10 +192,9 @@ class Program:
             if value in segment.changed
         ]
         kept = set(segment.outputs)
-        for region, group in itertools.groupby(segment.nodes, key=lambda node: node.region):
-            nodes = list(group)
-            later = kept | _read_after(segment, nodes[-1])
-            if region is not None and _can_repeat(nodes):
+        for region, nodes in parts_of(segment.nodes):
+            later = kept | _read_after(segment, nodes)
+            if region is not None and can_repeat(nodes):
                 lines += self._checkpointed(nodes, later)
             elif self._compiled is None:
                 lines += self._straight(nodes, later)
@@ -218,10 +220,13 @@ class Program:
         backward pass calls it again. Its draws are keyed, so no random state is kept.
         """
         parameters, results, dead = _outside(nodes, later)
-        call = ", ".join(["region", *parameters, "use_reentrant=False", "preserve_rng_state=False"])
+        how = how_again(self._graph, nodes)
+        options = f"use_reentrant={how is Again.REENTRANT}, preserve_rng_state=False"
+        call = f"checkpoint({', '.join(['region', *parameters, options])})"
+        stops = "" if how is Again.AS_NEEDED else "with set_checkpoint_early_stop(False): "
         return [
             *(f"    {line}" for line in self._function("region", nodes, later)),
-            f"    {f'({results}) = ' if results else ''}checkpoint({call})",
+            f"    {stops}{f'({results}) = ' if results else ''}{call}",
             f"    del {', '.join(['region', *dead])}",
         ]
 
@@ -381,23 +386,9 @@ def _outside(nodes: Sequence[Node], later: set[Value]) -> tuple[list[str], str, 
     return [f"v{v.index}" for v in read], results, [f"v{v.index}" for v in read if v not in later]
 
 
-def _read_after(segment: SegmentNodes, node: Node) -> set[Value]:
-    following = segment.nodes[segment.nodes.index(node) + 1 :]
-    return {value for each in following for value in _read(each)}
-
-
-def _can_repeat(nodes: Sequence[Node]) -> bool:
-    """Whether nodes can run again in the backward pass, and find everything as it was.
-
-    Not if they change a tensor from outside in place, or an object that travels through the
-    microbatch, such as a cache; and not worth it where no gradient passes.
-    """
-    made = {value for node in nodes for value in node.outputs}
-    return not all(node.replicated for node in nodes) and not any(
-        any(value not in made for value in node.changes)
-        or any(True for _ in placeholders((node.args, node.kwargs), Carried))
-        for node in nodes
-    )
+def _read_after(segment: SegmentNodes, nodes: Sequence[Node]) -> set[Value]:
+    following = segment.nodes[segment.nodes.index(nodes[0]) + 1 :]
+    return {value for each in following if each not in nodes for value in _read(each)}
 
 
 def _last_uses(nodes: Sequence[Node], later: set[Value]) -> dict[Node, list[Value]]:

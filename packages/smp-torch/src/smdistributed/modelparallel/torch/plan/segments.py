@@ -19,6 +19,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
+from smdistributed.modelparallel.torch.plan.recomputing import check_recomputed
 from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
@@ -211,6 +212,7 @@ def cut(
     _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
     _check_carried(segments, backward)
+    check_recomputed(graph, backward)
     return Plan(graph, segments, readers, with_gradient, backward, costs.measures)
 
 

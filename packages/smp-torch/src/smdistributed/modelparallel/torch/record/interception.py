@@ -17,12 +17,16 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_replaced
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    checkpointing_replaced,
+    stops_early,
+)
 from smdistributed.modelparallel.torch.compat.private.compiled import run_eagerly
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )
+from smdistributed.modelparallel.torch.record.regions import Again
 from smdistributed.modelparallel.torch.record.turns import is_code_of_others, module_of
 
 
@@ -43,8 +47,12 @@ class Listener(Protocol):
     ) -> Any:
         """Stands in for a call that torch's function modes do not see."""
 
-    def checkpointed(self) -> contextlib.AbstractContextManager[None]:
-        """Stands around the call of a function whose activations are not to be kept."""
+    def checkpointed(self, how: Again) -> contextlib.AbstractContextManager[None]:
+        """Stands around the call of a function whose activations are not to be kept.
+
+        Args:
+            how: it will be computed again.
+        """
 
     def note_backward_code(self) -> None:
         """Hears of code of the user's that will run in a backward pass."""
@@ -113,7 +121,7 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
     """Runs checkpointed functions once and keeps nothing for a recomputation."""
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with listener.checkpointed():
+        with listener.checkpointed(Again.AS_NEEDED if stops_early(args) else Again.TO_THE_END):
             yield
 
     def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -121,7 +129,7 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
         differentiable = torch.is_grad_enabled() and any(
             isinstance(each, torch.Tensor) and each.requires_grad for each in args
         )
-        with listener.checkpointed(), torch.set_grad_enabled(differentiable):
+        with torch.set_grad_enabled(differentiable), listener.checkpointed(Again.REENTRANT):
             return function(*args)
 
     with checkpointing_replaced(lambda *_: (around, reentrant)):

@@ -25,6 +25,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
+from smdistributed.modelparallel.torch.record.regions import Region
 from smdistributed.modelparallel.torch.record.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.record.taps import Tap
 from smdistributed.modelparallel.torch.record.work import Work
@@ -144,8 +145,8 @@ class Node:
         work: what its forward pass does.
         changes: values whose tensors it changes in place.
         taps: LEAF: where tensors leave it besides its result.
-        region: number of the checkpointed call that it belongs to, which keeps no activations but
-            computes them again; None outside. Each rank sees to its own part.
+        region: the checkpointed call that it belongs to; None outside. Each rank sees to its own
+            part.
         rank: pp_rank that runs it; -1 while undecided or replicated.
         segment: index of its segment; -1 likewise.
         made: grows with each node that this process makes, of whichever graph.
@@ -175,7 +176,7 @@ class Node:
     changes: list[Value] = field(default_factory=list)
     aliases: list[Value] = field(default_factory=list)
     taps: list[Tap] = field(default_factory=list)
-    region: int | None = None
+    region: Region | None = None
     rank: int = -1
     segment: int = -1
     made: int = field(default_factory=itertools.count().__next__)

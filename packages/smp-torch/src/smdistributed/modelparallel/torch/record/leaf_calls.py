@@ -311,6 +311,8 @@ class LeafCalls:
     def _try_passes(self, entry: Entry, call: Callable[..., Any]) -> None:
         """Finds out whether the passes of several microbatches may take turns in a leaf."""
         leaf, now = entry.target, self._now
+        if entry.recomputes or (entry.region is not None and entry.stateful):
+            entry.in_turn = "it is checkpointed, so its backward pass changes its state again"
         changes = keeps_state(entry.stateful)
         real = self._scene.real_parameters(leaf)
         hooks = [
@@ -329,7 +331,8 @@ class LeafCalls:
             trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
             trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
-            entry.in_turn, entry.rewrites = trial.in_turn, trial.rewrites
+            entry.in_turn = trial.in_turn or entry.in_turn
+            entry.rewrites = trial.rewrites
             if changes and (entry.decides or not self._is_clear()):
                 # The trial shows one of its ways, and of some no backward pass.
                 entry.in_turn = "it keeps state and decides by its input"

@@ -206,6 +206,7 @@ class Watch:
         self._state = state
         self._noted = state.backward_code, state.gradient_reads
         self._questions = state.questions
+        self._written_again = len(state.written_again)
         self._real_runs = state.real_runs
         self._reading = meter.reading()
         tensors = tensors_in(arguments)
@@ -236,6 +237,8 @@ class Watch:
                 f"{entry.name} writes to an argument through .data, where autograd does not see "
                 "it: the gradient would depend on the partition. Use an operation on the tensor."
             )
+        written = set(self._state.written_again[self._written_again :])
+        entry.recomputes = any(id(each) in written for _, _, each, _ in self._own)
         self.tell_state(entry)
 
     def tell_state(self, entry: Entry) -> None:

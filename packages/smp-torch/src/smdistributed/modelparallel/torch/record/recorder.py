@@ -52,6 +52,7 @@ from smdistributed.modelparallel.torch.record.new_calls import NewCalls
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.regions import Again, BuffersWatched
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.spans import collapsed, leaf_spans
@@ -428,9 +429,18 @@ class Recorder(TorchFunctionMode):
         """Stands in for ``module(*args, **kwargs)`` during the run."""
         return self._leaves.call(call, module, args, kwargs)
 
-    def checkpointed(self) -> contextlib.AbstractContextManager[None]:
-        """Gives what is recorded inside a region of its own; the outermost one counts."""
-        return self._state.checkpointed()
+    @contextlib.contextmanager
+    def checkpointed(self, how: Again) -> Iterator[None]:
+        """Gives what is recorded inside a region of its own, if a backward pass may come to it."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        with self._state.pausing():
+            watched = BuffersWatched(self._scene.buffers())
+        with self._state.checkpointed(how):
+            yield
+        with self._state.pausing():
+            self._state.written_again += watched.written()
 
     def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
         """Notes that the user asked for the gradients of ``tensors``."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from smdistributed.modelparallel.torch.record.regions import Again, Region
 from smdistributed.modelparallel.torch.record.undo import Change
 
 
@@ -17,7 +18,9 @@ class RunState:
         is_open: no module is a leaf yet.
         paused: how many reasons there are to record nothing.
         leaf_depth: how many leaves the run is inside of.
-        region: number of the checkpointed call that it is inside of; None outside.
+        region: the checkpointed call that it is inside of; None outside.
+        written_again: identities of the buffers that regions wrote to, which write to them again
+            when they are computed again.
         runs_for_real: a module runs on real tensors at present.
         possible: what modules that decide by their input change for other numbers.
         questions: how many about inputs were answered.
@@ -29,8 +32,9 @@ class RunState:
     is_open: bool
     paused: int = 0
     leaf_depth: int = 0
-    region: int | None = None
+    region: Region | None = None
     num_regions: int = 0
+    written_again: list[int] = field(default_factory=list)
     runs_for_real: bool = False
     possible: list[Change] = field(default_factory=list)
     questions: int = 0
@@ -43,6 +47,7 @@ class RunState:
         self.paused = self.leaf_depth = self.num_regions = 0
         self.region = None
         self.possible.clear()
+        self.written_again.clear()
 
     @property
     def is_glue(self) -> bool:
@@ -59,17 +64,18 @@ class RunState:
             self.paused -= 1
 
     @contextlib.contextmanager
-    def checkpointed(self) -> Iterator[None]:
+    def checkpointed(self, how: Again) -> Iterator[None]:
         """Gives what is recorded inside a region of its own; the outermost one counts."""
-        if self.region is not None:
-            yield
-            return
-        self.region = self.num_regions
-        self.num_regions += 1
+        outer = self.region
+        if outer is None:
+            self.region = Region(self.num_regions, how)
+            self.num_regions += 1
+        else:
+            self.region = outer._replace(depth=outer.depth + 1)
         try:
             yield
         finally:
-            self.region = None
+            self.region = outer
 
     @contextlib.contextmanager
     def in_leaf(self) -> Iterator[None]:

@@ -107,6 +107,13 @@ class Scene:
         """Returns the fake of a model's own tensor, which code may hold by another way."""
         return self._real.get(id(tensor))
 
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Yields the fakes of all buffers."""
+        for model in self.models:
+            for (module, name), fake in model.slots.items():
+                if name in module._buffers:
+                    yield fake
+
     @property
     def own_tensors(self) -> Container[int]:
         """The identities of the models' own parameters and buffers."""

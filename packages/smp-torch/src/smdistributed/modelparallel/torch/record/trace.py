@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import Path
+from smdistributed.modelparallel.torch.record.regions import Region
 from smdistributed.modelparallel.torch.record.switches import Settings
 from smdistributed.modelparallel.torch.record.taps import Tap
 from smdistributed.modelparallel.torch.record.undo import Change
@@ -117,6 +118,7 @@ class Entry:
             share memory with what it changes.
         repeats: it changes the looks of fakes, so that it is done to them in each microbatch.
         draw, work, region: as in ``Node``.
+        recomputes: LEAF: it checkpoints a call in it that writes to buffers of its own.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
         hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
@@ -154,7 +156,8 @@ class Entry:
     repeats: bool = False
     draw: tuple[str, int, int] | None = None
     work: Work = field(default_factory=Work)
-    region: int | None = None
+    region: Region | None = None
+    recomputes: bool = False
     inner: dict[int, tuple[Tap, torch.Tensor]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     hidden: list[tuple[Any, str, torch.Tensor | None]] = field(default_factory=list)

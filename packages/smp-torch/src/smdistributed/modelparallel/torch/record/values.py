@@ -176,8 +176,8 @@ class Values:
         """Notes that a node changes tensors in place.
 
         Returns:
-            by the id of each tensor, the value that it stood for before; and the other tensors
-            that show the change, and are computed again wherever they are read, with theirs.
+            the other tensors that show the change and are computed again wherever they are read,
+            with the values that they stood for.
         """
         seen = []
         for tensor in {id(tensor): tensor for tensor in entry.changed}.values():

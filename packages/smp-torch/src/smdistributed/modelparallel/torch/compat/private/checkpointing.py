@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils import checkpoint as native_checkpoint
@@ -13,6 +13,16 @@ Around = Callable[..., Iterator[None]]
 
 #: (function, preserve_rng_state, *args) -> result
 Reentrant = Callable[..., Any]
+
+
+def stops_early(arguments: Sequence[Any]) -> bool:
+    """Whether a call with ``use_reentrant=False`` is computed again no further than is needed.
+
+    Args:
+        arguments: of the generator around the call.
+    """
+    forced = native_checkpoint._enable_checkpoint_early_stop
+    return bool(arguments[5] if forced is None else forced)
 
 
 @contextlib.contextmanager
