@@ -105,12 +105,12 @@ ONE_WORLD = ("repeated", "recomputed")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
-    *(("one", kind, 0) for kind in POPULATIONS if kind != "around"),
+    *(("one", kind, 0) for kind in POPULATIONS if kind not in ("around", *ONE_WORLD)),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(0, STRIDES["uses"], 3)),
     # Halves are in a V too.
     *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
-    *(("graphs", kind, 2) for kind in POPULATIONS),
+    *(("graphs", kind, 2) for kind in POPULATIONS if kind not in ONE_WORLD),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
     *(("one-graphs", "around", part) for part in range(STRIDES["around"])),
     *(("compiled", kind, 3) for kind in ("uses", "order")),

@@ -231,6 +231,23 @@ USES = {
                 out = model(x)
         """
     ),
+    # Parts of a model
+    "parts of the model": Use(
+        call="out = NET.fourth(torch.tanh(NET.third(torch.tanh(NET.second(NET.first(x))))))"
+    ),
+    "parts of the model, then the model": Use(call="out = model(torch.tanh(NET.fourth(x)))"),
+    "some parts of the model": Use(call="out = NET.third(torch.tanh(NET.second(x)))"),
+    "parameters of the model": Use(call="out = x @ NET.second.weight + NET.second.bias"),
+    "a parameter as the loss": Use(
+        init="self.level = nn.Parameter(torch.tensor(0.5))", call="out = x", loss="loss = NET.level"
+    ),
+    "a parameter that is added to the loss": Use(
+        init="self.level = nn.Parameter(torch.tensor(0.5))",
+        loss="loss = torch.tensor(0.0); loss += ((out - y) ** 2).mean(); loss += NET.level ** 2",
+    ),
+    "a penalty of parameters": Use(
+        loss="loss = ((out - y) ** 2).mean() + 0.1 * NET.third.weight.square().sum()"
+    ),
     # Modes
     "autocast": Use(
         call="""

@@ -274,7 +274,7 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
             continue
         # A module that is never called stays behind its elder sibling.
         children.append(_unit(tree, child, children[-1].order if children else order))
-        inner = _called_below(tree, child)
+        inner = [] if tree.profile is None else called_in(child, tree.profile)
         below_compute += tree.compute(*inner)
         below_bytes += sum(each.activation_bytes for each in inner)
         below_moved += sum(each.work.moved for each in inner)
@@ -311,9 +311,9 @@ def _can_be_split(module: nn.Module, costs: ModuleProfile | None) -> bool:
     return not isinstance(module, DistributedModule) or module.has_split_children
 
 
-def _called_below(tree: _Tree, module: nn.Module) -> list[ModuleProfile]:
+def called_in(module: nn.Module, profile: Profile) -> list[ModuleProfile]:
     """Returns the outermost called modules at and below ``module``: a ModuleList is not called."""
-    costs = tree.costs(module)
+    costs = profile.modules.get(module)
     if costs is not None:
         return [costs]
-    return [each for child in module.children() for each in _called_below(tree, child)]
+    return [each for child in module.children() for each in called_in(child, profile)]

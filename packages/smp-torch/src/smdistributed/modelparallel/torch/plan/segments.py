@@ -265,16 +265,25 @@ def _travelling(
     partition_of: Mapping[nn.Module, int],
     owner_of: Callable[[Slot], int],
 ) -> set[Node]:
-    """Returns the parameters that glue hands to a module of another partition than theirs."""
-    return {
-        value.node
+    """Returns the parameters that leave their partition as they are.
+
+    Glue hands them to a module of another partition, returns or differentiates them.
+    """
+    handed = [
+        value
         for node in graph.nodes
         if node.kind is NodeKind.LEAF
         for value in node.inputs
         if value.node.kind is NodeKind.ATTRIBUTE
-        and not value.node.replicated
+        and not value.replicated
         and owner_of(value.node.target) != partition_of[node.target]
-    }
+    ]
+    ends = [
+        value
+        for value in (*graph.roots, *graph.returned)
+        if value.node.kind is NodeKind.ATTRIBUTE and not value.replicated
+    ]
+    return {value.node for value in (*handed, *ends)}
 
 
 def _rank_of_glue(node: Node, current: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.torch.record.carried import tensors_held
 from smdistributed.modelparallel.torch.record.constants import Constants
@@ -81,6 +82,7 @@ class OpenPass:
         spans: the calls of modules.
         trace, call, decisions: what the pass was made with.
         end: of the way.
+        models: those whose parameters or buffers were read.
     """
 
     at: Entry
@@ -91,6 +93,7 @@ class OpenPass:
     call: tuple[Sequence[Any], Mapping[str, Any]]
     decisions: Decisions
     end: Entry
+    models: set[nn.Module]
 
 
 def _returned_object(obj: Any) -> Any:

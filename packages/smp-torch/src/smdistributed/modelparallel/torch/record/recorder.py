@@ -249,7 +249,15 @@ class Recorder(TorchFunctionMode):
             if now.new is not None:
                 known = now.log[: len(now.log) - len(now.new)]
                 opened = OpenPass(
-                    now.at, known, now.new, now.spans, now.trace, now.call, now.decisions, entry
+                    now.at,
+                    known,
+                    now.new,
+                    now.spans,
+                    now.trace,
+                    now.call,
+                    now.decisions,
+                    entry,
+                    values.models,
                 )
             else:
                 entry.way = self._way(values, now.log, entry)

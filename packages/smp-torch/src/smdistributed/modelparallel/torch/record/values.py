@@ -54,6 +54,7 @@ class Values:
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
         read: what calls have read that no recorded call made; inside a leaf by its calls.
+        models: those whose parameters or buffers were read.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Values:
     ) -> None:
         self.graph = Graph()
         self.read: list[torch.Tensor | Constant] = []
+        self.models: set[nn.Module] = set()
         self._scene = scene
         self._state = state
         self._where = where
@@ -278,6 +280,7 @@ class Values:
 
     def _of_slot(self, tensor: torch.Tensor) -> Value:
         model, slot = self._scene.slots[id(tensor)]
+        self.models.add(model.model)
         # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
         # everywhere.
         replicated = not isinstance(tensor, nn.Parameter) and slot[0] not in self._scene.leaf_of

@@ -237,7 +237,8 @@ class Lockstep:
         """Decides the partition of models, from the microbatch that has run last."""
         passed = self._passed[-1]
         self._tracing.measure(CommGroup.WORLD)
-        place_models(self._runtime, passed.profile, self._tracing.costs)
+        assert passed.opened is not None
+        place_models(self._runtime, passed.profile, passed.opened.models, self._tracing.costs)
         with self._on_fakes() as recorder:
             passed.way = recorder.close(passed)
         for model in models_of(self._runtime):

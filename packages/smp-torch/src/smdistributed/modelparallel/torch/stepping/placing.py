@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -12,7 +14,7 @@ from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
-from smdistributed.modelparallel.torch.plan.placement import Placement, decide
+from smdistributed.modelparallel.torch.plan.placement import Placement, called_in, decide
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -20,12 +22,17 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 logger = logging.getLogger(__name__)
 
 
-def place_models(runtime: TorchRuntime, profile: Profile, costs: ComputeCosts) -> None:
-    """Partitions the models that have no partition yet and were called. Collective: WORLD.
+def place_models(
+    runtime: TorchRuntime, profile: Profile, read: Collection[nn.Module], costs: ComputeCosts
+) -> None:
+    """Partitions the models that have no partition yet and were used. Collective: WORLD.
+
+    A step function may call a model, or modules in it, or compute with its parameters.
 
     Args:
         runtime: the state of the library in this process.
         profile: what one microbatch did.
+        read: the models whose parameters or buffers it read.
         costs: what work costs.
 
     Raises:
@@ -36,7 +43,8 @@ def place_models(runtime: TorchRuntime, profile: Profile, costs: ComputeCosts) -
     for line in reasons:
         logger.info("%s", line)
     for model in models_of(runtime):
-        if model.get_module() in profile.modules:
+        called = not profile.modules.keys().isdisjoint(model.holder.fakes.names)
+        if called or model.get_module() in read:
             model.drawing.take(profile)
             if not model.holder.is_placed:
                 model.refresh()  # the forward may have replaced modules
@@ -107,7 +115,8 @@ def _place(
     elif config.pipeline == "zero_bubble_v":
         placement = decided(v_shaped=True)
     else:
-        whole = costs.of(profile.modules[model.get_module()].work)
+        outermost = called_in(model.get_module(), profile)
+        whole = sum((costs.of(each.work) for each in outermost), PassCosts())
         placement = _faster(runtime, whole, decided)
     # One decision for the whole job: code that goes through a set has no order of its own.
     assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
