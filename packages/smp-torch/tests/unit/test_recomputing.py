@@ -31,6 +31,29 @@ class Norm(nn.BatchNorm1d):
         return super().forward(x)
 
 
+class Logging(nn.Linear):
+    """Keeps a log that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.log: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append(1)
+        return super().forward(x) * len(self.log)
+
+
+class Outer(nn.Module):
+    """Checkpoints what it holds."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Net(nn.Module):
     """Normalizes between two partitions.
 
@@ -82,6 +105,13 @@ def test_they_overlap_where_nothing_is_written_again() -> None:
     assert not plan(lambda net, x: once(net.norm, x), lambda net: net.eval()).in_turn
     assert not plan(lambda net, x: net.norm(x), lambda net: (has_own(net), net.eval())).in_turn
     assert not plan(lambda net, x: x + torch.no_grad()(once)(net.norm, x)).in_turn
+
+
+def test_what_a_part_of_a_module_keeps_is_the_modules_own() -> None:
+    def hold(net: Net) -> None:
+        net.norm = Outer(Logging())  # type: ignore[assignment]
+
+    assert plan(lambda net, x: net.norm(x), hold).in_turn
 
 
 def ways(cut: Plan) -> list[Again]:

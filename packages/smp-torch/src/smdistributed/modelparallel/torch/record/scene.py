@@ -219,7 +219,9 @@ class Scene:
 
     def _is_shared(self, change: Change, leaf: nn.Module) -> bool:
         """Whether what a leaf changes by an attribute of its own is reached in other ways too."""
-        others = (self._places_of(each) for each in self.leaves if each is not leaf)
+        # What is in one leaf is one in this, even if some of it is called by itself too.
+        own = self.leaf_of.get(leaf)
+        others = (self._places_of(each) for each in self.leaves if self.leaf_of[each] is not own)
         return bool(change.places) and (
             self._is_seen_by_glue(change)
             or any(not change.places.isdisjoint(places) for places in others)
