@@ -248,6 +248,30 @@ USES = {
     "a penalty of parameters": Use(
         loss="loss = ((out - y) ** 2).mean() + 0.1 * NET.third.weight.square().sum()"
     ),
+    # Annotations, which compute nothing
+    "record_function": Use(
+        glue="""
+            with torch.profiler.record_function("between"):
+                x = torch.relu(x * 2)
+        """,
+        call="""
+            with torch.autograd.profiler.record_function("model", "x"):
+                out = model(x)
+        """,
+        backward="""
+            with torch.profiler.record_function("backward"):
+                model.backward(loss)
+        """,
+    ),
+    "a decorator that annotates": Use(
+        top="@torch.profiler.record_function('f')\ndef f(x): return torch.sin(x)", late="x = f(x)"
+    ),
+    "anomalies": Use(
+        glue="""
+            with torch.autograd.detect_anomaly(check_nan=False), torch.autograd.set_multithreading_enabled(False):
+                x = torch.sin(x)
+        """,
+    ),
     # Modes
     "autocast": Use(
         call="""

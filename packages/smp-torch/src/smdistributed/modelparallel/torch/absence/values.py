@@ -68,8 +68,8 @@ class Question:
         return UnsupportedError(
             f"{self.what} asks for a value of {shortened(self.names)}, which another partition "
             "has, or of what was computed from it. Where every partition has a part of it, such as "
-            "the norm of all gradients, take its number by float() once, on every rank: the ranks "
-            f"compute it together. {REMEDY}"
+            "the norm of all gradients, make it a number first, by total = float(total) once, on "
+            f"every rank: the ranks compute it together. {REMEDY}"
         )
 
 

@@ -12,6 +12,10 @@ _FIX = "Do it inside one module, or put the modules that it concerns on one part
 
 _NO_MEMORY = "a stand-in of a recording has no values in memory"
 _EARLY = "gradients are computed when its Python has run"
+_LATER = (
+    "Clip, scale or read gradients after the call of the step function: by smp.clip_grad_norm_, or "
+    "by the norm over model.parameters(), made a number by float() once, on every rank."
+)
 _TENSOR: Any = torch.Tensor
 
 #: Function -> why it does not work between partitions.
@@ -43,5 +47,6 @@ def refusal(function: Any, kwargs: Mapping[str, Any], where: str) -> str:
         reason = "gradients that another partition has would be missing, or zero"
     if not reason:
         return ""
+    fix = _LATER if reason == _EARLY else _FIX
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
-    return f"{name} was called in {where} while a pipelined step runs: {reason}. {_FIX}"
+    return f"{name} was called in {where} while a pipelined step runs: {reason}. {fix}"
