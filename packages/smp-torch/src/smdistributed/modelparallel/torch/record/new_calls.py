@@ -12,6 +12,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     FakeTensor,
+    OpOverload,
     inside_transform,
     past_recording,
 )
@@ -89,6 +90,23 @@ class NewCalls:
             kwargs = {**kwargs, **_default_device()}
         with past_recording():
             return func(*args, **kwargs)
+
+    def call_operator(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Calls an operator itself; one without tensors is no part of what is computed.
+
+        Such are annotations for profilers.
+        """
+        result = func(*args, **kwargs)
+        if (
+            self._state.is_glue
+            and "lift_fresh" not in str(func)
+            and tensors_in((args, kwargs, result))
+        ):
+            raise UnsupportedError(
+                f"{func} was called from {self._context.calls.where()} past PyTorch's function "
+                "overrides (a scripted or custom function); put that module on one partition."
+            )
+        return result
 
     def _make_for_real(
         self, name: str, call: Callable[[], Any], tensors: Sequence[torch.Tensor]

@@ -370,26 +370,9 @@ class Recorder(TorchFunctionMode):
                 return self._known.answer(entry, lambda: func(*args, **kwargs))
         self._refuse(func, args)
         if isinstance(func, OpOverload):
-            return self._call_operator(func, args, kwargs)
+            return self._new.call_operator(func, args, kwargs)
         name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
         return self._new.make(func, name, func, args, kwargs)
-
-    def _call_operator(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Calls an operator itself; one without tensors is no part of what is computed.
-
-        Such are annotations for profilers.
-        """
-        result = func(*args, **kwargs)
-        if (
-            self._state.is_glue
-            and "lift_fresh" not in str(func)
-            and tensors_in((args, kwargs, result))
-        ):
-            raise UnsupportedError(
-                f"{func} was called from {self._calls.where()} past PyTorch's function "
-                "overrides (a scripted or custom function); put that module on one partition."
-            )
-        return result
 
     def _refuse(self, func: Any, args: Any) -> None:
         if (
