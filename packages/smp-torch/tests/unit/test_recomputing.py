@@ -43,6 +43,18 @@ class Logging(nn.Linear):
         return super().forward(x) * len(self.log)
 
 
+class Averaging(nn.Linear):
+    """Keeps an average that nothing is computed with."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
 class Outer(nn.Module):
     """Checkpoints what it holds."""
 
@@ -97,6 +109,14 @@ def has_own(net: Net) -> None:
 def test_microbatches_take_turns_where_statistics_are_written_again(reentrant: bool) -> None:
     assert plan(lambda net, x: once(net.norm, x, reentrant)).in_turn
     assert plan(lambda net, x: net.norm(x), has_own).in_turn
+
+
+def test_microbatches_take_turns_where_an_average_is_written_again() -> None:
+    def average(net: Net) -> None:
+        net.norm = Averaging()  # type: ignore[assignment]
+
+    assert not plan(lambda net, x: net.norm(x), average).in_turn
+    assert plan(lambda net, x: once(net.norm, x), average).in_turn
 
 
 def test_they_overlap_where_nothing_is_written_again() -> None:
