@@ -52,7 +52,8 @@ class Net(nn.Module):
             self.write[0](self, out, part, h)
             flags += [out.requires_grad, part.requires_grad]
         self.seen = flags
-        return self.second(out) * self.factor  # type: ignore[no-any-return]
+        read = out if self.factor == 1.0 else out * self.factor
+        return self.second(read)  # type: ignore[no-any-return]
 
 
 def assign(net: Net, out: torch.Tensor, part: torch.Tensor, h: torch.Tensor) -> None:
