@@ -25,6 +25,8 @@ import torch
 import uses
 import views
 import writes
+from _pytest.mark.expression import Expression
+from _pytest.mark.structures import ParameterSet
 from boxed import share_memory
 from host_graphs import capture_every_step, every_step
 from small_scripts import MICROBATCHES
@@ -116,14 +118,37 @@ QUICK = {
     *(("compiled", kind, 3) for kind in ("uses", "order")),
 }
 PARTS = [
-    pytest.param(
-        *(world, kind, part),
-        marks=pytest.mark.slow if (world, kind, part) not in QUICK else (),
-    )
-    for world in WORLDS
-    for kind in POPULATIONS
-    for part in range(STRIDES[kind])
+    (world, kind, part) for world in WORLDS for kind in POPULATIONS for part in range(STRIDES[kind])
 ]
+
+
+def parts(marks: str, places: Sequence[str]) -> list[ParameterSet]:
+    """Returns the parts that a run may select: to collect all of them takes seconds.
+
+    Args:
+        marks: what ``-m`` says.
+        places: that pytest is given: files, or single tests.
+    """
+    own = {mark.name for mark in pytestmark} | {"slow"}
+    is_whole = not marks or Expression.compile(marks).evaluate(lambda name, **_: name in own)
+    built = [
+        pytest.param(
+            *part,
+            marks=() if part in QUICK else pytest.mark.slow,
+            id="-".join(map(str, part)),
+        )
+        for part in PARTS
+        if is_whole or part in QUICK
+    ]
+    named = {place.partition("::")[2].partition("[")[2].removesuffix("]") for place in places}
+    return built if "" in named else [each for each in built if each.id in named]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "part" in metafunc.fixturenames:
+        config = metafunc.config
+        built = parts(config.getoption("markexpr"), config.args)
+        metafunc.parametrize(("world", "kind", "part"), built)
 
 
 def try_state(names: Sequence[str]) -> dict[str, str]:
@@ -207,7 +232,17 @@ def test_the_population_is_large_enough() -> None:
     assert len(POPULATIONS["uses"]) >= 150
 
 
-@pytest.mark.parametrize(("world", "kind", "part"), PARTS)
+def test_parts_that_cannot_be_selected_are_not_built() -> None:
+    here = [__file__]
+    for marks in ("not slow", "multiproc and not slow"):
+        assert len(parts(marks, here)) == len(QUICK)
+    for marks in ("", "slow", "multiproc", "not slow or multiproc"):
+        assert len(parts(marks, here)) == len(PARTS)
+    assert not QUICK - {each.values for each in parts("not slow", here)}
+    (one,) = parts("slow", [f"{__file__}::test_nothing_is_silently_wrong[v-views-700]"])
+    assert one.values == ("v", "views", 700)
+
+
 def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: int) -> None:
     names = POPULATIONS[kind][part :: STRIDES[kind]]
     names = [name for name in names if name not in ENDS_THE_STEP.get(world, ())]
