@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from conformance import registry, report, rows, runner
@@ -22,6 +23,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="each case in one kind of job")
     parser.add_argument("--list", action="store_true", help="show rows and their cases")
     options = parser.parse_args()
+    if find_spec("pytest") is None:
+        parser.error("cases say with pytest what must be raised: pip install pytest.")
     specified = rows.load(options.framework)
     cases = registry.load(options.framework)
     unknown = sorted({row for each in cases.values() for row in each.rows} - set(rows.everything()))

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapters.base import Adapter
-from smdistributed.modelparallel.launch.estimator import EstimatorBase
-from smdistributed.modelparallel.launch.pytorch import PyTorch
-from smdistributed.modelparallel.launch.session import Session
-from smdistributed.modelparallel.launch.tensorflow import TensorFlow
 
-_ESTIMATORS: dict[str, type[EstimatorBase]] = {"torch": PyTorch, "tensorflow": TensorFlow}
 SEES = """
 import json, os, sys
 place = os.path.join(os.environ["SM_OUTPUT_DATA_DIR"], os.environ["SM_CURRENT_HOST"] + ".json")
@@ -31,17 +26,22 @@ class Bench:
     """A folder with a script, and estimators that run it."""
 
     def __init__(self, framework: str, root: Path) -> None:
+        from smdistributed.modelparallel.launch.session import Session
+
         self.framework = framework
         self.root = root
         self.session = Session(root=root / "jobs")
 
     def make(self, script: str = SEES, **given: Any) -> Any:
         """Returns an estimator of the framework, and of a script."""
+        from smdistributed.modelparallel.launch.pytorch import PyTorch
+        from smdistributed.modelparallel.launch.tensorflow import TensorFlow
+
         folder = self.root / "code"
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(script)
         base = {"entry_point": "train.py", "source_dir": str(folder), "role": "role"}
-        kind: Any = _ESTIMATORS[self.framework]
+        kind: Any = {"torch": PyTorch, "tensorflow": TensorFlow}[self.framework]
         return kind(**{**base, "sagemaker_session": self.session, **given})
 
     def run(self, script: str = SEES, inputs: Any = None, **given: Any) -> Any:

@@ -13,6 +13,7 @@ class Status(enum.StrEnum):
     NO_EFFECT = "accepted, without effect"
     FAILED = "failed"
     NOT_BUILT = "not yet built"
+    NOT_INSTALLED = "not installed"
     NO_CASE = "no case"
 
 
@@ -22,7 +23,7 @@ class Outcome:
 
     Attributes:
         status: how it stands.
-        reason: the traceback of a failure, or what refused.
+        reason: the traceback of a failure, what refused, or what is not installed.
     """
 
     status: Status
@@ -30,8 +31,8 @@ class Outcome:
 
 
 def worst(outcomes: list[Outcome]) -> Outcome:
-    """Returns the outcome of a whole: failed before not built before passed."""
-    for status in (Status.FAILED, Status.NOT_BUILT, Status.PASSED):
+    """Returns the outcome of a whole: that of the part which is farthest from having passed."""
+    for status in (Status.FAILED, Status.NOT_BUILT, Status.NOT_INSTALLED, Status.PASSED):
         for each in outcomes:
             if each.status is status:
                 return each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: What is tried in more worlds than these is about ranks and groups, and takes milliseconds.
 _FEW_WORLDS = 4
+#: What cases that run jobs of estimators need besides: smp-launch.
+JOBS = ("smdistributed.modelparallel.launch",)
 
 Body = Callable[["Adapter"], Any]
 
@@ -32,6 +35,7 @@ class Case:
         quick_with: frameworks whose quick runs try it.
         is_built: False for a row whose feature no package has; the body then asks for it, and must
             be refused.
+        needs: modules besides those of the framework's package, which the body imports itself.
     """
 
     name: str
@@ -41,6 +45,11 @@ class Case:
     body: Body
     is_built: bool = True
     quick_with: tuple[str, ...] = FRAMEWORKS
+    needs: tuple[str, ...] = ()
+
+    def lacks(self) -> list[str]:
+        """Returns what it needs that is not installed here."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def some_worlds(self, framework: str) -> tuple[str, ...]:
         """Returns worlds that show the behaviour: all for one of ranks and groups, else one.
@@ -76,6 +85,7 @@ def case(
     worlds: tuple[str, ...] = ("pipeline",),
     frameworks: tuple[str, ...] = FRAMEWORKS,
     quick_with: tuple[str, ...] = FRAMEWORKS,
+    needs: tuple[str, ...] = (),
 ) -> Callable[[Body], Body]:
     """Makes a case of a function that takes an adapter.
 
@@ -84,32 +94,28 @@ def case(
         worlds: where it runs.
         frameworks: whose packages it runs against.
         quick_with: frameworks whose quick runs try it.
+        needs: modules that it imports besides those of the framework's package.
     """
 
     def register(body: Body) -> Body:
-        add(Case(body.__name__, rows, worlds, frameworks, body, quick_with=quick_with))
+        name = body.__name__
+        add(Case(name, rows, worlds, frameworks, body, quick_with=quick_with, needs=needs))
         return body
 
     return register
 
 
 def job_case(
-    *rows: str, quick_with: tuple[str, ...] = ("torch",), is_possible: bool = True
+    *rows: str, quick_with: tuple[str, ...] = ("torch",), needs: tuple[str, ...] = JOBS
 ) -> Callable[[Body], Body]:
     """Makes a case that runs jobs of estimators, which know little of frameworks.
 
     Args:
         rows: of the specification that it comes from.
         quick_with: frameworks whose quick runs try it.
-        is_possible: whether what it needs is installed here; else the case runs nowhere.
+        needs: modules that it imports besides those of the framework's package.
     """
-
-    def register(body: Body) -> Body:
-        worlds = ("new",) if is_possible else ()
-        add(Case(body.__name__, rows, worlds, FRAMEWORKS, body, quick_with=quick_with))
-        return body
-
-    return register
+    return case(*rows, worlds=("new",), quick_with=quick_with, needs=needs)
 
 
 def torch_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[[Body], Body]:
@@ -117,13 +123,18 @@ def torch_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[
     return case(*rows, worlds=worlds, frameworks=("torch",))
 
 
-def tensorflow_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[[Body], Body]:
+def tensorflow_case(
+    *rows: str, worlds: tuple[str, ...] = ("pipeline",), needs: tuple[str, ...] = ()
+) -> Callable[[Body], Body]:
     """Makes a case that only TensorFlow has."""
-    return case(*rows, worlds=worlds, frameworks=("tensorflow",))
+    return case(*rows, worlds=worlds, frameworks=("tensorflow",), needs=needs)
 
 
 def later(
-    *rows: str, worlds: tuple[str, ...] = ("new",), frameworks: tuple[str, ...] = ("torch",)
+    *rows: str,
+    worlds: tuple[str, ...] = ("new",),
+    frameworks: tuple[str, ...] = ("torch",),
+    needs: tuple[str, ...] = (),
 ) -> Callable[[Body], Body]:
     """Keeps the place of a case whose feature is not there yet.
 
@@ -132,7 +143,7 @@ def later(
     """
 
     def register(body: Body) -> Body:
-        add(Case(body.__name__, rows, worlds, frameworks, body, is_built=False))
+        add(Case(body.__name__, rows, worlds, frameworks, body, is_built=False, needs=needs))
         return body
 
     return register

@@ -53,12 +53,20 @@ class Report:
         for name, outcome in self.outcomes.items():
             if outcome.status is Status.FAILED:
                 yield f"\n{name} ({', '.join(self.cases[name].rows)}):\n{outcome.reason}"
+        yield from self._not_installed()
         if is_whole:
             totals = ", ".join(f"{count} {status}" for status, count in self.totals().items())
             yield f"\n{self.framework}: {len(self.rows)} rows: {totals}; {len(self.cases)} cases"
         else:
             counts = collections.Counter(each.status.value for each in self.outcomes.values())
             yield "cases: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    def _not_installed(self) -> Iterator[str]:
+        reasons = collections.Counter(
+            each.reason for each in self.outcomes.values() if each.status is Status.NOT_INSTALLED
+        )
+        for reason, count in reasons.items():
+            yield f"\nnot installed, {count} cases: each {reason}."
 
     def text(self, *, is_whole: bool = True) -> str:
         """Returns the report for a terminal.
@@ -137,6 +145,7 @@ td, th {{ text-align: left; vertical-align: top; }}
 .passed td:nth-child(2) {{ color: #16772f; }}
 .failed td:nth-child(2) {{ color: #b3151d; font-weight: bold; }}
 .not-built td:nth-child(2), .no-case td:nth-child(2) {{ color: #7a5d00; }}
+.not-installed td:nth-child(2) {{ color: #7a5d00; }}
 .no-effect td:nth-child(2) {{ color: #555; }}
 </style>
 </head>

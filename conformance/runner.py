@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 from conformance import job, registry
 from conformance.adapters import missing
@@ -42,11 +43,16 @@ def run(
     if reason := missing(framework):
         return dict.fromkeys(cases, Outcome(Status.NOT_BUILT, reason))
     found: dict[str, list[Outcome]] = {name: [] for name in cases}
+    for name, case in cases.items():
+        if lacks := case.lacks():
+            reason = f"needs {', '.join(lacks)}, which this environment does not have"
+            found[name].append(Outcome(Status.NOT_INSTALLED, reason))
+    possible = {name: case for name, case in cases.items() if not found[name]}
 
     def run_cases_of(world: World) -> None:
         names = [
             name
-            for name, case in cases.items()
+            for name, case in possible.items()
             if world.name in (case.some_worlds(framework) if is_quick else case.worlds)
         ]
         if not names:
@@ -92,6 +98,13 @@ def outcomes_in(
     known = preloaded(framework)
     if not sources:
         known += (f"conformance.adapters.{framework}", *registry.modules())
+        # Each case of a job runs in a copy, and would import these anew.
+        known += tuple(
+            f"{name}.{each}"
+            for name in registry.JOBS
+            if find_spec(name)
+            for each in ("pytorch", "tensorflow")
+        )
     started = testing.World(
         world.num_ranks,
         job.start,

@@ -18,18 +18,22 @@ def _case(name: str, *of: str) -> registry.Case:
 
 @pytest.fixture
 def report() -> Report:
-    specified = {name: rows.Row(name, ("torch",), "a document") for name in "abcd"}
+    specified = {name: rows.Row(name, ("torch",), "a document") for name in "abcdg"}
     for name in "ef":
         specified[name] = rows.Row(name, ("torch",), "a document", without_effect="for a reason")
     cases = {
         "one": _case("one", "a", "b", "e"),
         "two": _case("two", "b", "f"),
         "three": _case("three", "c"),
+        "four": _case("four", "g"),
+        "five": _case("five", "g"),
     }
     outcomes = {
         "one": Outcome(Status.PASSED),
         "two": Outcome(Status.FAILED, "<because>"),
         "three": Outcome(Status.NOT_BUILT, "later"),
+        "four": Outcome(Status.PASSED),
+        "five": Outcome(Status.NOT_INSTALLED, "it needs something"),
     }
     return Report("torch", specified, cases, outcomes)
 
@@ -42,12 +46,14 @@ def test_rows_stand_as_their_worst_case(report: Report) -> None:
         "d": "no case",
         "e": "accepted, without effect",
         "f": "failed",
+        "g": "not installed",
     }
     assert report.totals() == {
         "passed": 1,
         "accepted, without effect": 1,
         "failed": 2,
         "not yet built": 1,
+        "not installed": 1,
         "no case": 1,
     }
 

@@ -9,13 +9,10 @@ import pytest
 
 from conformance.adapters.base import Adapter
 from conformance.bench import bench
-from conformance.registry import job_case, later
+from conformance.registry import JOBS, job_case, later
 from conformance.worlds import FRAMEWORKS
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
-from smdistributed.modelparallel.launch.estimator import Estimator
-from smdistributed.modelparallel.launch.session import LocalSession
-from smdistributed.modelparallel.launch.tensorflow import TensorFlow
 
 
 @job_case(
@@ -49,6 +46,8 @@ def arguments_of_the_service_are_accepted(adapter: Adapter) -> None:
 
 @job_case("launch.estimators.session", "launch.estimators.identity")
 def any_session_and_role_will_do(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.session import LocalSession
+
     with bench(adapter) as place:
         os.environ["SMP_JOBS"] = str(place.root / "elsewhere")
         assert place.make(sagemaker_session=object(), role=None).sagemaker_session.root == Path(
@@ -60,6 +59,8 @@ def any_session_and_role_will_do(adapter: Adapter) -> None:
 
 @job_case("launch.estimators.script_mode")
 def script_mode_is_the_only_mode(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.tensorflow import TensorFlow
+
     TensorFlow(entry_point="train.py", script_mode=True, py_version="py3")
     with pytest.raises(ConfigError, match="Legacy Mode"):
         TensorFlow(entry_point="train.py", script_mode=False)
@@ -75,6 +76,8 @@ def script_mode_is_the_only_mode(adapter: Adapter) -> None:
     "launch.versions_and_containers.prebuilt_image",
 )
 def versions_are_compared_with_what_is_installed(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.estimator import Estimator
+
     with bench(adapter) as place:
         job = place.run(framework_version="1.6.0", py_version="py36")
         assert f"the job names {adapter.name} 1.6.0; runs" in place.log(job)
@@ -119,6 +122,9 @@ def jobs_of_every_version_are_accepted(adapter: Adapter) -> None:
     "launch.versions_and_containers.extended_image",
     "launch.versions_and_containers.own_image",
     frameworks=FRAMEWORKS,
+    needs=JOBS,
 )
 def containers(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.estimator import Estimator
+
     Estimator("my/image:1", entry_point="/opt/ml/code/train.py")

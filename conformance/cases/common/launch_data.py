@@ -14,14 +14,6 @@ from conformance.adapters.base import Adapter
 from conformance.bench import bench
 from conformance.registry import job_case
 from smdistributed.modelparallel.common.config import ConfigWarning
-from smdistributed.modelparallel.launch.channels import pipe
-from smdistributed.modelparallel.launch.channels.dataset import (
-    PipeModeDataset,
-    PipeModeDatasetException,
-)
-from smdistributed.modelparallel.launch.channels.file import Share
-from smdistributed.modelparallel.launch.inputs import TrainingInput, channels
-from smdistributed.modelparallel.launch.request.document import Channel
 
 _READS = """
 import os
@@ -33,6 +25,8 @@ for epoch in range(2):
 
 @job_case("launch.data_file.pipe_mode", "launch.data_file.compression")
 def channels_are_streams(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.inputs import TrainingInput
+
     with bench(adapter) as place:
         data = place.root / "packed"
         data.mkdir()
@@ -52,6 +46,15 @@ def channels_are_streams(adapter: Adapter) -> None:
 def a_dataset_reads_a_pipe_in_each_pass(adapter: Adapter) -> None:
     if adapter.name == "torch":
         return  # it is of TensorFlow
+    from smdistributed.modelparallel.launch.channels import pipe
+    from smdistributed.modelparallel.launch.channels.dataset import (
+        PipeModeDataset,
+        PipeModeDatasetException,
+    )
+    from smdistributed.modelparallel.launch.channels.file import Share
+    from smdistributed.modelparallel.launch.inputs import TrainingInput, channels
+    from smdistributed.modelparallel.launch.request.document import Channel
+
     with bench(adapter) as place:
         given = TrainingInput(str(place.data()), input_mode="Pipe", record_wrapping="RecordIO")
         (config,) = channels({"train": given})

@@ -12,9 +12,6 @@ from conformance.adapters.base import Adapter
 from conformance.bench import bench
 from conformance.registry import job_case
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException, UnknownJobError
-from smdistributed.modelparallel.launch.pytorch import PyTorch
-from smdistributed.modelparallel.launch.tensorflow import TensorFlow
 
 
 @job_case(
@@ -45,6 +42,10 @@ def results_are_archives(adapter: Adapter) -> None:
     "launch.estimators.name",
 )
 def a_job_goes_on_and_is_attached_to(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.exceptions import UnknownJobError
+    from smdistributed.modelparallel.launch.pytorch import PyTorch
+    from smdistributed.modelparallel.launch.tensorflow import TensorFlow
+
     with bench(adapter) as place:
         job = place.make("print('done')", base_job_name="demo", hyperparameters={"lr": 0.5})
         job.fit(wait=False)
@@ -66,6 +67,8 @@ def a_job_goes_on_and_is_attached_to(adapter: Adapter) -> None:
 
 @job_case("launch.fit.start", "launch.fit.log_display")
 def the_log_is_shown_and_a_failure_raised(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
+
     with bench(adapter) as place:
         job = place.make("print('in the log'); raise ValueError('planted')")
         for logs in (True, False):

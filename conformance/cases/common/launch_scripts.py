@@ -12,8 +12,6 @@ from conformance.adapters.base import Adapter
 from conformance.bench import bench
 from conformance.registry import job_case
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.launch.exceptions import StorageError
-from smdistributed.modelparallel.launch.inputs import TrainingInput
 
 
 @job_case(
@@ -74,6 +72,9 @@ def hyperparameters_are_arguments_and_variables(adapter: Adapter) -> None:
     "launch.data_file.channel_object",
 )
 def folders_and_channels_are_there(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.exceptions import StorageError
+    from smdistributed.modelparallel.launch.inputs import TrainingInput
+
     with bench(adapter) as place:
         data = str(place.data())
         job = place.run(inputs={"train": f"file://{data}", "eval": TrainingInput(f"{data}/deep")})

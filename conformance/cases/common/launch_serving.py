@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,10 @@ import pytest
 
 from conformance.adapters.base import Adapter
 from conformance.bench import Bench, bench
-from conformance.registry import job_case
+from conformance.registry import JOBS, job_case
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.launch.deserializers import JSONDeserializer
-from smdistributed.modelparallel.launch.exceptions import (
-    LaunchError,
-    ModelError,
-    UnknownEndpointError,
-)
-from smdistributed.modelparallel.launch.pytorch import PyTorchModel
-from smdistributed.modelparallel.launch.serializers import JSONSerializer
-from smdistributed.modelparallel.launch.tensorflow import TensorFlowModel
 
-#: What answers at endpoints is in an environment of its own; without it the rows have no case.
-HAS_SERVER = find_spec("kserve") is not None
 _SAVES = {
     "torch": """
 import os, torch
@@ -53,6 +41,9 @@ tf.saved_model.save(Twice(), os.environ["SM_MODEL_DIR"])
 @contextlib.contextmanager
 def served(place: Bench, model: Any, **given: Any) -> Iterator[Any]:
     """Yields a predictor that speaks JSON; its endpoint ends afterwards."""
+    from smdistributed.modelparallel.launch.deserializers import JSONDeserializer
+    from smdistributed.modelparallel.launch.serializers import JSONSerializer
+
     chosen = {"serializer": JSONSerializer(), "deserializer": JSONDeserializer()}
     predictor = model.deploy(initial_instance_count=1, instance_type="local", **chosen, **given)
     try:
@@ -74,9 +65,17 @@ def rows_of(answer: Any) -> Any:
     "launch.deploy.accelerators",
     "launch.results.serving_form",
     quick_with=("torch", "tensorflow"),
-    is_possible=HAS_SERVER,
+    needs=(*JOBS, "kserve"),
 )
 def a_model_is_served(adapter: Adapter) -> None:
+    from smdistributed.modelparallel.launch.exceptions import (
+        LaunchError,
+        ModelError,
+        UnknownEndpointError,
+    )
+    from smdistributed.modelparallel.launch.pytorch import PyTorchModel
+    from smdistributed.modelparallel.launch.tensorflow import TensorFlowModel
+
     with bench(adapter) as place:
         script = _SAVES[adapter.name]
         with pytest.raises(LaunchError, match="there is no job yet: call fit"):

@@ -8,10 +8,9 @@ import numpy as np
 
 from conformance.cases.tensorflow.training import plain_gradients, stepped
 from conformance.registry import tensorflow_case
-from conformance.worlds import HAS_HOROVOD
 
-#: Nothing tries these rows where Horovod is not installed.
-_REPLICAS = ("replicas", "both", "spread") if HAS_HOROVOD else ()
+_REPLICAS = ("replicas", "both", "spread")
+_HOROVOD = ("horovod",)
 
 
 def _share(adapter: Any, whole: Any) -> Any:
@@ -19,7 +18,7 @@ def _share(adapter: Any, whole: Any) -> Any:
     return np.split(whole, adapter.smp.dp_size())[adapter.smp.dp_rank()]
 
 
-@tensorflow_case("tensorflow.horovod.0", "config.horovod", worlds=_REPLICAS)
+@tensorflow_case("tensorflow.horovod.0", "config.horovod", worlds=_REPLICAS, needs=_HOROVOD)
 def the_library_starts_horovod_over_the_data_parallel_group(adapter: Any) -> None:
     import horovod.tensorflow as hvd
 
@@ -30,7 +29,7 @@ def the_library_starts_horovod_over_the_data_parallel_group(adapter: Any) -> Non
     assert float(total) == sum(smp.get_dp_group())
 
 
-@tensorflow_case("tensorflow.horovod.1", "config.horovod", worlds=_REPLICAS)
+@tensorflow_case("tensorflow.horovod.1", "config.horovod", worlds=_REPLICAS, needs=_HOROVOD)
 def averaged_gradients_are_those_of_the_whole_batch(adapter: Any) -> None:
     import horovod.tensorflow as hvd
 
@@ -47,7 +46,9 @@ def averaged_gradients_are_those_of_the_whole_batch(adapter: Any) -> None:
         np.testing.assert_allclose(gradient, wanted[place], atol=1e-6)
 
 
-@tensorflow_case("tensorflow.horovod.1", "tensorflow.step_function.1", worlds=_REPLICAS[1:2])
+@tensorflow_case(
+    "tensorflow.horovod.1", "tensorflow.step_function.1", worlds=_REPLICAS[1:2], needs=_HOROVOD
+)
 def replicas_train_in_one_function(adapter: Any) -> None:
     import horovod.tensorflow as hvd
 
@@ -73,7 +74,7 @@ def replicas_train_in_one_function(adapter: Any) -> None:
             np.testing.assert_array_equal(mine, theirs)
 
 
-@tensorflow_case("tensorflow.horovod.2", worlds=_REPLICAS)
+@tensorflow_case("tensorflow.horovod.2", worlds=_REPLICAS, needs=_HOROVOD)
 def variables_are_broadcast_after_the_first_batch(adapter: Any) -> None:
     """Replicas that began with other weights go on with those of the first."""
     import horovod.tensorflow as hvd
