@@ -289,6 +289,14 @@ def multiproc(session: nox.Session, package: str) -> None:
     check_processes(session, package)
 
 
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run the examples, as far as they take seconds."""
+    install_groups(session, "test", "examples")
+    install_packages(session, *PACKAGES)
+    check_examples(session)
+
+
 @nox.session(python=nox.project.python_versions(metadata("smp-torch")))
 @nox.parametrize("torch", TORCHES)
 def compatibility(session: nox.Session, torch: str) -> None:

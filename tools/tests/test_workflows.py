@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import os
 import re
@@ -101,7 +102,7 @@ def test_only_the_trusted_publisher_may_prove_who_it_is() -> None:
             publishes = (path.name, name) == ("publish.yml", "publish")
             assert job.get("permissions") == ({"id-token": "write"} if publishes else None)
     publish = load("publish.yml")["jobs"]["publish"]
-    assert set(publish["needs"]) == {"tests", "thorough", "build"}
+    assert set(publish["needs"]) == {"tests", *PACKAGES, "thorough", "build"}
     assert publish["environment"] == "pypi"
     assert not any("password" in step.get("with", {}) for step in publish["steps"])
 
@@ -121,14 +122,75 @@ def test_gpus_are_used_by_hand_only() -> None:
             assert path.name == "gpu.yml"
 
 
-def test_actions_are_pinned_to_major_versions() -> None:
+def test_actions_are_pinned_by_hash_and_have_one_version() -> None:
     places = [*WORKFLOWS, *(ROOT / ".github/actions").glob("*/action.yml")]
-    used = {name for path in places for name in re.findall(r"uses: (\S+)", path.read_text())}
-    theirs = {name for name in used if not name.startswith("./")}
-    assert theirs
-    assert not [name for name in theirs if not re.search(r"@(release/)?v\d+$", name)]
-    for name in used - theirs:
+    lines = [line for path in places for line in re.findall(r"uses: (.+)", path.read_text())]
+    pins = {line for line in lines if not line.startswith("./")}
+    found = [re.fullmatch(r"([\w/-]+)@[0-9a-f]{40} # v\d+\.\d+\.\d+", pin) for pin in pins]
+    assert found
+    assert all(found), pins
+    assert len({match[1] for match in found if match}) == len(pins), "one version of each action"
+    for name in set(lines) - pins:
         assert (ROOT / name).is_file() or (ROOT / name / "action.yml").is_file()
+
+
+def packages_tried(changed: str) -> set[str]:
+    """Returns the packages whose workflows a pull request runs that changes a file."""
+    patterns = {name: load(f"{name}.yml")["on"]["pull_request"]["paths"] for name in PACKAGES}
+    return {
+        name
+        for name, paths in patterns.items()
+        # Of what these patterns use, * is the same in both but for folders, which ** crosses.
+        if any(fnmatch.fnmatchcase(changed, path.replace("**", "*")) for path in paths)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "tried"),
+    [
+        *((f"packages/{name}/src/a.py", {name}) for name in DEPENDENTS),
+        ("packages/smp-common/src/a.py", set(PACKAGES)),
+        ("noxfile.py", set(PACKAGES)),
+        ("tools/install_torch.py", set(PACKAGES)),
+        (".github/actions/setup/action.yml", set(PACKAGES)),
+        ("conformance/cases/common/ranks.py", {"smp-torch", "smp-tf"}),
+        ("examples/torch/train_lm.py", {"smp-torch", "smp-tf"}),
+        ("ROADMAP.md", set()),
+        ("docs/index.md", set()),
+    ],
+)
+def test_a_change_runs_what_it_touches(changed: str, tried: set[str]) -> None:
+    assert packages_tried(changed) == tried
+    paths = load("tests.yml")["on"]["pull_request"]["paths"]
+    assert paths == load("smp-common.yml")["on"]["pull_request"]["paths"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_workflow_of_a_package_runs_all_kinds_of_its_tests(package: str) -> None:
+    run = {each for words in nox_calls(f"{package}.yml") for each in sessions(words)}
+    of = f"(package='{package}')"
+    assert f"minimums{of}" in run
+    if package != "smp-torch":  # `compatibility` runs both, with each PyTorch
+        assert run >= {f"unit{of}", f"multiproc{of}"}
+    if package in ("smp-torch", "smp-tf"):
+        assert {f"conformance-{package.removeprefix('smp-')}", "examples"} <= run
+    # On main, before a release, and when it is called by what releases, nothing is filtered.
+    on = load(f"{package}.yml")["on"]
+    assert on["push"] == {"branches": ["main"]}
+    assert "workflow_call" in on
+    called = load("publish.yml")["jobs"][package]["uses"]
+    assert called == f"./.github/workflows/{package}.yml"
+
+
+def test_a_new_push_ends_the_runs_of_the_last_one() -> None:
+    for path in WORKFLOWS:
+        workflow = load(path.name)
+        if "pull_request" in workflow["on"]:
+            # By its own name: github.workflow is that of the caller where a workflow is called.
+            assert workflow["concurrency"] == {
+                "group": f"{path.stem}-${{{{ github.ref }}}}",
+                "cancel-in-progress": "${{ github.event_name == 'pull_request' }}",
+            }
 
 
 # What is claimed is what is tested: classifiers, tox.ini, noxfile.py and workflows agree.
@@ -153,7 +215,7 @@ def test_workflows_run_each_package_on_what_it_claims(package: str) -> None:
     if package == "smp-torch":
         wanted["torch"] = list(HOUSE["TORCHES"])
         assert load("gpu.yml")["jobs"][package]["strategy"]["matrix"] == wanted
-    assert load("tests.yml")["jobs"][package]["strategy"]["matrix"] == wanted
+    assert load(f"{package}.yml")["jobs"]["claimed"]["strategy"]["matrix"] == wanted
 
 
 def test_lowest_pytorch_is_the_one_required() -> None:
