@@ -254,6 +254,18 @@ def demo(session: nox.Session) -> None:
     session.run("smprun", "-n", "2", *words, env=ONE_THREAD)
 
 
+@nox.session(reuse_venv=True)
+def dev(session: nox.Session) -> None:
+    """Make an environment to work in: the packages, editable, and the tools of the checks."""
+    install_groups(session, "dev")
+    install_packages(session, *PACKAGES, editable=True)
+    place = Path(session.bin).relative_to(ROOT)
+    tests = f"{place}/pytest packages/smp-torch/tests"
+    session.log(f"a unit test:              {tests}/unit/test_layout.py")
+    session.log(f"one of several processes: {tests}/multiproc/test_scripts.py -m 'not slow'")
+    session.log("style, types, imports:    nox -r -s lint typecheck imports")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run every kind of check that needs no GPU, as CI does; releases run the slow ones too."""

@@ -260,3 +260,29 @@ def test_tox_installs_what_an_environment_is_named_for(framework: str) -> None:
         names = [f"torch{''.join(version.split('.')[:2])}" for version in versions]
         assert names == re.findall("torch[0-9]+", name)
         assert set(versions) <= set(HOUSE["TORCHES"])
+
+
+# What a contributor is told to run is there, and each tool has one version.
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", ".pre-commit-config.yaml"])
+def test_pages_name_sessions_that_exist(page: str, known: set[str]) -> None:
+    calls = re.findall(r"nox [^`\n]*?-s [^`\n#]+", (ROOT / page).read_text())
+    assert calls
+    words = [shlex.split(call.partition(" -- ")[0]) for call in calls]
+    assert not [each for call in words for each in sessions(call) if each not in known]
+
+
+def test_a_commit_is_checked_by_the_session_of_ci() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {repository["repo"] for repository in config["repos"]} == {"local"}
+    assert [hook["entry"] for hook in hooks] == ["nox -r -s lint"]
+    assert not any("additional_dependencies" in hook for hook in hooks), "a second pin of a tool"
+
+
+def test_the_environment_to_work_in_has_the_tools_of_the_checks() -> None:
+    groups = HOUSE["GROUPS"]["dependency-groups"]
+    included = {each["include-group"] for each in groups["dev"] if isinstance(each, dict)}
+    assert included >= {"lint", "typecheck", "imports", "house"}
+    assert {"include-group": "test"} in groups["house"]
