@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,30 @@ TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TENSORFLOWS = ("2.15.1", "2.21.0")
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: What machines differ in, by name: nothing may depend on it.
+SETTINGS = {
+    # The arithmetic of another maker's processor, as far as the libraries below can be told to.
+    "other-maker": {
+        "MKL_CBWR": "COMPATIBLE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    },
+    # That of a processor without vectors.
+    "plain": {"ATEN_CPU_CAPABILITY": "default"},
+    # Each process that is started, though not one that is forked, has another order of sets.
+    "hashes": {"PYTHONHASHSEED": "random"},
+    # Numbers have commas and i has a dot in what is written in C; other users see no files, and
+    # the folder for temporary ones has an unusual name.
+    "locale": {"LC_ALL": "tr_TR.UTF-8", "TMPDIR": "größerer Ort"},
+    "threads": {"OMP_NUM_THREADS": "4"},
+}
+#: What CI runs in a setting that is not the machine's own: proofs of slices, which compare numbers.
+OTHER_MAKER_SMOKE = (
+    "packages/smp-torch/tests/unit/test_proof.py",
+    "packages/smp-torch/tests/multiproc/test_auto.py",
+    *("-k", "test_proof or qwen3"),
+)
 #: Where pytest runs long, it says what took longest.
 LONGEST = "--durations=40"
 #: What the older TensorFlow is tried with in CI: state, loops, several segments a partition, and
@@ -208,9 +233,19 @@ def check_conformance(session: Runner, framework: str, *words: str) -> None:
     session.run(*command, *words, env=ONE_THREAD)
 
 
+def check_in_setting(session: Runner, name: str, *words: str) -> None:
+    variables = {**ONE_THREAD, **SETTINGS[name]}
+    with tempfile.TemporaryDirectory() as folder:
+        if temporary := variables.get("TMPDIR"):
+            variables["TMPDIR"] = str(Path(folder, temporary))
+            Path(variables["TMPDIR"]).mkdir()
+        session.run("pytest", "-m", "not slow", *words, env=variables)
+
+
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: what starts processes of PyTorch."""
     check_processes(session, "smp-torch", kinds=("multiproc",))
+    check_in_setting(session, "other-maker", *OTHER_MAKER_SMOKE)
 
 
 def check_with_tensorflow(session: Runner) -> None:
@@ -299,6 +334,22 @@ def multiproc(session: nox.Session, package: str) -> None:
     install_groups(session, "test")
     install_packages(session, *with_common(package))
     check_processes(session, package)
+
+
+@nox.session
+def setting(session: nox.Session) -> None:
+    """Run the quick tests in a setting by name; words after it go to pytest in their place."""
+    name, *words = session.posargs or [""]
+    if name not in SETTINGS:
+        session.error(f"-- is followed by one of {', '.join(SETTINGS)}; received {name!r}.")
+    install_groups(session, "test", "architectures")
+    install_packages(session, *PACKAGES)
+    if name == "locale":
+        os.umask(0o077)
+        if "tr_TR.utf8" not in str(session.run("locale", "-a", external=True, silent=True)):
+            session.warn("The locale tr_TR.UTF-8 is not installed here: C takes its place.")
+    kinds = ("unit", *PROCESSES)
+    check_in_setting(session, name, *(words or (each for kind in kinds for each in suites(kind))))
 
 
 @nox.session

@@ -286,3 +286,14 @@ def test_the_environment_to_work_in_has_the_tools_of_the_checks() -> None:
     included = {each["include-group"] for each in groups["dev"] if isinstance(each, dict)}
     assert included >= {"lint", "typecheck", "imports", "house"}
     assert {"include-group": "test"} in groups["house"]
+
+
+@pytest.mark.parametrize("name", HOUSE["SETTINGS"])
+def test_a_setting_is_told(name: str) -> None:
+    assert f"`{name}`" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_what_ci_runs_in_a_setting_is_there() -> None:
+    places = [word for word in HOUSE["OTHER_MAKER_SMOKE"] if word.endswith(".py")]
+    assert places
+    assert all((ROOT / place).is_file() for place in places)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +37,8 @@ def test_what_follows_the_program_is_its_own(
 
 
 def test_dry_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"-n 4 --hosts a:2,b:2 --set partitions=2 --set ddp=True --dry-run {script} --lr 1"
-    assert main(line.split()) == 0
+    line = "-n 4 --hosts a:2,b:2 --set partitions=2 --set ddp=True --dry-run"
+    assert main([*line.split(), script, "--lr", "1"]) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in shown.splitlines()]
     assert ["b", "2", "2-3"] in rows
@@ -45,7 +46,7 @@ def test_dry_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["PP_GROUP", "(0 1)  (2 3)"] in rows
     assert ["pipeline_parallel_degree", "2", "--set"] in rows
     assert ["microbatches", "1", "default"] in rows
-    assert f"{script} --lr 1" in shown.splitlines()[-1]
+    assert f"{shlex.quote(script)} --lr 1" in shown.splitlines()[-1]
     assert "--host a:2,b:2" in shown.splitlines()[-1]
     assert not Path(script).with_name("ran").exists()
 
