@@ -341,7 +341,7 @@ def setting(session: nox.Session) -> None:
     """Run the quick tests in a setting by name; words after it go to pytest in their place."""
     name, *words = session.posargs or [""]
     if name not in SETTINGS:
-        session.error(f"-- is followed by one of {', '.join(SETTINGS)}; received {name!r}.")
+        session.error(f"-- is followed by one of {', '.join(SETTINGS)}; received {name!r}")
     install_groups(session, "test", "architectures")
     install_packages(session, *PACKAGES)
     if name == "locale":

@@ -40,11 +40,14 @@ class Hosts:
         first, second = self.addresses
         launcher = ["-m", "smdistributed.modelparallel.common.launcher"]
         own = ["-n", "4", "--hosts", f"{first}:2,{second}:2"]
-        mpi = ["--mpi-args", f"-mca plm_rsh_agent {self.agent} -mca btl_tcp_if_include {first}/24"]
+        # By its name: what follows a space in its path mpirun would take for a word of its own.
+        mpi = f"-mca plm_rsh_agent {self.agent.name} -mca btl_tcp_if_include {first}/24"
+        path = os.pathsep.join((str(self.agent.parent), os.environ["PATH"]))
+        smprun = [sys.executable, *launcher, *own, "--mpi-args", mpi, *words]
         return subprocess.run(
-            ["ip", "netns", "exec", self.names[0], sys.executable, *launcher, *own, *mpi, *words],
+            ["ip", "netns", "exec", self.names[0], *smprun],
             cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": path},
             capture_output=True,
             text=True,
             timeout=LIMIT_SECONDS,
