@@ -44,7 +44,7 @@ def watching(
         return list(ranks) if is_silent(len(asked)) else []
 
     monkeypatch.setattr(watch.processes, "silent_processes", silent_processes)
-    one = Watch(2, 3, TIMEOUT_SECONDS, lambda: None)
+    one = Watch(2, 3, TIMEOUT_SECONDS)
     assert one.latest_seconds > TIMEOUT_SECONDS
     one.start()
     while not is_done.wait(0.05) and one._thread.is_alive():

@@ -73,13 +73,15 @@ def surviving_calls(managers: deque[Any]) -> AbstractContextManager[None]:
     return replaced([Replacement(cancellation, "context", make)])
 
 
-def end_collectives(message: str) -> None:
+def end_collectives(message: str, is_late: bool = False) -> None:
     """Makes all collectives of this process fail, present and later ones, here and at the others.
 
     Args:
         message: in the errors that the others get.
+        is_late: the error is that of a time-out.
     """
-    context.context().abort_collective_ops(tf.errors.ABORTED, message)
+    code = tf.errors.DEADLINE_EXCEEDED if is_late else tf.errors.ABORTED
+    context.context().abort_collective_ops(code, message)
 
 
 def silent_processes(ranks: Sequence[int], timeout_seconds: float) -> list[int]:

@@ -20,6 +20,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import graphs, processes
+from smdistributed.modelparallel.tensorflow.execute.waits import Waits
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
 #: What goes from GPU to GPU; integers live in the memory of the host, mostly.
@@ -40,6 +41,7 @@ _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
 _HEALTH_SECONDS = 2.0
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
 _ENDED = re.compile(r"smp: rank (\d+) has left the job")
+_LATE = re.compile(r"smp: rank (\d+) has waited too long for rank ([\d, ]+)")
 
 
 #: TensorFlow keeps the shape of a collective by its key. What has a shape that is known in the step
@@ -72,14 +74,16 @@ class Links:
     Args:
         rank: global rank of this process.
         size: number of processes.
-        timeout_seconds: how long a transfer waits.
         has_gpu: every process has one.
+
+    Attributes:
+        waits: counts them.
     """
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, has_gpu: bool) -> None:
+    def __init__(self, rank: int, size: int, has_gpu: bool) -> None:
+        self.waits = Waits(size)
         self._rank = rank
         self._size = size
-        self._timeout_seconds = timeout_seconds
         self._has_gpu = has_gpu
         self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._next_key = 0
@@ -178,13 +182,20 @@ class Links:
         place = list(CommGroup).index(kind)
         group = self._size * (self._size + 1 + place) + min(members)
         key = _FIRST_SUM + place * _KEYS_OF_SUMS + self._num_sums[kind]
+        others = [member for member in members if member != self._rank]
+
+        def summed(flat: Any, key: Any) -> Any:
+            return self.waits.counted(
+                others, [flat], lambda: self._sum(flat, len(members), group, key)
+            )
+
         if tensor.shape.is_fully_defined():
             self._num_sums[kind] += 1
-            sums = total = self._sum(tensor, len(members), group, key)
+            sums = total = summed(tensor, key)
         else:
             self._num_sums[kind] += len(_LENGTHS)
             flat, length = _filled(tensor)
-            sums = self._sum(flat, len(members), group, key + length)
+            sums = summed(flat, key + length)
             total = _emptied(sums, tf.shape(tensor))
             total.set_shape(tensor.shape)
         if not tf.executing_eagerly() and self.needs_order(tensor):
@@ -192,33 +203,37 @@ class Links:
         return total
 
     def _send(self, tensor: Any, target: int, key: Any) -> Any:
-        name = f"smp_to_rank_{target}"
-        if self._by_nccl(tensor.dtype):
-            return self._sum(tensor, 2, self._pair(target), key, name).op
-        with tf.device("/CPU:0"):
-            return tf.raw_ops.CollectiveBcastSendV2(
-                input=tensor,
-                group_size=2,
-                group_key=2 * self._pair(target),
-                instance_key=key,
-                timeout_seconds=self._timeout_seconds,
-                name=name,
-            ).op
+        def send() -> Any:
+            name = f"smp_to_rank_{target}"
+            if self._by_nccl(tensor.dtype):
+                return self._sum(tensor, 2, self._pair(target), key, name).op
+            with tf.device("/CPU:0"):
+                return tf.raw_ops.CollectiveBcastSendV2(
+                    input=tensor,
+                    group_size=2,
+                    group_key=2 * self._pair(target),
+                    instance_key=key,
+                    name=name,
+                ).op
+
+        return self.waits.counted([target], [tensor], send)
 
     def _receive(self, shape: Any, dtype: Any, source: int, key: Any) -> Any:
-        name = f"smp_from_rank_{source}"
-        if self._by_nccl(dtype):
-            return self._sum(tf.zeros(shape, dtype), 2, self._pair(source), key, name)
-        with tf.device("/CPU:0"):
-            return tf.raw_ops.CollectiveBcastRecvV2(
-                T=dtype,
-                group_size=2,
-                group_key=2 * self._pair(source),
-                instance_key=key,
-                shape=shape,
-                timeout_seconds=self._timeout_seconds,
-                name=name,
-            )
+        def receive() -> Any:
+            name = f"smp_from_rank_{source}"
+            if self._by_nccl(dtype):
+                return self._sum(tf.zeros(shape, dtype), 2, self._pair(source), key, name)
+            with tf.device("/CPU:0"):
+                return tf.raw_ops.CollectiveBcastRecvV2(
+                    T=dtype,
+                    group_size=2,
+                    group_key=2 * self._pair(source),
+                    instance_key=key,
+                    shape=shape,
+                    name=name,
+                )
+
+        return self.waits.counted([source], [shape], receive)
 
     def _sum(self, tensor: Any, size: int, group: int, key: Any, name: str = "smp_sum") -> Any:
         is_on_gpu = self._by_nccl(tensor.dtype)
@@ -231,7 +246,6 @@ class Links:
                 ordering_token=[],
                 merge_op="Add",
                 final_op="Id",
-                timeout_seconds=self._timeout_seconds,
                 name=name,
             )
 
@@ -289,6 +303,14 @@ def has_ended(rank: int) -> str:
     return f"smp: rank {rank} has left the job, with its side of all transfers."
 
 
+def waited_too_long(rank: int, awaited: Sequence[int]) -> str:
+    """Returns the message by which others learn why a rank takes part in no transfer any more."""
+    return (
+        f"smp: rank {rank} has waited too long for rank {', '.join(map(str, awaited))} "
+        "(communication_timeout)."
+    )
+
+
 def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     """Returns what an error of TensorFlow says of other processes; None if it says nothing.
 
@@ -307,6 +329,10 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
     if not isinstance(error, kinds):
         return None
     text = str(error)
+    late = _LATE.search(text)
+    if late:
+        awaited = [int(each) for each in late[2].split(", ")]
+        return _explained_wait(int(late[1]), awaited, rank, size)
     # Who left is known to those as well whose transfers failed because of others'.
     found = _ENDED.findall(text) or [*_NODE.findall(text), *_TASK.findall(text)]
     peers = sorted({int(each) for each in found} - {rank})
@@ -319,14 +345,27 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
             "TF_CPP_MIN_LOG_LEVEL=1 shows.",
             rank=rank,
         )
-    what = "has ended"
-    if isinstance(error, tf.errors.DeadlineExceededError):
-        what = "did not answer in time (communication_timeout)"
-        # Those that wait for a silent process are waited for, too, and whose time is up first is
-        # chance.
-        others = [each for each in range(size) if each != rank]
-        peers = processes.silent_processes(others, _HEALTH_SECONDS) or peers
     ranks = ", ".join(map(str, peers))
     return CommError(
-        f"a transfer of rank {rank} failed: rank {ranks} {what}.", rank=rank, missing_ranks=peers
+        f"a transfer of rank {rank} failed: rank {ranks} has ended.", rank=rank, missing_ranks=peers
+    )
+
+
+def _explained_wait(waiting: int, awaited: list[int], rank: int, size: int) -> CommError:
+    """Returns the error of a rank whose transfers fail since one has waited too long for others."""
+    others = [each for each in range(size) if each != rank]
+    # Those that wait for a silent process are waited for, too.
+    peers = processes.silent_processes(others, _HEALTH_SECONDS) or awaited
+    if rank in peers:
+        return CommError(
+            f"transfers of rank {rank} failed: it did not come to one with rank {waiting} in time "
+            "(communication_timeout).",
+            rank=rank,
+        )
+    ranks = ", ".join(map(str, peers))
+    return CommError(
+        f"a transfer of rank {rank} failed: rank {ranks} did not answer in time "
+        "(communication_timeout).",
+        rank=rank,
+        missing_ranks=peers,
     )

@@ -40,6 +40,7 @@ from smdistributed.modelparallel.tensorflow.compat.variables import checked_acce
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.departures import Departures, last_words
+from smdistributed.modelparallel.tensorflow.runtime.overdue import Overdue
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
@@ -137,7 +138,6 @@ def start(
     gpus = _bind_device(transport)
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
-    patience = settings.communication_timeout
     if transport.size > 1:
         _have_threads()
         address = f"{own_address(transport)}:{free_port()}"
@@ -146,13 +146,14 @@ def start(
         communicator.barrier(CommGroup.WORLD)
         replacements.enter_context(processes.surviving_calls(calls))
     step_number = tf.Variable(0, dtype=tf.int64, trainable=False)
+    links = Links(transport.rank, transport.size, has_gpu=bool(gpus))
     if transport.size > 1:
         peers = set(topology.members(CommGroup.PP_GROUP, transport.rank)) - {transport.rank}
         departures = Departures(transport, peers, lambda: int(step_number.numpy()))
-        watch = Watch(transport.rank, transport.size, patience, departures.check)
-        watch.start()
+        watch = Watch(transport.rank, transport.size, settings.communication_timeout)
+        overdue = Overdue(transport.rank, links.waits, watch.latest_seconds)
+        watch.start(departures.check, overdue.check)
         replacements.callback(watch.stop)
-        patience = watch.latest_seconds
     autograph.leave_unconverted("smdistributed")
     guard = AccessGuard(topology.pp_size)
     replacements.enter_context(requests_noted())
@@ -165,7 +166,7 @@ def start(
         topology=topology,
         transport=transport,
         communicator=communicator,
-        links=Links(transport.rank, transport.size, patience, has_gpu=bool(gpus)),
+        links=links,
         hooks=hooks,
         guard=guard,
         step_number=step_number,

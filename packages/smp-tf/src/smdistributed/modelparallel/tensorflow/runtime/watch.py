@@ -1,7 +1,7 @@
-"""Notices a process that no longer answers, before TensorFlow gives up waiting for it.
+"""Notices a process that no longer answers, before transfers with it are given up.
 
-TensorFlow ends a transfer that takes too long, but while calls to a process that hangs are open, it
-crashes or waits for ever now and then. So every process asks the next one, again and again, whether
+While calls to a process that hangs are open, TensorFlow, told to end its transfers, crashes or
+waits for ever now and then. So every process asks the next one, again and again, whether
 it is there. A process answers from threads of its own, whatever it computes.
 """
 
@@ -29,17 +29,14 @@ class Watch:
         rank: global rank of this process.
         size: number of processes, at least 2.
         timeout_seconds: how long the other may be silent.
-        also: called every second, for what else is to be watched.
     """
 
-    def __init__(
-        self, rank: int, size: int, timeout_seconds: float, also: Callable[[], None]
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         self._rank = rank
         self._next = (rank + 1) % size
         self._timeout_seconds = timeout_seconds
         self._interval_seconds = min(timeout_seconds / 4, _LONGEST_INTERVAL_SECONDS)
-        self._also = also
+        self._also: tuple[Callable[[], None], ...] = ()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-watch", daemon=True)
 
@@ -48,8 +45,13 @@ class Watch:
         """How long a process may be silent until it is noticed."""
         return self._timeout_seconds + self._interval_seconds + 2 * _ANSWER_SECONDS
 
-    def start(self) -> None:
-        """Begins; the other process's server must be up."""
+    def start(self, *also: Callable[[], None]) -> None:
+        """Begins; the other process's server must be up.
+
+        Args:
+            also: called every second, for what else is to be watched.
+        """
+        self._also = also
         self._thread.start()
 
     def stop(self) -> None:
@@ -60,7 +62,8 @@ class Watch:
     def _run(self) -> None:
         heard = asked = time.monotonic()
         while not self._has_ended.wait(min(self._interval_seconds, _TICK_SECONDS)):
-            self._also()
+            for check in self._also:
+                check()
             if time.monotonic() < asked + self._interval_seconds:
                 continue
             asked = time.monotonic()

@@ -1,0 +1,23 @@
+"""After many steps a process holds what it held after the first ones."""
+
+from __future__ import annotations
+
+import pytest
+import tf_long_runs
+from tf_worlds import TWO, TWO_REPLICAS
+
+from smdistributed.modelparallel.common.testing import World, Worlds
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+
+WORLDS = {"pipeline": TWO, "replicas": TWO_REPLICAS}
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize(
+    ("num_first", "num_steps"), [(20, 120), pytest.param(100, 1000, marks=pytest.mark.slow)]
+)
+def test_a_long_run_holds_no_more_than_a_short_one(
+    worlds: Worlds, world: World, num_first: int, num_steps: int
+) -> None:
+    worlds.run(world, tf_long_runs.train, num_first, num_steps)
