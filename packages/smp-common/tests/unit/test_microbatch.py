@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smdistributed.modelparallel.common.containers import Container, take_apart
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.microbatch import (
     Microbatches,
@@ -24,6 +25,14 @@ from smdistributed.modelparallel.common.microbatch import (
 
 
 class _Arrays:
+    knows_shapes = True
+
+    def take_apart(self, value: object) -> Container | None:
+        return None if isinstance(value, _Handle) else take_apart(value)
+
+    def is_state(self, value: object) -> bool:
+        return isinstance(value, _Model)
+
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, (np.ndarray, _Handle))
 
@@ -36,6 +45,13 @@ class _Arrays:
         if isinstance(value, _Handle):
             return _Handle(value.array[part])
         return value[(slice(None),) * axis + (part,)]
+
+
+class _Model:
+    """What has tensors that are no examples."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        self.weight = weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -297,7 +313,8 @@ def test_sets(kind: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        argparse.Namespace(x=_batch()),
+        argparse.Namespace(rate=0.1, scale=np.ones(())),
+        _Model(_batch()),
         {"rate": 0.1, "steps": [1, 2]},
         [1, 2, 3, 4],
         "four",

@@ -15,7 +15,7 @@ WORLDS = {"pipeline": TWO, "replicas": TWO_REPLICAS}
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 @pytest.mark.parametrize(
-    ("num_first", "num_steps"), [(20, 120), pytest.param(100, 1000, marks=pytest.mark.slow)]
+    ("num_first", "num_steps"), [(20, 80), pytest.param(100, 1000, marks=pytest.mark.slow)]
 )
 def test_a_long_run_holds_no_more_than_a_short_one(
     worlds: Worlds, world: World, num_first: int, num_steps: int

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import argument_kinds
 import pytest
 import torch
 from copy_cases import folder
@@ -153,3 +154,16 @@ def test_inputs_that_a_step_writes_to_are_sent_before(worlds: Worlds, writing: b
 
 def test_what_an_answer_takes_is_no_cost_of_the_model(worlds: Worlds) -> None:
     run(worlds, PIPELINE, all_ranks_count_alike)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "stride"),
+    [(0, 37), *(pytest.param(part, 8, marks=pytest.mark.slow) for part in range(8))],
+)
+def test_arguments_are_cut_in_whatever_they_are(
+    worlds: Worlds, degree: int, first: int, stride: int
+) -> None:
+    world = pipeline(degree, argument_kinds.MICROBATCHES, launcher="fork")
+    counts = run(worlds, world, argument_kinds.run, first, stride, timeout=110)[0]
+    assert counts["exact"] > counts["refused"] > 0

@@ -165,6 +165,25 @@ def test_states_are_loaded_and_copied(kind: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("counts", ["as a number", "by group"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_counted_in_another_way_are_loaded(kind: Any, counts: str) -> None:
+    given = parameters()
+    optimizer = kind(given, lr=0.1)
+    train(optimizer, given)
+    others, state = copy.deepcopy(given), copy.deepcopy(optimizer.state_dict())
+    for own in state["state"].values():
+        steps = int(own.pop("step"))
+        if counts == "as a number":
+            own["step"] = steps
+    if counts == "by group":
+        state["param_groups"][0]["step"] = steps
+    restored = kind(others, lr=0.5)
+    restored.load_state_dict(state)
+    for one, other in zip(train(optimizer, given), train(restored, others), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_half_precision_and_gradients(kind: Any) -> None:
     given = parameters(torch.bfloat16)

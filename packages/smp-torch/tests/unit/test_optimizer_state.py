@@ -55,6 +55,23 @@ def test_different_groups_do_not_merge() -> None:
         optimizer_state.merge(parts)
 
 
+def part(own: list[str], **settings: object) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{"lr": 0.5, **settings, "params": own}]}
+
+
+def test_a_group_is_that_of_ranks_with_parameters_in_it() -> None:
+    parts = [part([], lr=0.1), part(["a"], step=3), part([]), part(["b"], step=3)]
+    (group,) = optimizer_state.merge(parts)["param_groups"]
+    assert group == {"lr": 0.5, "step": 3, "params": ["a", "b"]}
+    (group,) = optimizer_state.merge([part([]), part([])])["param_groups"]
+    assert group == {"lr": 0.5, "params": []}
+
+
+def test_groups_that_differ_do_not_merge() -> None:
+    with pytest.raises(CheckpointError, match="group 0 has step 3 on one rank and 2 on another"):
+        optimizer_state.merge([part(["a"], step=3), part(["b"], step=2)])
+
+
 def test_the_first_missing_parameter_is_named() -> None:
     named = optimizer_state.to_names(numbered(), GROUPS, {"b"})
     optimizer_state.check_covers(named, GROUPS, {"b"})

@@ -1,10 +1,11 @@
 """How the arguments of a step function are cut into microbatches.
 
-Tensors are cut along the batch axis of their argument into contiguous parts, also inside lists,
-tuples, dicts and sets; an object with ``smp_slice`` cuts itself; everything else reaches every
-microbatch whole. A batch that does not divide is cut into parts whose sizes differ by at most one,
-the larger ones first, and the weights say what share of the batch each microbatch holds, so that
-weighted means equal those of the whole batch.
+Tensors are cut along the batch axis of their argument into contiguous parts, also inside the
+containers that results are taken apart in; an object with ``smp_slice`` cuts itself; everything
+else reaches every microbatch whole, unless it holds tensors as long as the batch, which is an
+error. A batch that does not divide is cut into parts whose sizes differ by at most one, the larger
+ones first, and the weights say what share of the batch each microbatch holds, so that weighted
+means equal those of the whole batch.
 
 Every check is made here, before any communication.
 
@@ -14,18 +15,27 @@ model-parallel-customize-tips-pitfalls.md, Batch Size and Number of Microbatches
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+import types
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from smdistributed.modelparallel.common.containers import Container, attributes_of
 from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.walk import Survey, Walk
+
+#: Most of what stays whole; it holds nothing.
+_PLAIN = (int, float, complex, str, bytes, type(None), type, types.FunctionType)
 
 
 class Tensors(Protocol):
-    """What a framework tells about its tensors."""
+    """What a framework tells about its tensors, and about what holds them."""
+
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether ``shape`` is that of the tensors."""
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor of the framework."""
@@ -35,6 +45,12 @@ class Tensors(Protocol):
 
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
         """The part of a tensor from ``start``, ``length`` long along ``axis``."""
+
+    def take_apart(self, value: object) -> Container | None:
+        """The parts of a container; None for everything else."""
+
+    def is_state(self, value: object) -> bool:
+        """Whether the tensors that ``value`` holds are no examples: a model, an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +220,11 @@ def split_arguments(
     bound = bind_arguments(rules.signature, args, kwargs)
     batch = _find_batch(tensors, rules, bound, microbatches)
     sizes = split_sizes(batch or microbatches, microbatches)
-    calls = [
-        _replace_parts(tensors, rules, bound, partial(_cut, tensors, sizes, index))
-        for index in range(microbatches)
-    ]
+    calls = []
+    for index in range(microbatches):
+        part = partial(_cut, tensors, sizes, index)
+        walk = Walk(partial(_is_leaf, tensors), tensors.take_apart, part)
+        calls.append(_replace_parts(walk, rules, bound))
     return Microbatches(calls, tuple(size / sum(sizes) for size in sizes))
 
 
@@ -243,16 +260,33 @@ def _find_batch(
         found[label] = (_positive(axis, shape), shape[axis])
         return value
 
-    _replace_parts(tensors, rules, bound, measure)
+    survey = Survey(partial(_is_leaf, tensors), tensors.take_apart, measure)
+    _replace_parts(survey, rules, bound)
+    batch = _agreed_size(found, microbatches, survey.lists)
+    if microbatches > 1 and tensors.knows_shapes:
+        _check_lists(batch, survey.lists, rules)
+        for label, (value, axis) in survey.others.items():
+            _check_whole(tensors, batch, value, label, axis)
+    return batch
+
+
+def _agreed_size(
+    found: Mapping[str, tuple[int, int]], microbatches: int, lists: Mapping[str, int]
+) -> int | None:
+    """The batch size of split tensors, of which (axis, size) was found by label."""
     if not found:
         return None
     listed = ", ".join(f"{label} has {size} along axis {a}" for label, (a, size) in found.items())
     batch = next(iter(found.values()))[1]
     if any(size != batch for _, size in found.values()):
+        hints = "".join(
+            f" If {label} has one entry an example, give an object with smp_slice in its place."
+            for label in lists
+        )
         raise ConfigError(
             f"all split arguments of a step must have the same batch size; got {listed}. Name "
             "those without a batch axis in non_split_inputs, and other axes than 0 in "
-            "input_split_axes."
+            f"input_split_axes.{hints}"
         )
     if batch < microbatches:
         kind = "is empty" if batch == 0 else f"is smaller than microbatches ({microbatches})"
@@ -264,61 +298,76 @@ def _find_batch(
     return batch
 
 
-_Part = Callable[[Any, str, int], Any]
+def _check_lists(batch: int | None, lists: Mapping[str, int], rules: SplitRules) -> None:
+    """Raises if a list may have an entry for each example, whose own tensors would be cut."""
+    for label, length in lists.items():
+        name = _name_of(label)
+        if length == batch and name not in rules.input_split_axes:
+            raise ConfigError(
+                f"step argument {label} has {length} entries, as many as the batch has examples, "
+                f"and the tensors in each have {length} along their batch axis as well: it cannot "
+                "be told which of both are examples. If the entries are, give an object with "
+                "smp_slice in its place; if the tensors are to be cut, say so by "
+                f"input_split_axes={{{name!r}: 0}}; if it is to stay whole, name {name} in "
+                "non_split_inputs."
+            )
+
+
+def _check_whole(tensors: Tensors, batch: int | None, value: object, label: str, axis: int) -> None:
+    """Raises if an object that nothing can cut holds tensors as long as the batch, or the batch."""
+    if isinstance(value, _PLAIN) or tensors.is_state(value):
+        return
+
+    def check(tensor: Any, attribute: str, axis: int) -> Any:
+        shape = () if tensors.is_state(tensor) else tuple(tensors.shape(tensor))
+        if -len(shape) <= axis < len(shape) and batch in (None, shape[axis]):
+            kind = type(value).__qualname__
+            raise ConfigError(
+                f"step argument {label} is a {kind}, which the library cannot take apart, and "
+                f"{attribute}, of shape {shape}, looks like examples that are to be split: give "
+                f"{kind} a method smp_slice, use one of Python's containers or a data class, or "
+                f"name {_name_of(label)} in non_split_inputs, so that every microbatch gets it "
+                "whole."
+            )
+        return tensor
+
+    held: dict[Any, Any] = attributes_of(value)
+    if isinstance(value, ValuesView | ItemsView):
+        held = dict(enumerate(value))
+    Walk(tensors.is_tensor, tensors.take_apart, check).replace(held, "what it holds", axis)
+
+
+def _name_of(label: str) -> str:
+    """The name of the argument in which something is that a label names."""
+    return label.partition("[")[0].partition(".")[0]
 
 
 def _replace_parts(
-    tensors: Tensors, rules: SplitRules, bound: inspect.BoundArguments, part: _Part
+    walk: Walk, rules: SplitRules, bound: inspect.BoundArguments
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``part`` of everything that is split."""
+    """The arguments of a call as a walk leaves them, but for those that stay whole."""
 
     def replace(value: object, label: str, *names: str) -> object:
         axis = rules.axis(*names)
-        return value if axis is None else _replace(tensors, value, label, axis, part)
+        return value if axis is None else walk.replace(value, label, axis)
 
     replaced: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            replaced[name] = {key: replace(item, key, key, name) for key, item in value.items()}
-        else:
-            replaced[name] = replace(value, name, name)
+        match bound.signature.parameters[name].kind:
+            case inspect.Parameter.VAR_KEYWORD:
+                replaced[name] = {key: replace(item, key, key, name) for key, item in value.items()}
+            case inspect.Parameter.VAR_POSITIONAL:
+                replaced[name] = tuple(
+                    replace(item, f"{name}[{place}]", name) for place, item in enumerate(value)
+                )
+            case _:
+                replaced[name] = replace(value, name, name)
     result = inspect.BoundArguments(bound.signature, replaced)
     return result.args, result.kwargs
 
 
-def _replace(tensors: Tensors, value: Any, label: str, axis: int, part: _Part) -> Any:
-    """``value`` with every tensor in it replaced; the object itself when it has none."""
-    if _slices_itself(value) or tensors.is_tensor(value):
-        return part(value, label, axis)
-    if isinstance(value, Mapping):
-        new = {k: _replace(tensors, v, f"{label}[{k!r}]", axis, part) for k, v in value.items()}
-        unchanged = all(new[key] is value[key] for key in new)
-        return value if unchanged else _rebuild_mapping(value, new)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [_replace(tensors, v, f"{label}[{i}]", axis, part) for i, v in enumerate(value)]
-        unchanged = all(new is old for new, old in zip(items, value, strict=True))
-        return value if unchanged else _rebuild_collection(value, items)
-    return value
-
-
-def _rebuild_mapping(original: Mapping[Any, Any], new: dict[Any, Any]) -> Mapping[Any, Any]:
-    if not isinstance(original, MutableMapping):
-        return type(original)(new)  # type: ignore[call-arg]
-    # A copy keeps what the class holds besides its items: a default factory, dataclass fields.
-    clone = copy.copy(original)
-    for key, item in new.items():
-        clone[key] = item
-    return clone
-
-
-def _rebuild_collection(original: Any, items: list[Any]) -> Any:
-    if isinstance(original, list):
-        clone = copy.copy(original)
-        clone[:] = items
-        return clone
-    if hasattr(original, "_make"):  # a named tuple
-        return original._make(items)
-    return type(original)(items)
+def _is_leaf(tensors: Tensors, value: object) -> bool:
+    return _slices_itself(value) or tensors.is_tensor(value)
 
 
 def _slices_itself(value: object) -> bool:

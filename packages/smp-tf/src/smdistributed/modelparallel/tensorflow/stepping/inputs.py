@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from smdistributed.modelparallel.common import containers
+from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import (
     Microbatches,
@@ -19,6 +21,8 @@ from smdistributed.modelparallel.tensorflow.record.structure import is_composite
 
 class _Tensors:
     """TensorFlow's tensors, as smp-common cuts them."""
+
+    knows_shapes = True
 
     def is_tensor(self, value: object) -> bool:
         return bool(tf.is_tensor(value)) or isinstance(value, np.ndarray)
@@ -47,12 +51,24 @@ class _Tensors:
             return tf.SparseTensor(part.indices, part.values, shape)
         return tf.slice(value, begin, size)
 
+    def take_apart(self, value: object) -> Container | None:
+        # What TensorFlow nests: it would take the tensors of a data class for constants.
+        if isinstance(value, (set, frozenset)) or tf.nest.is_nested(value):
+            return containers.take_apart(value)
+        return None
+
+    def is_state(self, value: object) -> bool:
+        states = (tf.Variable, tf.Module, tf.keras.layers.Layer, tf.keras.optimizers.Optimizer)
+        return isinstance(value, states)
+
 
 class _UnknownBatch(_Tensors):
     """Tensors of a batch whose size is known in the step only.
 
     They stand for tensors of one example a microbatch; the parts are those of the real size.
     """
+
+    knows_shapes = False
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches

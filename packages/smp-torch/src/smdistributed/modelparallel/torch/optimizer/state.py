@@ -129,12 +129,35 @@ def merge(parts: Sequence[State]) -> dict[str, Any]:
         "state": state,
         "param_groups": [
             {
-                **groups[0],
+                **_common_settings(number, groups),
                 "params": list(dict.fromkeys(name for group in groups for name in group["params"])),
             }
-            for groups in zip(*(part["param_groups"] for part in parts), strict=True)
+            for number, groups in enumerate(
+                zip(*(part["param_groups"] for part in parts), strict=True)
+            )
         ],
     }
+
+
+def _common_settings(number: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what all ranks with parameters in a group say of it besides these.
+
+    Others may know less: optimizers that count their steps in groups leave empty ones out.
+
+    Raises:
+        CheckpointError: they say different numbers.
+    """
+    first, *others = [group for group in groups if group["params"]] or groups[:1]
+    for other in others:
+        for key, value in settings(first).items():
+            if isinstance(value, int | float) and key in other and other[key] != value:
+                raise CheckpointError(
+                    f"parameter group {number} has {key} {value!r} on one rank and {other[key]!r} "
+                    "on another, so that the ranks train in different ways: set it alike on every "
+                    "rank; an optimizer that computes it from the parameters cannot be used where "
+                    "ranks update different ones."
+                )
+    return settings(first)
 
 
 def names_in(state: State) -> list[list[str]]:

@@ -28,6 +28,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.whole_norms: WholeNorms | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes states of others, too: apex counts steps by group, and others in Python."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for own in filter(None, map(self.state.get, group["params"])):
+                steps = own.get("step", group.get("step", 0))
+                own["step"] = torch.as_tensor(steps, dtype=torch.float32)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -4,23 +4,27 @@ Two operations: ``map_tensors`` copies a structure with a function applied to ea
 ``template`` turns it into plain data with a placeholder for each tensor, from which ``fill`` builds
 the structure again. Both keep the classes of containers.
 
-Containers are lists, tuples (named and structseq too), mappings, dataclasses, and objects that
-know how they are split. Anything else is a constant, or an opaque object with state of its own.
+Containers are those of ``common.containers``, what is registered with ``torch.utils._pytree``, and
+objects that know how they are split. Anything else is a constant, or an opaque object with state of
+its own.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import enum
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from smdistributed.modelparallel.common import containers
+from smdistributed.modelparallel.common.containers import Container
+from smdistributed.modelparallel.torch.compat.private.nodes import flatten_node, is_node
 
 _CONSTANT_TYPES = (
     type(None),
@@ -66,46 +70,20 @@ _VALUE_TYPES = (
 _PLAIN_TYPES = (list, tuple, dict, slice)
 
 
-class Container:
-    """A container of a class of its own, taken apart.
-
-    Attributes:
-        skeleton: an empty or shallow copy that a rebuilt container starts from.
-        kind: how items go in: "keys", "fields" or "sequence".
-        items: key, field name or position -> template.
-    """
-
-    def __init__(self, skeleton: Any, kind: str, items: dict[Any, Any]) -> None:
-        self.skeleton = skeleton
-        self.kind = kind
-        self.items = items
-
-    def build(self, values: Mapping[Any, Any]) -> Any:
-        """Returns a new container of the original class around ``values``."""
-        if self.kind == "sequence":
-            return _make_sequence(self.skeleton, list(values.values()))
-        built = copy.copy(self.skeleton)
-        for key, value in values.items():
-            if self.kind == "keys":
-                built[key] = value
-            else:
-                object.__setattr__(built, key, value)
-        return built
-
-
 def take_apart(obj: Any) -> Container | None:
-    """Returns the parts of a container that is no plain list, tuple or dict; else None."""
-    if isinstance(obj, torch.Size):
+    """Returns the parts of a container, plain ones too; None for everything else."""
+    if isinstance(obj, torch.Size | torch.nn.Module):
         return None
-    if isinstance(obj, tuple | list):
-        return Container(type(obj), "sequence", dict(enumerate(obj)))
-    if isinstance(obj, collections.abc.MutableMapping):
-        return Container(obj, "keys", dict(obj))
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        fields = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
-        return Container(obj, "fields", fields)
-    if hasattr(type(obj), "smp_slice") and not hasattr(type(obj), "__slots__"):
-        return Container(obj, "fields", dict(vars(obj)))
+    parts = containers.take_apart(obj)
+    if parts is not None:
+        # Only tensors have parts of microbatches; a set of other things is a constant.
+        is_set = isinstance(obj, set | frozenset)
+        return parts if not is_set or any(map(torch.is_tensor, obj)) else None
+    if is_node(obj):
+        items, build = flatten_node(obj)
+        return Container(build, "sequence", dict(enumerate(items)))
+    if hasattr(type(obj), "smp_slice"):
+        return Container(obj, "fields", containers.attributes_of(obj))
     return None
 
 
@@ -183,7 +161,7 @@ def template(
     parts = take_apart(obj)
     if parts is not None:
         skeleton = parts.skeleton
-        if parts.kind != "sequence":
+        if parts.is_copied:
             # The skeleton must not keep the captured tensors alive.
             skeleton = parts.build(dict.fromkeys(parts.items))
         return Container(
@@ -316,8 +294,8 @@ def _same_container(want: Container, got: Any, special: Callable[[Any, Any], boo
     parts = take_apart(got)
     if parts is None or parts.kind != want.kind:
         return False
-    if want.kind == "sequence":
-        return want.skeleton is parts.skeleton and same(want.items, parts.items, special)
+    if not want.is_copied:
+        return bool(want.skeleton == parts.skeleton) and same(want.items, parts.items, special)
     return type(want.skeleton) is type(got) and same(want.items, parts.items, special)
 
 
@@ -411,7 +389,3 @@ def _map_plain(obj: Any, inner: Callable[[Any], Any]) -> Any:
     if type(obj) is slice:
         return slice(inner(obj.start), inner(obj.stop), inner(obj.step))
     return type(obj)(inner(item) for item in obj)
-
-
-def _make_sequence(kind: Any, items: list[Any]) -> Any:
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)

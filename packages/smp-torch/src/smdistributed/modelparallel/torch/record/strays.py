@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.holders import Holder
-from smdistributed.modelparallel.torch.record.nested import Container
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace, Way
 

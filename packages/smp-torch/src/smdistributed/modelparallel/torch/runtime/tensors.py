@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.containers import Container
+from smdistributed.modelparallel.torch.record.nested import take_apart
+
 
 class TorchTensors:
     """PyTorch's answers to ``common.microbatch.Tensors``."""
+
+    knows_shapes = True
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -22,6 +27,14 @@ class TorchTensors:
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
         """The part of a tensor from ``start``, ``length`` long along ``axis``; a view."""
         return value.narrow(axis, start, length)
+
+    def take_apart(self, value: object) -> Container | None:
+        """The parts of a container; None for everything else."""
+        return take_apart(value)
+
+    def is_state(self, value: object) -> bool:
+        """Whether ``value`` is a parameter, or what has or updates some."""
+        return isinstance(value, torch.nn.Parameter | torch.nn.Module | torch.optim.Optimizer)
 
 
 TENSORS = TorchTensors()
