@@ -154,4 +154,31 @@ MUTATIONS = (
         'graph, len(microbatches), "interleaved", active',
         ("a_simple_schedule_runs_all_forwards_first",),
     ),
+    Mutation(
+        "gradients of replicas are added up",
+        "tensorflow/gradients/replicas.py",
+        "return total / tf.cast(len(members), tensor.dtype)",
+        "return total",
+        ("gradients_that_the_library_averages_are_those_of_the_whole_batch",),
+    ),
+    Mutation(
+        "slices of replicas are added up",
+        "tensorflow/gradients/replicas.py",
+        "share = values / tf.cast(len(members), values.dtype)",
+        "share = values",
+        ("slices_that_the_library_averages_are_those_of_the_whole_batch",),
+    ),
+    Mutation(
+        "replicas begin with the weights of the last one",
+        "tensorflow/gradients/replicas.py",
+        "    is_first = runtime.rank == members[0]\n"
+        "    values = [variable.numpy() for variable in own] if is_first else None\n"
+        "    everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)\n"
+        "    for variable, value in zip(own, everything[0], strict=True):\n",
+        "    is_first = runtime.rank == members[-1]\n"
+        "    values = [variable.numpy() for variable in own] if is_first else None\n"
+        "    everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)\n"
+        "    for variable, value in zip(own, everything[-1], strict=True):\n",
+        ("variables_are_those_of_the_first_replica",),
+    ),
 )

@@ -227,6 +227,7 @@ def _digits(rank: int, word: str) -> dict[str, int]:
 def every_placement_of_eight_processes(adapter: Adapter) -> None:
     """A placement of three twos writes the rank in binary, a letter a digit."""
     from smdistributed.modelparallel.common.config import load
+    from smdistributed.modelparallel.common.groups import CommGroup
 
     for word, sizes, expected in _vectors():
         assert math.prod(sizes.values()) == 8
@@ -234,6 +235,9 @@ def every_placement_of_eight_processes(adapter: Adapter) -> None:
         topology = load("pytorch", {**degrees, "placement_strategy": word}).topology(8)
         found = [topology.coordinates(rank) for rank in range(8)]
         assert [(each.pp_rank, each.tp_rank, each.rdp_rank) for each in found] == expected
+        for rank, each in enumerate(found):
+            assert topology.members(CommGroup.MP_GROUP, rank)[each.mp_rank] == rank
+            assert topology.members(CommGroup.DP_GROUP, rank)[each.dp_rank] == rank
 
 
 def _process_group(kind: str) -> Body:

@@ -249,3 +249,26 @@ def a_state_of_another_partition_is_not_loaded_as_ones_own(adapter: Any) -> None
     trained(adapter, other)
     with pytest.raises(Exception, match=r"layers\.\d.*another partition"):
         other.load_state_dict(own, same_partition_load=True)
+
+
+@torch_case(
+    "smp.resume_from_checkpoint(partial)",
+    "smp.save_checkpoint(partial)",
+    worlds=("alone", "pipeline"),
+)
+def random_numbers_go_on_where_a_partial_checkpoint_was_made(adapter: Any) -> None:
+    import random
+
+    import numpy
+    import torch
+
+    def draws() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+    smp, folder, model = adapter.smp, shared_folder(adapter), adapter.model()
+    after_steps(adapter, 1, model, optimizer_of(adapter, model))
+    smp.save_checkpoint(folder, tag="one", partial=True, model=model)
+    wanted = draws()
+    assert draws() != wanted
+    smp.resume_from_checkpoint(folder)
+    assert draws() == wanted

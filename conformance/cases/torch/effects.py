@@ -180,6 +180,20 @@ def norms_below_the_bound_change_nothing(adapter: Any) -> None:
         torch.testing.assert_close(parameter.grad, wanted[name])
 
 
+@torch_case("torch.global_norm", worlds=("alone", *SPLIT))
+def a_norm_that_is_not_finite_is_an_error_on_request(adapter: Any) -> None:
+    """On every rank, whichever has the gradient that is infinite."""
+    import torch
+
+    for clip in (torch.nn.utils.clip_grad_norm_, adapter.smp.clip_grad_norm_):
+        model, _ = trained(adapter)
+        if adapter.smp.pp_rank() == adapter.smp.pp_size() - 1:
+            next(model.local_parameters()).grad.fill_(float("inf"))
+        with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+            clip(model.parameters(), 0.01, error_if_nonfinite=True)
+        assert not clip(model.parameters(), 0.01).isfinite()
+
+
 @torch_case("config.ddp_dist_backend", worlds=("replicas",))
 def gradients_travel_by_the_backend_of_the_configuration(adapter: Any) -> None:
     import torch

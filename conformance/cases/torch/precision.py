@@ -159,6 +159,7 @@ def an_overflow_on_one_rank_skips_the_update_on_all(adapter: Any) -> None:
             next(model.local_parameters()).grad.fill_(float("inf"))
         optimizer.step()
         stayed = all(map(lambda one, two: one.equal(two), before, model.local_parameters()))
+        assert optimizer.step_was_skipped is stayed
         seen.append((optimizer.overflow, stayed, optimizer.loss_scale))
     assert seen == [
         (False, False, 64.0),

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from conformance.adapters import adapter_of
 from conformance.adapters.base import WIDTH
+from conformance.cases.common.starting import quickly
 from conformance.cases.torch.partition import log_of
 from conformance.registry import torch_case
+from smdistributed.modelparallel.common.testing import run_ranks
 
 BOTH = ("slices", "slices_in_pipelines")
 SIZES = {
@@ -498,3 +501,36 @@ def translations_lead_there_and_back(adapter: Any) -> None:
         assert all(torch.equal(again[name], value) for name, value in ours.items())
         older = module.translate_hf_state_dict_to_smdistributed
         assert older(theirs, 8).keys() == ours.keys()
+
+
+def dropped_out(degree: int, microbatches: int) -> list[list[Any]]:
+    """Returns, for each rank and microbatch, what attention with dropout gives."""
+    import torch
+
+    smp = adapter_of("torch").smp
+    smp.init({"tensor_parallel_degree": degree, "microbatches": microbatches, "ddp": True})
+    torch.manual_seed(11)
+    dropout = {"attention_dropout_prob": 0.5, "hidden_dropout_prob": 0.3}
+    layer = smp.nn.DistributedAttentionLayer(**{**SIZES, **dropout})
+    model = smp.DistributedModel(layer)
+    torch.manual_seed(12)  # one draw a step
+    size = 2 * microbatches
+    given = torch.ones(size, LENGTH, WIDTH), torch.zeros(size, 1, 1, LENGTH)
+    found = smp.step(lambda model, *given: model(given))(model, *given)
+    everyone: list[list[Any]] = smp.allgather(
+        [each.tolist() for each in found.outputs], smp.DP_GROUP
+    )
+    return everyone
+
+
+@torch_case("torch.script_rules", "smp.nn.DistributedAttentionLayer", worlds=("new",))
+def tensor_ranks_drop_out_what_one_process_does_in_turn(adapter: Any) -> None:
+    """Of two ranks, rank 1 has in microbatch 2 what one process has in microbatch 5."""
+    import torch
+
+    one, two = (
+        torch.tensor(run_ranks(degree, dropped_out, args=args, **quickly(adapter)).results[0])
+        for degree, args in ((1, [1, 8]), (2, [2, 4]))
+    )
+    torch.testing.assert_close(two.transpose(0, 1).flatten(0, 1), one[0])
+    assert len({tuple(each.flatten().tolist()) for each in one[0]}) == len(one[0])
