@@ -40,6 +40,8 @@ GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 #: The releases of TensorFlow that Horovod's wheel is made for: with Keras 2 and with Keras 3.
 TENSORFLOWS = ("2.15.1", "2.21.0")
+#: Where the examples of a package are.
+EXAMPLES = {"smp-torch": "torch", "smp-tf": "tensorflow"}
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: What machines differ in, by name: nothing may depend on it.
@@ -128,6 +130,12 @@ def install_packages(session: nox.Session, *packages: str, editable: bool = Fals
         install_torch(session)
     flag = ["--editable"] if editable else []
     session.install(*(word for name in packages for word in (*flag, f"./packages/{name}")))
+
+
+def install_for_examples(session: Runner, package: str) -> None:
+    """Installs a package with what its examples import besides."""
+    install_packages(session, *with_common(package), editable=True)
+    session.install("--editable", f"./packages/{package}[examples]")
 
 
 def with_common(package: str) -> tuple[str, ...]:
@@ -282,8 +290,7 @@ def check_the_rest(session: Runner) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small language model, split over two processes of this machine."""
-    install_groups(session, "demo")
-    install_packages(session, "smp-common", "smp-torch", editable=True)
+    install_for_examples(session, "smp-torch")
     # A third of the example's own steps shows how the loss falls; words after -- may ask for more.
     words = ("examples/torch/train_lm.py", "--steps", "100", *session.posargs)
     session.run("smprun", "-n", "2", *words, env=ONE_THREAD)
@@ -299,6 +306,18 @@ def dev(session: nox.Session) -> None:
     session.log(f"a unit test:              {tests}/unit/test_layout.py")
     session.log(f"one of several processes: {tests}/multiproc/test_scripts.py -m 'not slow'")
     session.log("style, types, imports:    nox -r -s lint typecheck imports")
+
+
+@nox.session
+@nox.parametrize("package", ["smp-torch", "smp-tf"])
+def examples(session: nox.Session, package: str) -> None:
+    """Run the examples of a package to their ends, installed and started as they say."""
+    install_for_examples(session, package)
+    for script in sorted((ROOT / "examples" / EXAMPLES[package]).glob("*.py")):
+        folder = str(Path(session.create_tmp(), script.stem))
+        shutil.rmtree(folder, ignore_errors=True)  # what another run has left is gone on with
+        words = (str(script), "--folder", folder, *session.posargs)
+        session.run("smprun", "-n", "2", *words, env=ONE_THREAD)
 
 
 @nox.session

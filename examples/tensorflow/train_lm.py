@@ -2,6 +2,8 @@
 
     smprun -n 2 examples/tensorflow/train_lm.py
 
+    pip install 'smp-tf[examples]'        # scikit-learn, tensorboard and rich
+
 The same model, text and windows as the PyTorch example; two processes hold half of it each. Started
 with one process (``python examples/tensorflow/train_lm.py``) the same command gives the same
 losses. Interrupted and started again, it goes on from its last checkpoint.

@@ -2,6 +2,8 @@
 
     smprun -n 2 examples/torch/train_lm.py
 
+    pip install 'smp-torch[examples]'     # tensorboard and rich
+
 The text is on every machine that has Python. Two processes hold half of the model each; started
 with one process (``python examples/torch/train_lm.py``) the same command gives the same losses.
 Interrupt it whenever you like: started again, it goes on from its last checkpoint.

@@ -3,8 +3,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.common.containers import Container, take_apart
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import (
     Microbatches,
     SplitRules,
@@ -326,6 +326,142 @@ def test_sets(kind: Any) -> None:
 )
 def test_everything_else_is_passed_whole(value: object) -> None:
     assert all(part is value for part in _only(value))
+
+
+@dataclasses.dataclass
+class _Record:
+    x: Any
+    count: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Packed:
+    x: Any
+
+
+class _Attrs:
+    """As attrs makes classes: with slots, and a list of its attributes."""
+
+    __attrs_attrs__ = ()
+    __slots__ = ("__dict__", "x")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("kind", [_Record, _Packed, _Attrs])
+def test_classes_that_hold_data_are_taken_apart(kind: Any) -> None:
+    whole = kind(_batch())
+    for index, part in enumerate(_only([whole])):
+        assert type(part[0]) is kind
+        np.testing.assert_array_equal(part[0].x, _batch()[2 * index : 2 * index + 2])
+    assert whole.x.shape == (4, 2)
+
+
+def test_what_is_no_field_is_cut_too() -> None:
+    record = _Record(_batch())
+    record.more = _batch()  # type: ignore[attr-defined]
+    part = _only(record)[1]
+    assert part.more.shape == (2, 2)
+    assert part.count == 3
+
+
+def test_deques_keep_their_length() -> None:
+    part = _only(deque([_batch(), 1], maxlen=2))[0]
+    assert type(part) is deque
+    assert part.maxlen == 2
+    assert part[0].shape == (2, 2)
+
+
+def test_an_object_may_lead_to_itself() -> None:
+    record = _Record(None)
+    record.count = [record]  # type: ignore[assignment]
+    assert _only(record) == [record, record]
+    record.x = _batch()
+    with pytest.raises(UnsupportedError, match=r"x leads to itself, at x.count\[0\], so that"):
+        _only(record)
+
+
+class _Shared(MutableMapping[str, Any]):
+    """A mapping whose items no copy reaches."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._held = (items,)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._held[0][key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._held[0][key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._held[0][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held[0])
+
+    def __len__(self) -> int:
+        return len(self._held[0])
+
+
+def test_a_copy_that_is_the_original_is_refused() -> None:
+    batch = _batch()
+    shared = _Shared({"x": batch})
+    with pytest.raises(UnsupportedError, match="give _Shared a __copy__, or smp_slice"):
+        _only(shared)
+    assert shared["x"] is batch
+
+
+class _Slotted:
+    __slots__ = ("__x",)
+
+    def __init__(self, x: Any) -> None:
+        self.__x = x
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(x=_batch()),
+        _Slotted({"x": [_batch()]}),
+        {"x": _batch()}.values(),
+        {"x": _batch()}.items(),
+        [argparse.Namespace(x=_batch())],
+    ],
+    ids=["attributes", "slots", "values", "items", "in a list"],
+)
+def test_objects_that_hold_a_batch_unseen_are_refused(value: object) -> None:
+    text = r"step argument x.* cannot take apart, and what it holds.*, of shape \(4, 2\).*smp_slice"
+    with pytest.raises(ConfigError, match=text):
+        _only(value)
+    with pytest.raises(ConfigError, match="name y in non_split_inputs"):
+        _split(lambda x, y: None, _batch(), value)
+    assert _only(value, whole=("x",)) == [value, value]
+    assert _only(value, n=1) == [value]
+    other = _split(lambda x, y: None, _batch(6), value)
+    assert all(args[1] is value for args, _ in other.calls), "not as long as the batch"
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_may_have_an_entry_an_example_is_refused(kind: Any) -> None:
+    lists = kind({"boxes": _batch()} for _ in range(4))
+    with pytest.raises(ConfigError, match="step argument x has 4 entries, as many as the batch"):
+        _only(lists)
+    with pytest.raises(ConfigError, match=r"input_split_axes=\{'x': 0\}"):
+        _only({"inner": lists})
+    assert _only(lists, axes={"x": 0})[0][3]["boxes"].shape == (2, 2)
+    assert _only(lists, n=1)[0][3]["boxes"].shape == (4, 2)
+    assert _only(kind([_batch()] * 4))[0][0].shape == (2, 2), "of tensors alone"
+    assert _only(lists[:3])[0][0]["boxes"].shape == (2, 2), "of another length"
+
+
+def test_the_hint_for_lists_of_examples() -> None:
+    with pytest.raises(ConfigError, match="If y has one entry an example, give an object with"):
+        _split(lambda x, y: None, _batch(), [{"boxes": _batch(n)} for n in (1, 2, 3, 4)])
+
+
+def test_arguments_in_a_row_are_no_list() -> None:
+    assert len(_split(lambda *x: None, {"a": _batch(2)}, {"a": _batch(2)}).calls) == 2
 
 
 # ---------------------------------------------------------------- smp_slice

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from smdistributed.modelparallel.common.containers import Container
+from smdistributed.modelparallel.common.errors import UnsupportedError
 
 #: What takes the place of a leaf, with that label, in an argument with that axis.
 Part = Callable[[Any, str, int], Any]
@@ -30,20 +31,35 @@ class Walk:
         self._take_apart = take_apart
         self._part = part
         self._above: set[int] = set()
+        self._leads_back: dict[int, str] = {}
 
     def replace(self, value: Any, label: str, axis: int) -> Any:
-        """Returns ``value`` with every leaf in it replaced; itself where nothing changes."""
+        """Returns ``value`` with every leaf in it replaced; itself where nothing changes.
+
+        Raises:
+            UnsupportedError: a container with leaves leads to itself, or cannot be copied.
+        """
         if self._is_leaf(value):
             return self._part(value, label, axis)
         parts = self._take_apart(value)
-        if parts is None or id(value) in self._above:
+        if parts is None:
             self._note_other(value, label, axis)
             return value
-        self._above.add(id(value))  # an object may lead to itself
+        if id(value) in self._above:
+            self._leads_back[id(value)] = label
+            return value
+        self._above.add(id(value))
         new = self._replaced(value, parts, label, axis)
         self._above.discard(id(value))
-        is_unchanged = all(new[key] is item for key, item in parts.items.items())
-        return value if is_unchanged else parts.build(new)
+        if all(new[key] is item for key, item in parts.items.items()):
+            return value
+        if id(value) in self._leads_back:
+            where = self._leads_back[id(value)]
+            raise UnsupportedError(
+                f"{label} leads to itself, at {where}, so that no part can be made of it: give it "
+                "smp_slice, or name the argument in non_split_inputs."
+            )
+        return parts.build(new)
 
     def _replaced(self, value: Any, parts: Container, label: str, axis: int) -> dict[Any, Any]:
         """Returns the items of a container with their leaves replaced."""
