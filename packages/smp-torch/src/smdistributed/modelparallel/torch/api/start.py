@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from smdistributed.modelparallel.torch.absence.optimizers import gradients_hidden_from_optimizers
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.original_forward import original_forward
+from smdistributed.modelparallel.torch.compat.private.below import scripted_functions_seen
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
 from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
 from smdistributed.modelparallel.torch.model.adoption import additions_adopted
@@ -38,6 +39,8 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(norms_of_whole_models(runtime))
         runtime.replacements.enter_context(gradients_hidden_from_optimizers())
         runtime.replacements.enter_context(shared_overflows(runtime))
+        if runtime.sharding_groups is not None:
+            runtime.replacements.enter_context(scripted_functions_seen())
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         runtime.replacements.enter_context(additions_adopted(runtime))
         runtime.replacements.enter_context(compiled_inside())

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     when_backward_ends,
 )
+from smdistributed.modelparallel.torch.compat.private.below import is_of_unusable_tensor
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas, ReplicasOfSlices
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel, ShardingOptions
@@ -158,6 +160,14 @@ def running(shards: Sequence[Shards | None]) -> Iterator[SavingHooks]:
         with saving_places([each.model for each in own]) as saving:
             yield saving
         failed = False
+    except (RuntimeError, TypeError) as error:
+        if not own or not is_of_unusable_tensor(error):
+            raise
+        raise UnsupportedError(
+            "code in a compiled language, or a function of torch that looks at the class of a "
+            "tensor, could not use a parameter that is in shards (sharded_data_parallel_degree): "
+            "give it what parameter.clone() returns, which has all of it and its gradient."
+        ) from error
     finally:
         for each in own:
             each.runs = False

@@ -2,8 +2,8 @@
 
 It stays the object that the script knows, with its whole shape. Every function of torch that gets
 it goes through ``__torch_function__``: while the model runs, its unit is gathered first; elsewhere
-what asks for its values is refused, since one rank alone cannot answer. What passes by this, if
-anything does, reads numbers that are not numbers.
+what asks for its values is refused, since one rank alone cannot answer. What passes by this comes
+to ``operate``: in between the parameter has no memory (``compat.private.below``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
+from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS
+from smdistributed.modelparallel.torch.sharding.arguments import (
+    is_identity,
+    leaves_of,
+    methods_of_tensors,
+    name_of,
+)
+from smdistributed.modelparallel.torch.sharding.gradient_view import CONVERSIONS, ShardedGradient
 
 
 class Home(Protocol):
@@ -68,8 +76,7 @@ class Shard:
         self._home = weakref.ref(home)  # which has the parameter, too
         self.unit = unit
         self.place = place
-        # One number that is none, seen as if it had the parameter's shape.
-        self.vacant = values.new_full((1,), float("nan")).expand(shape)
+        self.vacant = without_memory(shape, values.dtype, values.device)
         self._wide: torch.Tensor | None = None
         self._seen: ShardedGradient | None = None
         self._square: tuple[int, torch.Tensor] | None = None
@@ -137,46 +144,30 @@ class Shard:
         if gradient is None:
             self._seen = None
         elif self._seen is None or self._seen.block is not gradient:
-            self._seen = gradient.as_subclass(ShardedGradient)
-            self._seen.block = gradient
-            self._seen.name_of_parameter = self.name
+            self._seen = ShardedGradient.of(gradient, self.name)
         return self._seen
 
 
-def _of(names: str, *more: Any) -> frozenset[Any]:
-    """Returns methods of tensors, and what reads attributes of them."""
-    found = set(more)
-    for name in names.split():
-        each = getattr(torch.Tensor, name, None)
-        if each is not None:
-            found.add(each if callable(each) else each.__get__)
-    return frozenset(found)
-
-
+#: What is told of who wrote to what.
+WRITTEN = (
+    "{} wrote to {} while the model ran, and what is gathered is only a copy of the ranks' shards: "
+    "change parameters by the optimizer, or between steps by DistributedModel.load_state_dict."
+)
 #: What asks for no values.
-_ABOUT = _of(
+_ABOUT = methods_of_tensors(
     "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
     "is_quantized is_mkldnn is_nested is_xpu is_mps itemsize nbytes name output_nr "
     "retains_grad size dim ndimension numel nelement element_size "
-    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ "
-    "get_device is_inference",
+    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ stride "
+    "get_device is_inference is_contiguous",
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     *ABOUT_TENSORS,
 )
-#: What gives the tensor itself where there is nothing to convert.
-_CONVERSIONS = _of("to cpu cuda float double half bfloat16 contiguous")
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
-#: What changes numbers one by one, wherever the others are.
-_NUMBER_BY_NUMBER = _of(
-    "mul_ div_ zero_ detach_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_ copy_ requires_grad_ "
-    "shape dtype device layout is_sparse is_cuda is_leaf requires_grad grad_fn ndim size dim numel "
-    "is_floating_point is_complex __hash__ __len__ is_cpu is_meta",
-    *ABOUT_TENSORS,
-)
 
 
 class ShardedParameter(nn.Parameter):
@@ -196,32 +187,13 @@ class ShardedParameter(nn.Parameter):
         with past_subclass_functions():
             if func in _ABOUT and not _is_read_in_blocks(args):
                 return func(*args, **kwargs)
-            given = {id(each): each for each in _parameters_in((args, kwargs.values()))}
-            shards = [each.shard for each in given.values()]
-            if all(each.home.is_read_in_blocks for each in shards):
-                return func(*_as_blocks(args), **_as_blocks(kwargs))
-            handled, result = _of_one(func, args, kwargs)
-            if handled:
-                return result
-            for shard in shards:
-                shard.home.check_use(shard, _named(func))
-            versions = [each._version for each in given.values()]
-            homes = {id(each.home): each.home for each in shards}
-            for home in homes.values():
-                home.enter([each for each in shards if each.home is home])
-            try:
-                result = func(*args, **kwargs)
-            finally:
-                for home in homes.values():
-                    home.leave([each for each in shards if each.home is home])
-            for parameter, version in zip(given.values(), versions, strict=True):
-                if parameter._version != version:
-                    raise UnsupportedError(
-                        f"{_named(func)} wrote to {parameter.shard.name} while the model ran, and "
-                        "what is gathered is only a copy of the ranks' shards: change parameters "
-                        "by the optimizer, or between steps by DistributedModel.load_state_dict."
-                    )
-            return result
+            return _run(func, args, kwargs)
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that came past ``__torch_function__``; see ``compat.private.below``."""
+        with past_subclass_functions():
+            return _run(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is; its values are on several ranks."""
@@ -247,34 +219,30 @@ class ShardedParameter(nn.Parameter):
         return block  # type: ignore[no-any-return]
 
 
-class ShardedGradient(torch.Tensor):
-    """What a script sees as the gradient of a sharded parameter: the block of this rank.
-
-    Numbers can be changed one by one, as by ``mul_``; what looks at all of them is refused.
-    """
-
-    block: torch.Tensor
-    name_of_parameter: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch that got such a gradient."""
-        with past_subclass_functions():
-            if func in _NUMBER_BY_NUMBER:
-                return func(*args, **(kwargs or {}))
-            if func in _CONVERSIONS and _is_identity(func, args, kwargs or {}):
-                return args[0]
-        names = [each.name_of_parameter for each in _flat((args, kwargs)) if isinstance(each, cls)]
-        raise UnsupportedError(
-            f"{_named(func)} asks for the gradient of {', '.join(names) or 'a parameter'}, of "
-            "which each rank of the sharding group has a block: take norms by smp.clip_grad_norm_ "
-            "or torch.nn.utils.get_total_norm; mul_ and the like change all blocks where every "
-            "rank calls them."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Says what it is."""
-        return f"ShardedGradient({self.name_of_parameter}, block={tuple(self.block.shape)})"
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function or an operation with whole parameters, or with blocks for the library."""
+    given = {id(each): each for each in _parameters_in((args, kwargs.values()))}
+    shards = [each.shard for each in given.values()]
+    if all(each.home.is_read_in_blocks for each in shards):
+        return func(*_as_blocks(args), **_as_blocks(kwargs))
+    handled, result = _of_one(func, args, kwargs)
+    if handled:
+        return result
+    for shard in shards:
+        shard.home.check_use(shard, name_of(func))
+    versions = [each._version for each in given.values()]
+    homes = {id(each.home): each.home for each in shards}
+    for home in homes.values():
+        home.enter([each for each in shards if each.home is home])
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        for home in homes.values():
+            home.leave([each for each in shards if each.home is home])
+    for parameter, version in zip(given.values(), versions, strict=True):
+        if parameter._version != version:
+            raise UnsupportedError(WRITTEN.format(name_of(func), parameter.shard.name))
+    return result
 
 
 def held(tensor: Any) -> Any:
@@ -362,10 +330,7 @@ def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
             f"the gradient of {shard.name} is in blocks on the ranks of a sharding group, and no "
             "whole tensor takes its place: change it in place, as by mul_."
         )
-    if func == torch.Tensor.stride:
-        strides = torch.empty(shard.shape, device="meta").stride()
-        return True, strides if len(args) == 1 else strides[args[1]]
-    if func in _CONVERSIONS and _is_identity(func, args, kwargs):
+    if func in CONVERSIONS and is_identity(func, args, kwargs):
         return True, own
     if func == _DATA.__set__ and args[1] is own:
         return True, None
@@ -383,25 +348,8 @@ def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return False, None
 
 
-def _is_identity(func: Any, args: Any, kwargs: Any) -> bool:
-    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
-    return func(like, *args[1:], **kwargs) is like
-
-
-def _flat(structure: Any) -> Iterator[Any]:
-    if isinstance(structure, dict):
-        structure = structure.values()
-    elif isinstance(structure, torch.Tensor) or not hasattr(structure, "__iter__"):
-        yield structure
-        return
-    elif isinstance(structure, str):
-        return
-    for each in structure:
-        yield from _flat(each)
-
-
 def _parameters_in(structure: Any) -> Iterator[ShardedParameter]:
-    return (each for each in _flat(structure) if isinstance(each, ShardedParameter))
+    return (each for each in leaves_of(structure) if isinstance(each, ShardedParameter))
 
 
 def _as_blocks(structure: Any) -> Any:
@@ -412,8 +360,3 @@ def _as_blocks(structure: Any) -> Any:
     if isinstance(structure, list | tuple) and not isinstance(structure, torch.Size):
         return type(structure)(map(_as_blocks, structure))
     return structure
-
-
-def _named(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    return str(getattr(owner, "__name__", None) or getattr(func, "__name__", func))

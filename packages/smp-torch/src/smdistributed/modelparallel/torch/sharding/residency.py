@@ -18,7 +18,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.parameter import WRITTEN
 from smdistributed.modelparallel.torch.sharding.shard_memory import ShardMemory
 from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
 from smdistributed.modelparallel.torch.sharding.unit import Unit
@@ -66,6 +68,7 @@ class Residency:
         self._coming: dict[int, tuple[torch.Tensor, Beside]] = {}
         self._used: collections.Counter[int] = collections.Counter()
         self._latest: int | None = None
+        self._is_abandoned = False
         self._order: list[int] = []
         self._expected: list[int] = []
         self._places: dict[int, list[int]] = {}
@@ -153,12 +156,16 @@ class Residency:
             gathering.abandon()
         self._coming.clear()
         self._used.clear()
+        self._is_abandoned = True
         self.empty()
+        self._is_abandoned = False
 
     def _empty(self, number: int) -> None:
         del self.owner_of[self._key_of.pop(number)]
-        self.units[number].empty()
+        written = self.units[number].empty()
         self.live -= self.units[number].num_elements
+        if written and not self._is_abandoned:
+            raise UnsupportedError(WRITTEN.format("something", ", ".join(written)))
 
     def _start(self, number: int) -> None:
         unit = self.units[number]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
+from smdistributed.modelparallel.torch.compat.private.backward import lifted_by_transforms
 from smdistributed.modelparallel.torch.compat.private.compiled import never_compiled
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
@@ -79,7 +80,10 @@ def saving_places(homes: Sequence[Gathered]) -> Iterator[SavingHooks]:
                 )
         return Kept.of(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, _unpack),
+        lifted_by_transforms(pack, _unpack),
+    ):
         yield SavingHooks(pack, _unpack)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.compat.private.below import past_operations
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, storage_of
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
@@ -49,6 +50,7 @@ class Unit:
         self.num_elements = layout.num_elements
         self.shard = shard
         self.memory: torch.Tensor | None = None
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def take(self, place: int, whole: torch.Tensor, home: Home) -> None:
@@ -65,7 +67,8 @@ class Unit:
         block.copy_(whole[part.within(type(part).whole(whole.shape))])
         shard = Shard(self.names[place], parameter.shape, part, block, home, self.number, place)
         shard.values.requires_grad_(parameter.requires_grad)
-        parameter.data = shard.vacant
+        with past_operations():
+            parameter.data = shard.vacant
         parameter.__class__ = ShardedParameter
         parameter.shard = shard
 
@@ -97,18 +100,28 @@ class Unit:
         Args:
             memory: has them one after another. Shape: (num_elements,).
         """
-        with past_subclass_functions():
+        with past_subclass_functions(), past_operations():
             for parameter, view in zip(self.parameters, self.layout.views(memory), strict=True):
                 parameter.data = view
+            self._versions = [each._version for each in self.parameters]
         self.memory = memory
         return storage_of(memory)
 
-    def empty(self) -> None:
-        """Lets the whole parameters go; what still views them keeps them alive."""
+    def empty(self) -> list[str]:
+        """Lets the whole parameters go; what still views them keeps them alive.
+
+        Returns:
+            the names of those that something has written to since they are whole.
+        """
         self.memory = None
-        with past_subclass_functions():
+        with past_subclass_functions(), past_operations():
+            versions = [each._version for each in self.parameters]
             for parameter in self.parameters:
                 parameter.data = parameter.shard.vacant
+        if versions == self._versions:
+            return []
+        pairs = zip(versions, self._versions, strict=True)
+        return [name for name, (now, since) in zip(self.names, pairs, strict=True) if now != since]
 
     def blocks_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the own block of each parameter in a tensor of the shape of the shard."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,34 @@ _MARK = "smp: seen"
 def saved_tensors_hooks() -> Any:
     """Returns the innermost hooks of saved tensors that code is inside of; None outside of any."""
     return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def lifted_by_transforms(pack: Callable[..., Any], unpack: Callable[..., Any]) -> Iterator[None]:
+    """Inside, transforms of torch.func run without these hooks of saved tensors, if no others are.
+
+    They refuse to run with any. What they save is kept as it is.
+    """
+    module: Any = torch.autograd.graph
+    disabled = module.disable_saved_tensors_hooks
+
+    @contextlib.contextmanager
+    def disable(message: str) -> Iterator[None]:
+        is_own = saved_tensors_hooks() == (pack, unpack)
+        if is_own:
+            _C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with disabled(message):
+                yield
+        finally:
+            if is_own:
+                _C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    module.disable_saved_tensors_hooks = disable
+    try:
+        yield
+    finally:
+        module.disable_saved_tensors_hooks = disabled
 
 
 def is_in_backward() -> bool:
@@ -65,6 +94,24 @@ def accumulations_seen(
     finally:
         for leaf, hooks in former:
             leaf._post_accumulate_grad_hooks = hooks
+
+
+@contextlib.contextmanager
+def engine_replaced(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Inside, another function does what all functions of torch call to differentiate.
+
+    Args:
+        stand_in: gets torch's own, what is differentiated, the gradients that it starts with,
+            whether the graph is kept, whether it gets one of its own, the tensors whose gradients
+            are wanted, and by name whether these are added up (``accumulate_grad``).
+    """
+    module: Any = torch.autograd
+    run = module._engine_run_backward
+    module._engine_run_backward = functools.partial(stand_in, run)
+    try:
+        yield
+    finally:
+        module._engine_run_backward = run
 
 
 def applied_alone(function: type[torch.autograd.Function]) -> Callable[..., Any]:

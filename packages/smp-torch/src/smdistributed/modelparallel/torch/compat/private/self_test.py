@@ -12,9 +12,17 @@ from torch.utils import checkpoint as native_checkpoint
 
 from smdistributed.modelparallel.torch.compat.private.backward import (
     applied_alone,
+    engine_replaced,
     is_accumulation_kept,
     is_in_backward,
+    lifted_by_transforms,
+    saved_tensors_hooks,
     when_backward_ends,
+)
+from smdistributed.modelparallel.torch.compat.private.below import (
+    is_of_unusable_tensor,
+    past_operations,
+    without_memory,
 )
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
@@ -91,6 +99,8 @@ def self_test() -> list[str]:
             _buckets,
             _ends_of_backward_passes,
             _subclasses,
+            _tensors_without_memory,
+            _who_differentiates,
         )
         if (error := _failure(check)) is not None
     ]
@@ -369,3 +379,51 @@ def _subclasses() -> None:
     product.sum().backward()
     _expect(seen == [True] and not is_in_backward(), "backward passes are known")
     _expect(bool(parameter.grad.isfinite().all()), "what was packed is unpacked")
+
+
+class _Lent(nn.Parameter):
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        with past_operations():
+            args[0].data = torch.ones(2)
+        return func(*args, **kwargs)
+
+
+def _tensors_without_memory() -> None:
+    lent: Any = nn.Parameter(torch.zeros(2))
+    with past_operations():
+        lent.data = without_memory(lent.shape, lent.dtype, lent.device)
+    lent.__class__ = _Lent
+    try:
+        lent.data_ptr()
+    except RuntimeError as error:
+        _expect(is_of_unusable_tensor(error), "it is known that there is no memory")
+    else:
+        _expect(False, "there is no memory")
+    found = torch.func.vmap(torch.neg)(lent)
+    _expect(found.tolist() == [-1.0, -1.0], "an operation comes to the class of its tensor")
+
+
+def _who_differentiates() -> None:
+    def twice(run: Any, tensors: Any, starts: Any, *args: Any, **options: Any) -> Any:
+        seen.append(options["accumulate_grad"])
+        return run(tensors, tuple(2 * each for each in starts), *args, **options)
+
+    seen: list[bool] = []
+    leaf = nn.Parameter(torch.ones(1))
+    with engine_replaced(twice):
+        torch.autograd.backward(leaf.sum())
+        (slope,) = torch.autograd.grad(leaf.sum(), leaf)
+    _expect(seen == [True, False], "one function differentiates, and is told what for")
+    _expect(leaf.grad is not None and leaf.grad.item() == slope.item() == 2, "it gets its start")
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, pack),
+        lifted_by_transforms(pack, pack),
+    ):
+        found = torch.func.grad(torch.square)(torch.ones(()))
+        _expect(saved_tensors_hooks() == (pack, pack), "hooks are put back")
+    _expect(found.item() == 2, "a transform runs without hooks")

@@ -68,6 +68,15 @@ ABOUT_TENSORS = (
 )
 
 
+#: What changes many tensors in place, one number after the other, by numbers alone.
+NUMBERS_OF_MANY = frozenset(
+    {
+        *(torch._foreach_zero_, torch._foreach_mul_, torch._foreach_div_, torch._foreach_neg_),
+        *(torch._foreach_clamp_min_, torch._foreach_clamp_max_),
+    }
+)
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each tensor to another one, which may have another type; a few kernels for all."""
     torch._foreach_copy_(list(targets), list(sources))

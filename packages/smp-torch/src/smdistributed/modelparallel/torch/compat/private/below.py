@@ -1,0 +1,132 @@
+"""Operations on tensors below the functions of torch that Python calls, beyond its public API.
+
+``__torch_function__`` sees what Python calls. TorchScript, transforms of torch.func, nested tensors
+and C++ come to the dispatcher by other ways, and that knows tensors by keys. So a tensor without
+memory here has a key that comes before all others, and that nothing of torch has a kernel for:
+each operation on it is handed to its class, before anything reads memory that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
+
+#: Reserved for others than PyTorch, who none of them is here.
+_KEY = "DeferredInit"
+_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+#: Parts of what torch says where it could not use a tensor without memory, or with a class of its
+#: own, and did not ask that class.
+_UNUSABLE = (
+    "Cannot access data pointer of Tensor",
+    "its data is not allocated yet",
+    "Attempted to access the data pointer on an invalid python storage",
+    "on a tensor with unallocated storage",
+    "torch/csrc/utils/python_dispatch.cpp",  # where a mode is active
+    "all __torch_dispatch__ handlers returned NotImplemented",
+    "requires that detach() returns an instance of the same type",
+)
+#: Operations that give a tensor other memory, or ask whether that can be.
+_READING_NOTHING = (
+    torch.ops.aten.set_data.default,
+    torch.ops.aten._has_compatible_shallow_copy_type.default,
+)
+
+
+class Operated(Protocol):
+    """A class of tensors without memory."""
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that got such a tensor and came past ``__torch_function__``."""
+
+
+class _Vacant(torch.Tensor):
+    """Only torch's own wrappers are made without memory."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # as torch's wrappers
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(func)
+
+
+def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what makes a tensor one without memory that is assigned to its ``data``.
+
+    Args:
+        shape: what is told about it.
+        dtype: likewise.
+        device: likewise.
+    """
+    _register()
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        _Vacant, shape, dtype=dtype, device=device, storage_size=0, _extra_dispatch_keys=_KEYS
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def past_operations() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors without memory are as others: for what reads no values of them."""
+    context: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return context
+
+
+def is_of_unusable_tensor(error: BaseException) -> bool:
+    """Tells whether torch raised an error since a tensor has no memory, or a class of its own."""
+    return any(each in str(error) for each in _UNUSABLE)
+
+
+@functools.cache
+def _register() -> Any:
+    """Has all operations on tensors with the key come to ``_operate``; returns what keeps it so."""
+    made: Any = torch.library.Library  # without types
+    library = made("_", "IMPL")
+    library.fallback(_operate, _KEY)
+    return library
+
+
+def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if func in _READING_NOTHING:
+        with past_operations():
+            return func(*args, **kwargs)
+    for each in pytree.tree_iter((args, kwargs)):
+        operate: Callable[..., Any] | None = getattr(type(each), "operate", None)
+        if operate is not None and isinstance(each, torch.Tensor):
+            return operate(func, args, kwargs)
+    raise UnsupportedError(
+        f"{func} got a parameter, or a gradient, of which other ranks have parts, by way of its "
+        "data: give compiled code what parameter.clone() returns, which has all of it."
+    )
+
+
+@contextlib.contextmanager
+def scripted_functions_seen() -> Iterator[None]:
+    """Inside, functions of TorchScript are functions of torch for tensors that are ``Operated``.
+
+    What TorchScript fuses reads memory past the dispatcher; methods of its modules torch tells
+    ``__torch_function__`` of by itself.
+    """
+    kind: Any = torch._C.ScriptFunction
+    original = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in (*args, *kwargs.values()):
+            if hasattr(type(each), "operate"):
+                run = functools.partial(original, function)
+                run.__name__ = function.name  # type: ignore[attr-defined]
+                return each.__torch_function__(run, (), args, kwargs)
+        return original(function, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original

@@ -1,0 +1,117 @@
+"""Operations on tensors without memory come to their class, by whatever road."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from smdistributed.modelparallel.torch.compat.private.below import (
+    is_of_unusable_tensor,
+    past_operations,
+    scripted_functions_seen,
+    without_memory,
+)
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
+
+VALUES = torch.arange(6.0).view(2, 3)
+
+
+class Lent(torch.nn.Parameter):
+    """Has memory while it is operated on."""
+
+    seen: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with past_subclass_functions():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        own = next(each for each in pytree.tree_leaves(args) if isinstance(each, cls))
+        own.seen.append(func.__name__)
+        with past_subclass_functions():
+            with past_operations():
+                own.data = VALUES
+            try:
+                return func(*args, **kwargs)
+            finally:
+                with past_operations():
+                    own.data = without_memory(own.shape, own.dtype, own.device)
+
+
+def lent() -> Any:
+    made: Any = torch.nn.Parameter(VALUES.clone())
+    with past_operations():
+        made.data = without_memory(made.shape, made.dtype, made.device)
+    made.__class__ = Lent
+    made.seen = []
+    return made
+
+
+def sine(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.sin()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted = torch.jit.script(sine)
+
+
+@pytest.mark.parametrize(
+    "road",
+    [
+        torch.sin,
+        scripted,
+        torch.ops.aten.sin.default,
+        torch.func.vmap(torch.sin),
+        lambda tensor: torch.func.vjp(torch.cos, tensor)[1](-torch.ones(2, 3))[0],
+        lambda tensor: torch._foreach_sin([tensor])[0],
+        lambda tensor: torch.nested.as_nested_tensor([tensor], layout=torch.jagged).sin().values(),
+    ],
+)
+def test_it_is_operated_on_by_its_class(road: Callable[[Any], torch.Tensor]) -> None:
+    tensor = lent()
+    torch.testing.assert_close(road(tensor), VALUES.sin())
+    assert tensor.seen
+    assert tensor.shape == (2, 3)
+    assert tensor.stride() == (3, 1)
+
+
+def test_gradients_arrive() -> None:
+    tensor = lent()
+    (scripted(tensor) * tensor).sum().backward()
+    torch.testing.assert_close(tensor.grad, VALUES.cos() * VALUES + VALUES.sin())
+
+
+@pytest.mark.parametrize("take", [torch.Tensor.data_ptr, torch.Tensor.tolist, torch.Tensor.numpy])
+def test_it_has_no_memory_to_give(take: Callable[[Any], Any]) -> None:
+    with past_operations(), pytest.raises(RuntimeError) as raised:
+        take(lent().requires_grad_(False))
+    assert is_of_unusable_tensor(raised.value)
+
+
+def test_functions_of_torchscript_are_functions_of_torch() -> None:
+    called = []
+
+    class Noting(Lent):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func.__name__)
+            return VALUES
+
+    tensor = lent()
+    tensor.__class__ = Noting
+    with scripted_functions_seen():
+        assert scripted(tensor) is VALUES
+        assert scripted(tensor=tensor) is VALUES
+        assert scripted(torch.zeros(1)).item() == 0
+    assert called == ["sine", "sine"]
+    scripted(tensor)
+    assert len(called) == 2
