@@ -17,6 +17,11 @@ def start_of(tensor: torch.Tensor, scale: Scale) -> torch.Tensor:
     return torch.full_like(tensor, scale)
 
 
+def scaled(start: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """Returns what a loss that counts by ``scale`` starts with. Shape: that of ``start``."""
+    return (start * scale).to(start.dtype)
+
+
 def differentiate(tensors: Any, grad_tensors: Any, scale: Scale) -> None:
     """Does what ``torch.autograd.backward`` does, of losses that count by ``scale``.
 
@@ -33,7 +38,7 @@ def differentiate(tensors: Any, grad_tensors: Any, scale: Scale) -> None:
         if tensor.numel() != 1 and start is None
         else start_of(tensor, scale)
         if start is None
-        else (start * scale).to(start.dtype)
+        else scaled(start, scale)
         for tensor, start in zip(tensors, grad_tensors or [None] * len(tensors), strict=True)
     ]
     torch.autograd.backward(tensors, starts)

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
+from smdistributed.modelparallel.torch.compat.private.backward import engine_replaced
 from smdistributed.modelparallel.torch.compat.private.modes import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.gradients.shards import running
@@ -18,6 +19,7 @@ from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.stepping.loss_backward import SetGradients, stand_in
 from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
     offloading_of,
@@ -59,6 +61,8 @@ class EagerStep:
         self._usual_calls = 0
         self._reached: dict[DistributedModel, None] = {}
         self._flags: tuple[object, ...] | None = None
+        self.is_differentiating = False
+        self.set_gradients = SetGradients(lambda: (), is_part=False)
         self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
@@ -77,6 +81,11 @@ class EagerStep:
         random.begin(runtime.tensor_group.agreed(draw_step_seed()))
         results = []
         self._reached = {}
+        is_part = len(calls) > 1 or any(each.data_parallel.reduces for each in models)
+        self.set_gradients = SetGradients(
+            lambda: (pair for model in models for pair in model.local_named_parameters()),
+            is_part=is_part,
+        )
         for model in models:
             model.data_parallel.begin_step()
         runtime.current_step = self
@@ -85,6 +94,7 @@ class EagerStep:
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(len(calls), saving),
                 slices_guarded(model.holder.fakes.slice_guard for model in models),
+                engine_replaced(stand_in(self)),
             ):
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
@@ -95,6 +105,7 @@ class EagerStep:
                     self._enter_pass(backward=False)
                     with self._own_draws():
                         results.append(self._result(call))
+                    self.set_gradients.check()
         finally:
             runtime.current_step = None
             if not random.end():
@@ -126,11 +137,42 @@ class EagerStep:
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
-        self._calls += 1
+        scale = self._scale_of(model)
+        self.differentiate(lambda: differentiate(tensors, grad_tensors, scale))
+
+    def _scale_of(self, model: DistributedModel) -> Scale:
         scale: Scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
         loss_scale = model.apply_loss_scale()
-        if loss_scale is not None:
-            scale = loss_scale * scale
+        return scale if loss_scale is None else loss_scale * scale
+
+    def scale_of_losses(self) -> Scale:
+        """Returns what losses of ``loss.backward()`` count by, which names no model.
+
+        Raises:
+            SMPError: models scale them differently.
+        """
+        models = models_of(self.runtime)
+        if not models:
+            return self._weight
+        kinds = {each.data_parallel.gradient_scale for each in models}
+        scales = [self._scale_of(each) for each in models]
+        if len(kinds) > 1 or any(each.scaled_by is not models[0].scaled_by for each in models):
+            raise SMPError(
+                "backward of a loss, in a step function, was called where several models scale "
+                "gradients differently (average_grads_across_microbatches, or a loss scale of "
+                "fp16): call backward of the DistributedModel that the loss is of."
+            )
+        # Of those that reduce gradients it shows which have some.
+        is_one = len(models) == 1
+        self._reached.update(
+            dict.fromkeys(each for each in models if is_one or not each.data_parallel.reduces)
+        )
+        return scales[0]
+
+    def differentiate(self, run: Callable[[], Any]) -> Any:
+        """Runs a backward pass of the microbatch in progress."""
+        self.set_gradients.check()
+        self._calls += 1
         self._enter_pass(backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
         is_last = self._is_last and self._calls == self._usual_calls
@@ -140,8 +182,13 @@ class EagerStep:
                     each.data_parallel.enter_last_pass()
                 else:
                     each.data_parallel.enter_pass(frozenset())
-            differentiate(tensors, grad_tensors, scale)
+            self.is_differentiating = True
+            try:
+                result = run()
+            finally:
+                self.is_differentiating = False
         self._enter_pass(backward=False)
+        return result
 
     def _enter_pass(self, *, backward: bool) -> None:
         """Says which pass is computed next."""
