@@ -12,6 +12,7 @@ from smdistributed.modelparallel.torch.compat.private.below import scripted_func
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
 from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
 from smdistributed.modelparallel.torch.model.adoption import additions_adopted
+from smdistributed.modelparallel.torch.optimizer.checks import optimizers_checked
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
@@ -38,6 +39,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime = slot.get()
         runtime.replacements.enter_context(norms_of_whole_models(runtime))
         runtime.replacements.enter_context(gradients_hidden_from_optimizers())
+        runtime.replacements.enter_context(optimizers_checked(runtime))
         runtime.replacements.enter_context(shared_overflows(runtime))
         if runtime.sharding_groups is not None:
             runtime.replacements.enter_context(scripted_functions_seen())

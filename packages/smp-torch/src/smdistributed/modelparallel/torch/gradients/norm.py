@@ -22,6 +22,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import work_of
+from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, held
@@ -113,7 +114,11 @@ class _WholeModelFunctions:
             )
         given = {id(each): own.get(id(each), each) for each in chosen}
         found = [(each, gradient_here(each)) for each in given.values()]
-        gradients = [(each, gradient) for each, gradient in found if gradient is not None]
+        gradients = [
+            (each, gradient)
+            for each, gradient in found
+            if gradient is not None and not isinstance(gradient, GradientElsewhere)
+        ]
         norm = self._norm_over_partitions(gradients, norm_type, error_if_nonfinite, foreach)
         # What torch's function asks for of a parameter is its gradient alone.
         holders: Any = [SimpleNamespace(grad=gradient) for _, gradient in gradients]
@@ -145,7 +150,7 @@ class _WholeModelFunctions:
             [
                 (each, _plain(each, gradient))
                 for each, gradient in pairs
-                if not isinstance(gradient, AbsentTensor)
+                if not isinstance(gradient, AbsentTensor | GradientElsewhere)
             ],
             norm_type,
             error_if_nonfinite,

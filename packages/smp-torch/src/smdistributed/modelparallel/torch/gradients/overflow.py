@@ -29,7 +29,8 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
     """Makes every ``torch.amp.GradScaler`` share its findings, as long as it is entered.
 
     That concerns scalers of torch's class, and of those derived from it, over a
-    ``DistributedOptimizer`` or the optimizer that it wraps; others stay as they are.
+    ``DistributedOptimizer``, the optimizer that it wraps, and where ranks have parts of a model
+    over one that nothing wraps; others stay as they are.
     """
     kind = torch.amp.GradScaler
     unscale, initialize = kind._unscale_grads_, kind._lazy_init_scale_growth_tracker
@@ -40,7 +41,8 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
             each.take_gradients()  # where there are masters, theirs are what is updated
         with gradients_hidden():
             found: Found = unscale(self, optimizer, *args)
-        return _shared(runtime, found) if own else found
+        is_shared = bool(own) or _trains_parts(runtime, optimizer)
+        return _shared(runtime, found) if is_shared else found
 
     def lazy_init(self: torch.amp.GradScaler, dev: torch.device) -> None:
         # A step function runs on fakes first; the scale must be a real tensor and no part of it.
@@ -54,6 +56,10 @@ def shared_overflows(runtime: TorchRuntime) -> Iterator[None]:
     finally:
         kind._unscale_grads_ = unscale  # type: ignore[method-assign]
         kind._lazy_init_scale_growth_tracker = initialize  # type: ignore[method-assign]
+
+
+def _trains_parts(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> bool:
+    return runtime.topology.mp_size > 1 and bool(runtime.models_trained_by(optimizer))
 
 
 def _shared(runtime: TorchRuntime, found: Found) -> Found:

@@ -11,7 +11,7 @@ their own. So only parameters that an earlier pass has seen accumulate once, and
 leave within a pass.
 
 Where optimizer state is sharded, a bucket has gradients for one owner, which alone gets the means;
-on the others these gradients are gone then.
+on the others something stands in their places then (``gradients.elsewhere``).
 
 A parameter that has no gradient on any replica keeps none; one that has a gradient on some counts
 as zero on the others and gets the average on all. That is what DistributedDataParallel does with
@@ -35,6 +35,7 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
 from smdistributed.modelparallel.torch.compat.private.distributed import GradBucket, is_future
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
+from smdistributed.modelparallel.torch.gradients.elsewhere import StandIns
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 
@@ -88,6 +89,7 @@ class GradientReduction:
         self._passes_done = 0
         #: What owners had before: the others do not have it, and it is not averaged again.
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
+        self._stand_ins = StandIns()
         self._once: set[nn.Parameter] = set()
         self._repeatedly: set[nn.Parameter] = set()
         self._is_armed = False
@@ -177,6 +179,7 @@ class GradientReduction:
         """Starts a step."""
         self._follow_requires_grad()
         if self._owners is not None and self._replicas.size > 1 and not self._passes_done:
+            self._stand_ins.remove(self._reduced)
             self._earlier = {
                 each: each.grad.clone()
                 for each in self._reduced
@@ -299,11 +302,16 @@ class GradientReduction:
         for bucket in self._buckets:
             for parameter, view in bucket.slots:
                 if self._owners is not None and not self._owners.is_own(parameter):  # type: ignore[arg-type]
-                    parameter.grad = None
+                    self._show_elsewhere(parameter, is_used(parameter))  # type: ignore[arg-type]
                 elif parameter not in self._without or is_used(parameter):
                     self._store(parameter, view)
         self._add_earlier()
         self._reset()
+
+    def _show_elsewhere(self, parameter: nn.Parameter, is_used: bool) -> None:
+        assert self._owners is not None
+        owner = self._replicas.members[self._owners.of(parameter)]
+        self._stand_ins.put(parameter, self._names[parameter], owner, is_used=is_used)
 
     @torch.no_grad()
     def _add_earlier(self) -> None:

@@ -38,16 +38,17 @@ class Replicas:
     Attributes:
         size: how many there are.
         own: which of them this is.
+        members: their global ranks.
         group: torch's group of them; None in a world of one.
         device: where they communicate.
     """
 
     def __init__(self, runtime: TorchRuntime, kind: CommGroup = CommGroup.DP_GROUP) -> None:
-        self._members = runtime.topology.members(kind, runtime.rank)
-        self.own = self._members.index(runtime.rank)
+        self.members = runtime.topology.members(kind, runtime.rank)
+        self.own = self.members.index(runtime.rank)
         self._joinable: _JoinableReplicas | None = None
         self._peers = runtime.peers
-        self.size = len(self._members)
+        self.size = len(self.members)
         self.group = runtime.process_groups.get(kind)
         self.device = runtime.device
         self._divides_by_active = False
@@ -74,7 +75,7 @@ class Replicas:
                 for tensor in map(_without_repeats, tensors):
                     # Torch writes one number after the other, whatever the strides are.
                     flat = tensor.contiguous()
-                    dist.broadcast(flat, self._members[source], group=self.group)
+                    dist.broadcast(flat, self.members[source], group=self.group)
                     if flat.data_ptr() != tensor.data_ptr():
                         tensor.copy_(flat)
 
@@ -92,7 +93,7 @@ class Replicas:
             chosen = [each for each in tensors if each.dtype is dtype]
             flat = torch.cat([each.detach().reshape(-1) for each in chosen])
             with self.blaming("sharing updated parameters with"):
-                dist.broadcast(flat, self._members[source], group=self.group)
+                dist.broadcast(flat, self.members[source], group=self.group)
             if source != self.own:
                 parts = torch.split(flat, [each.numel() for each in chosen])
                 for tensor, part in zip(chosen, parts, strict=True):
@@ -106,14 +107,14 @@ class Replicas:
             target: which of them.
         """
         flat.div_(self.size)
-        work = dist.reduce(flat, self._members[target], group=self.group, async_op=True)
+        work = dist.reduce(flat, self.members[target], group=self.group, async_op=True)
         assert work is not None
         arrived: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: flat)
         return arrived
 
     def blaming(self, doing: str) -> Blaming:
         """Inside, errors of torch become errors that name the missing replica's ranks."""
-        return self._peers.blaming(self._members, doing)
+        return self._peers.blaming(self.members, doing)
 
     @property
     def is_joining(self) -> bool:
@@ -184,7 +185,7 @@ class ReplicasOfSlices(Replicas):
         super().__init__(runtime, CommGroup.RDP_GROUP)
         self._everyone = everyone
         members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
-        self._places = [members.index(rank) for rank in self._members]
+        self._places = [members.index(rank) for rank in self.members]
         self._rdp_ranks = [runtime.topology.coordinates(rank).rdp_rank for rank in members]
 
     @property

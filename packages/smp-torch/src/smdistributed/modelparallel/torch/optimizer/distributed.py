@@ -20,10 +20,14 @@ from smdistributed.modelparallel.common.errors import (
 from smdistributed.modelparallel.torch.absence.optimizers import zero_grad
 from smdistributed.modelparallel.torch.gradients.norm import over_slices
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.optimizer.checks import (
+    check_replaced,
+    check_slices,
+    check_update,
+    has_masters,
+)
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
-from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
 from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
-from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import check_tensor_by_tensor
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
@@ -80,24 +84,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
                 "DistributedOptimizer takes a torch.optim.Optimizer; received "
                 f"{type(optimizer).__name__}."
             )
+        check_update(runtime, optimizer)
         config = runtime.config
-        is_sharded = runtime.sharding_groups is not None
-        has_masters = config.fp16 or config.bf16 or config.shard_optimizer_state or is_sharded
-        if isinstance(optimizer, torch.optim.LBFGS) and (
-            runtime.topology.pp_size > 1 or has_masters
-        ):
-            raise UnsupportedError(
-                "LBFGS searches along the gradient of the whole model, of which a rank has a part; "
-                "use it with pipeline_parallel_degree 1, and without fp16, bf16, "
-                "shard_optimizer_state and sharded data parallelism."
-            )
-        if is_sharded:
-            why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
-            check_number_by_number(optimizer, why)
-        elif config.shard_optimizer_state or runtime.topology.pp_size > 1:
-            cause = "shard_optimizer_state" if config.shard_optimizer_state else "a pipeline"
-            why = f"with {cause} a rank has the gradients of some parameters only"
-            check_tensor_by_tensor(optimizer, why, has_whole_norms=not has_masters)
         self.optimizer = optimizer
         self._runtime = runtime
         self.fp16_optimizer: FP16_Optimizer | None = None
@@ -106,7 +94,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             scale = LossScale(runtime, loss_scale) if config.fp16 else None
             self.fp16_optimizer = FP16_Optimizer(runtime, optimizer, self._models_of(self), scale)
             self._masters = self.fp16_optimizer
-        elif has_masters:
+        elif has_masters(runtime):
             self._masters = MasterUpdate(runtime, optimizer, self._models_of(self))
         self._check_duplicates()
         self._check_replaced()
@@ -160,6 +148,11 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         """Tells whether it holds a parameter of ``model``."""
         own = {id(parameter) for group in self._groups() for parameter in group}
         return any(id(parameter) in own for parameter in model.parameters())
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether what its masters are updated by runs."""
+        return self._masters is not None and self._masters.is_updating
 
     def take_gradients(self) -> None:
         """Brings gradients to what the wrapped optimizer updates; the next ``step`` takes these."""
@@ -244,18 +237,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         return self.optimizer.step()
 
     def _check_replaced(self) -> None:
-        """Raises if it was made of a model before tensor parallelism split that."""
-        replaced = self._runtime.replaced_parameters
-        if not replaced:
-            return
-        own = [each for group in self._groups() for each in group]
-        names = [replaced[each] for each in own if each in replaced]
-        if names:
-            raise SMPError(
-                f"the optimizer holds {len(names)} parameters that tensor parallelism has replaced "
-                f"({names[0]} the first), and would not train what stands in their places: make it "
-                "after smp.DistributedModel, from model.parameters()."
-            )
+        check_replaced(self._runtime, (each for group in self._groups() for each in group))
 
     def _check_slices(self) -> None:
         if self._runtime.topology.tp_size == 1:
@@ -266,11 +248,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             if own.isdisjoint(map(id, model.split_parameters())):
                 continue
             if not takes_norms:
-                check_number_by_number(
-                    self.optimizer,
-                    "with tensor_parallel_degree above 1 ranks update a slice of each parameter "
-                    "that is split",
-                )
+                check_slices(self.optimizer)
             elif self._masters is not None:
                 raise UnsupportedError(
                     f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "

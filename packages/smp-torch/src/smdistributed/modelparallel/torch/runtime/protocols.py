@@ -78,6 +78,10 @@ class Optimizer(Protocol):
     def applied_loss_scale(self) -> Any:
         """What the losses of its models are multiplied by; None for nothing."""
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether what its masters are updated by runs."""
+
     def take_gradients(self) -> None:
         """Brings gradients to what the wrapped optimizer updates."""
 

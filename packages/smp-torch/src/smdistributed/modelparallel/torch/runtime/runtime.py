@@ -149,6 +149,15 @@ class TorchRuntime(Runtime):
         """Returns the DistributedOptimizers that exist, in order of creation."""
         return _alive(self.optimizers)
 
+    def models_trained_by(self, optimizer: torch.optim.Optimizer) -> list[Model]:
+        """Returns the models of which an optimizer holds parameters."""
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return [
+            model
+            for model in self.live_models()
+            if not held.isdisjoint(map(id, model.parameters()))
+        ]
+
     @cached_property
     def links(self) -> Links:
         """The transfers between the ranks of the pipeline; all step functions share them."""

@@ -1,0 +1,130 @@
+"""Which optimizers may update parameters of which a rank has a part, or the gradients of some.
+
+It matters not whether a ``DistributedOptimizer`` wraps one: each of torch is checked before its
+first step, where it holds parameters of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
+from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import check_tensor_by_tensor
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+
+def has_masters(runtime: TorchRuntime) -> bool:
+    """Whether optimizers update something in place of the parameters of models."""
+    config = runtime.config
+    is_sharded = config.shard_optimizer_state or runtime.sharding_groups is not None
+    return config.fp16 or config.bf16 or is_sharded
+
+
+def check_update(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:
+    """Raises if an update needs more than a rank has.
+
+    Args:
+        runtime: the state of the library in this process.
+        optimizer: of the script.
+
+    Raises:
+        UnsupportedError: it needs the gradients of others than the parameter, or all of it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS) and (
+        runtime.topology.pp_size > 1 or has_masters(runtime)
+    ):
+        raise UnsupportedError(
+            "LBFGS searches along the gradient of the whole model, of which a rank has a part; "
+            "use it with pipeline_parallel_degree 1, and without fp16, bf16, "
+            "shard_optimizer_state and sharded data parallelism."
+        )
+    if runtime.sharding_groups is not None:
+        why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
+        check_number_by_number(optimizer, why)
+    elif runtime.config.shard_optimizer_state or runtime.topology.pp_size > 1:
+        cause = "shard_optimizer_state" if runtime.config.shard_optimizer_state else "a pipeline"
+        why = f"with {cause} a rank has the gradients of some parameters only"
+        check_tensor_by_tensor(optimizer, why, has_whole_norms=not has_masters(runtime))
+
+
+def check_replaced(runtime: TorchRuntime, parameters: Iterable[torch.Tensor]) -> None:
+    """Raises if an optimizer was made of a model before tensor parallelism split that.
+
+    Args:
+        runtime: the state of the library in this process.
+        parameters: that it holds.
+
+    Raises:
+        SMPError: it was.
+    """
+    replaced = runtime.replaced_parameters
+    names = [replaced[each] for each in parameters if each in replaced] if replaced else []
+    if names:
+        raise SMPError(
+            f"the optimizer holds {len(names)} parameters that tensor parallelism has replaced "
+            f"({names[0]} the first), and would not train what stands in their places: make it "
+            "after smp.DistributedModel, from model.parameters()."
+        )
+
+
+def check_slices(optimizer: torch.optim.Optimizer) -> None:
+    """Raises if an optimizer, which holds slices, may look at whole parameters.
+
+    Raises:
+        UnsupportedError: it may.
+    """
+    check_number_by_number(
+        optimizer,
+        "with tensor_parallel_degree above 1 ranks update a slice of each parameter that is split",
+    )
+
+
+@contextlib.contextmanager
+def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
+    """Inside, optimizers that nothing wraps are checked before their first step, on every rank."""
+    num_groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def check(optimizer: Any, *_: object) -> None:
+        groups = len(optimizer.param_groups)
+        if num_groups.get(optimizer) == groups:
+            return
+        # What an optimizer steps inside of another one's step is part of that.
+        wrapped = runtime.live_optimizers()
+        if not any(each.optimizer is optimizer or each.is_updating for each in wrapped):
+            _check_unwrapped(runtime, optimizer)
+            num_groups[optimizer] = groups
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    check_replaced(runtime, held)
+    models = runtime.models_trained_by(optimizer)
+    if not models:
+        return
+    topology, config = runtime.topology, runtime.config
+    is_alone = topology.dp_size == 1 and not (config.fp16 or config.bf16)
+    if has_masters(runtime) and not is_alone:
+        raise SMPError(
+            f"{type(optimizer).__name__} holds parameters of a DistributedModel, and with fp16, "
+            "bf16, shard_optimizer_state and sharded data parallelism the ranks update them "
+            "together, by way of masters, which it knows nothing of: give it to "
+            "smp.DistributedOptimizer, and call the step of what that returns."
+        )
+    check_update(runtime, optimizer)
+    if topology.tp_size > 1:
+        slices = {id(each) for model in models for each in model.split_parameters()}
+        if not slices.isdisjoint(map(id, held)):
+            check_slices(optimizer)
