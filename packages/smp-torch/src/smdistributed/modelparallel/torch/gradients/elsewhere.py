@@ -108,7 +108,7 @@ class GradientElsewhere(torch.Tensor):
         raise UnsupportedError(
             f"{name_of(func)} asks for the gradient of {found[0].name_of_parameter}, which with "
             f"shard_optimizer_state rank {found[0].owner} has alone, as it updates that parameter: "
-            "give the optimizer to smp.DistributedOptimizer, clip by smp.clip_grad_norm_, and "
+            "update by an optimizer in smp.DistributedOptimizer, clip by smp.clip_grad_norm_, and "
             "change gradients in place, on every rank (gradient.mul_)."
         )
 
