@@ -308,9 +308,9 @@ def dev(session: nox.Session) -> None:
     session.log("style, types, imports:    nox -r -s lint typecheck imports")
 
 
-@nox.session
+@nox.session(name="whole-examples")
 @nox.parametrize("package", ["smp-torch", "smp-tf"])
-def examples(session: nox.Session, package: str) -> None:
+def whole_examples(session: nox.Session, package: str) -> None:
     """Run the examples of a package to their ends, installed and started as they say."""
     install_for_examples(session, package)
     for script in sorted((ROOT / "examples" / EXAMPLES[package]).glob("*.py")):
