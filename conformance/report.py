@@ -66,7 +66,7 @@ class Report:
             each.reason for each in self.outcomes.values() if each.status is Status.NOT_INSTALLED
         )
         for reason, count in reasons.items():
-            yield f"\nnot installed, {count} cases: each {reason}."
+            yield f"\n{Status.NOT_INSTALLED} ({count}): {reason}"
 
     def text(self, *, is_whole: bool = True) -> str:
         """Returns the report for a terminal.
