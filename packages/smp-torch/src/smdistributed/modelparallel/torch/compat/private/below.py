@@ -28,7 +28,7 @@ _UNUSABLE = (
     "its data is not allocated yet",
     "Attempted to access the data pointer on an invalid python storage",
     "on a tensor with unallocated storage",
-    "torch/csrc/utils/python_dispatch.cpp",  # where a mode is active
+    "torch/csrc/utils/python_dispatch.cpp",  # where a mode is active, of operations made later
     "all __torch_dispatch__ handlers returned NotImplemented",
     "requires that detach() returns an instance of the same type",
 )
@@ -85,12 +85,33 @@ def is_of_unusable_tensor(error: BaseException) -> bool:
 
 
 @functools.cache
-def _register() -> Any:
-    """Has all operations on tensors with the key come to ``_operate``; returns what keeps it so."""
+def _register() -> list[Any]:
+    """Has all operations on tensors with the key come to ``_operate``; returns what keeps it so.
+
+    A fallback alone is not found where a mode is active, or beside a tensor whose class has
+    ``__torch_dispatch__``, such as a nested one; so each operation that there is has its own.
+    """
     made: Any = torch.library.Library  # without types
-    library = made("_", "IMPL")
-    library.fallback(_operate, _KEY)
-    return library
+    fallback = made("_", "IMPL")
+    fallback.fallback(_operate, _KEY)
+    libraries: dict[str, Any] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, operation = name.partition("::")
+        if space not in libraries:
+            libraries[space] = torch._C._dispatch_library("IMPL", space, _KEY)
+        libraries[space].impl(operation, _KEY, functools.partial(_operate_named, name))
+    return [fallback, *libraries.values()]
+
+
+def _operate_named(name: str, *args: Any, **kwargs: Any) -> Any:
+    return _operate(_overload(name), *args, **kwargs)
+
+
+@functools.cache
+def _overload(name: str) -> Any:
+    space, _, operation = name.partition("::")
+    packet, _, overload = operation.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
 
 
 def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
