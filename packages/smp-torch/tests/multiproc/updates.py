@@ -296,7 +296,9 @@ WAYS: dict[str, type[Way]] = {
     "signs": each_gradient(lambda parameter, gradient: gradient.sign_()),
     "replaced gradients": after(replaced_gradients),
     "by hand": each_by_hand(lambda parameter, gradient: parameter.sub_(0.1 * gradient)),
-    "by hand, alpha": each_by_hand(lambda parameter, gradient: parameter.add_(gradient, alpha=-0.1)),
+    "by hand, alpha": each_by_hand(
+        lambda parameter, gradient: parameter.add_(gradient, alpha=-0.1)
+    ),
     "by hand, data": each_by_hand(data_by_hand),
     "by hand, assigned": each_by_hand(by_assignment),
     "by hand, copied": each_by_hand(
@@ -379,5 +381,3 @@ def population(names: Sequence[str] | None = None) -> dict[str, Any]:
         if end != "exact":
             told[f"{name}, {'wrapped' if is_wrapped else 'plain'}"] = (end, said[:300])
     return {"counts": dict(counts), "told": told}
-
-

@@ -24,6 +24,8 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
+#: What the name of a gradient begins with, before that of its parameter.
+GRADIENT_OF = "the gradient of "
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad.__get__
 
@@ -229,6 +231,6 @@ def new_gradient(parameter: AbsentTensor) -> AbsentTensor:
     with about.keeper.fake_mode:
         fake = torch.empty_like(about.fake, requires_grad=False)
     made = vacant(fake, parameter.device).as_subclass(AbsentTensor)
-    names = frozenset({f"the gradient of {_named(parameter)}"})
+    names = frozenset({f"{GRADIENT_OF}{_named(parameter)}"})
     made.absent = Absent(about.keeper, fake, names, Source(like=fake), version_of(fake))
     return made

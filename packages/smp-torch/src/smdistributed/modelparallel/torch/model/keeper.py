@@ -10,8 +10,9 @@ import torch
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.absence import following
-from smdistributed.modelparallel.torch.absence.notes import REMEDY
+from smdistributed.modelparallel.torch.absence.notes import REMEDY, shortened
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
+from smdistributed.modelparallel.torch.absence.tensors import GRADIENT_OF
 from smdistributed.modelparallel.torch.absence.values import Question, answer
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -58,6 +59,16 @@ class ModelsKeeper:
             UnsupportedError: the ranks cannot compute it together.
         """
         runtime = self._runtime
+        if runtime.shares_gradients and any(
+            each.startswith(GRADIENT_OF) for each in question.names
+        ):
+            raise UnsupportedError(
+                f"{question.what} asks for {shortened(question.names)}, which is on another "
+                "partition, where with shard_optimizer_state or sharded data parallelism no rank "
+                "of this pipeline needs to have it: update by an optimizer in "
+                "smp.DistributedOptimizer, clip by smp.clip_grad_norm_, and change gradients in "
+                "place, on every rank (gradient.mul_)."
+            )
         exchange = functools.partial(
             runtime.communicator.allgather, group=CommGroup.PP_GROUP, purpose="values of parameters"
         )

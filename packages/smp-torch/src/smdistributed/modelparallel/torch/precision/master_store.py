@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.sharding.parameter import (
     ShardedParameter,
@@ -202,16 +203,18 @@ class MasterStore:
 
     def forget_gradients(self, set_to_none: bool) -> None:
         """Clears the gradients of the parameters that the script gave, and of masters."""
-        for parameter in (each for group in self.groups for each in group):
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
+        parameters = [each for group in self.groups for each in group]
+        with cleared_unseen(parameters if set_to_none else ()):
+            for parameter in parameters:
                 gradient = parameter.grad
-                if gradient.grad_fn is not None:
-                    gradient.detach_()
-                gradient.zero_()
+                if gradient is None:
+                    continue
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    if gradient.grad_fn is not None:
+                        gradient.detach_()
+                    gradient.zero_()
         self.release_gradients()
 
     def release_gradients(self) -> None:

@@ -238,7 +238,7 @@ class FP16_Optimizer(MasterUpdate):  # noqa: N801 - the name that scripts know
             SMPError: a backward pass was not made by ``model.backward``.
         """
         for model in self._models():
-            has_gradients = any(each.grad is not None for each in model.parameters())
+            has_gradients = any(gradient_here(each) is not None for each in model.parameters())
             if has_gradients and model.scaled_by is not scale and not scale.is_one:
                 raise SMPError(
                     "under fp16 losses are differentiated by model.backward(loss), which applies "

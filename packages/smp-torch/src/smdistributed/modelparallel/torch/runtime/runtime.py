@@ -149,6 +149,12 @@ class TorchRuntime(Runtime):
         """Returns the DistributedOptimizers that exist, in order of creation."""
         return _alive(self.optimizers)
 
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether of replicas one has a gradient, or each a part of it."""
+        has_owners = self.config.shard_optimizer_state and self.topology.dp_size > 1
+        return has_owners or self.sharding_groups is not None
+
     def models_trained_by(self, optimizer: torch.optim.Optimizer) -> list[Model]:
         """Returns the models of which an optimizer holds parameters."""
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}

@@ -26,21 +26,18 @@ class AbsentGradients:
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
-        config = runtime.config
-        #: Of replicas, or of a sharding group, one rank has a gradient, or each a part of it.
-        self._is_sharded = config.shard_optimizer_state or runtime.sharding_groups is not None
         self._known: weakref.WeakKeyDictionary[Prepared, _Names] = weakref.WeakKeyDictionary()
         self._before: _Names = frozenset()
 
     def begin(self, prepared: Prepared, models: Sequence[DistributedModel]) -> None:
         """Notes what has gradients before a step."""
         hide_gradients(False)
-        if prepared not in self._known and not self._is_sharded:
+        if prepared not in self._known:
             self._before = _with_gradients(models)
 
     def end(self, prepared: Prepared, models: Sequence[DistributedModel]) -> None:
         """Gives absent parameters their gradients. Collective: PP_GROUP, the first times."""
-        if self._is_sharded or not models:
+        if not models:
             return
         names = self._known.get(prepared)
         if names is None:
