@@ -226,17 +226,19 @@ def name_places(model: nn.Module) -> None:
 def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
     """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
     distributed = [each for each in model.modules() if isinstance(each, DistributedModule)]
-    split = {
-        id(parameter)
+    shapes = {
+        id(parameter): kept.shape
         for module in distributed
         for attribute, parameter in module._parameters.items()
-        if module.slice_of(attribute) is not None
+        if (kept := module.slice_of(attribute)) is not None
     }
     slots = {
         module: [
-            SliceSlot(module, attribute, f"{prefix}.{attribute}".lstrip("."))
+            SliceSlot(
+                module, attribute, f"{prefix}.{attribute}".lstrip("."), shapes[id(parameter)]
+            )
             for attribute, parameter in module._parameters.items()
-            if id(parameter) in split  # one that is tied is there twice
+            if id(parameter) in shapes  # one that is tied is there twice
         ]
         for prefix, module in model.named_modules(prefix=name)
     }

@@ -3,10 +3,11 @@
 A distributed module knows that its parameters are slices; the code around it does not. A norm, a
 shape or a product of a slice would be silently those of a part. So while a model or a step function
 runs, slices have a class of their own: each function of torch that gets one goes through
-``__torch_function__``, which refuses all but what a slice and the whole have in common. They stay
-the same objects. The forward of a distributed module has its slices as they are, and so have
-backward passes, in which autograd and hooks of the library use them, and compilers, which ask what
-they are before they come to the code that reads them.
+``__torch_function__``, which refuses all but what a slice and the whole have in common. Code that
+is not Python's asks no class, so their data is such that no kernel can read it (``unreadable``), in
+the shape of the whole. They stay the same objects. The forward of a distributed module has its
+slices as they are, and so have backward passes, in which autograd and hooks of the library use
+them, and compilers, which ask what they are before they come to the code that reads them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,29 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     is_compiler_loaded,
     never_compiled,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensor,
+    past_all_modes,
+    pytree,
+    unseen,
+)
+from smdistributed.modelparallel.torch.compat.private.unreadable import Unreadable
 
 
 class SliceSlot(NamedTuple):
-    """A parameter of a module that is a slice, and its name in the model."""
+    """A parameter of a module that is a slice.
+
+    Attributes:
+        module: that has it.
+        attribute: in the module.
+        name: in the model.
+        shape: of the whole.
+    """
 
     module: nn.Module
     attribute: str
     name: str
+    shape: tuple[int, ...]
 
 
 class SliceReadError(UnsupportedError):
@@ -63,26 +78,41 @@ class SliceGuard:
         self.call = _call_with_slices
         self.behind: Mapping[tuple[nn.Module, str], torch.Tensor] = {}
 
+        self._refused: SliceReadError | None = None
+
     def name_of(self, tensor: object) -> str | None:
         """Returns the name of a slice in the model."""
-        return next((name for each, name in self.tensors() if each is tensor), None)
+        return next((slot.name for each, slot in self.tensors() if each is tensor), None)
 
-    def tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yields what is there of the slices at present, and their names."""
-        for module, attribute, name in self.slots:
-            here = module._parameters.get(attribute)
-            for each in (here, self.behind.get((module, attribute))):
+    def tensors(self) -> Iterator[tuple[torch.Tensor, SliceSlot]]:
+        """Yields what is there of the slices at present."""
+        for slot in self.slots:
+            here = slot.module._parameters.get(slot.attribute)
+            for each in (here, self.behind.get((slot.module, slot.attribute))):
                 if each is not None:
-                    yield each, name
+                    yield each, slot
+
+    def note(self, refused: SliceReadError) -> None:
+        """Takes note of an error that is raised in code that is not Python's."""
+        self._refused = refused
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Inside, the model runs."""
+        """Inside, the model runs.
+
+        Raises:
+            SliceReadError: for what was refused in code that makes errors of another kind of it.
+        """
         self.call = frame_left_alone(_call_with_slices)
-        guarded = _guard(each for each, _ in self.tensors())
+        guarded = _guard((each, slot.shape) for each, slot in self.tensors())
         _running.append(self)
+        self._refused = None
         try:
             yield
+        except RuntimeError as error:
+            if self._refused is None or isinstance(error, SliceReadError):
+                raise
+            raise self._refused from error
         finally:
             _running.remove(self)
             _let_go(guarded)
@@ -105,11 +135,13 @@ def slices_guarded(guards: Iterable[SliceGuard]) -> Iterator[None]:
 @contextlib.contextmanager
 def slices_as_they_are() -> Iterator[None]:
     """Inside, the library itself uses the slices of models that run."""
-    lifted = _let_go(each for guard in _running for each, _ in guard.tensors())
+    found = [each for guard in _running for each in guard.tensors()]
+    shapes = {id(each): slot.shape for each, slot in found}
+    lifted = _let_go(each for each, _ in found)
     try:
         yield
     finally:
-        _guard(lifted)
+        _guard((each, shapes[id(each)]) for each in lifted)
 
 
 def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,26 +161,47 @@ def _call_with_slices(
 ) -> Any:
     # One frame: compilers leave it alone, and would take those of functions that it calls.
     lifted = []
-    for guard in _running:
-        for inner, attribute, _ in guard.inside.get(module, ()):
-            tensor: Any = inner._parameters.get(attribute)
-            kind: Any = type(tensor)
-            if issubclass(kind, GuardedSlice):
-                tensor.__class__ = kind.kind
-                lifted.append((tensor, kind))
+    with unseen():
+        for guard in _running:
+            for slot in guard.inside.get(module, ()):
+                tensor: Any = slot.module._parameters.get(slot.attribute)
+                kind: Any = type(tensor)
+                if issubclass(kind, GuardedSlice):
+                    tensor.__class__ = kind.kind
+                    data = vars(tensor).pop(_ITSELF, None)
+                    if data is not None:
+                        data, tensor.data = tensor.data, data
+                    lifted.append((tensor, kind, data))
     try:
         return forward(module, *args, **kwargs)
     finally:
-        for tensor, kind in lifted:
-            tensor.__class__ = kind
+        with unseen():
+            for tensor, kind, data in lifted:
+                if data is not None:
+                    vars(tensor)[_ITSELF], tensor.data = tensor.data, data
+                tensor.__class__ = kind
 
 
-def _guard(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Has functions of torch refuse tensors; returns those that were not refused before."""
+#: Where a tensor that cannot be read keeps its data.
+_ITSELF = "_smp_slice"
+
+
+def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Has functions of torch refuse tensors; returns those that were not refused before.
+
+    Args:
+        tensors: slices, and the shapes of the whole.
+    """
     changed = []
-    for tensor in tensors:
-        kind = type(tensor)
-        if not issubclass(kind, GuardedSlice):
+    with past_all_modes():
+        for tensor, shape in tensors:
+            kind = type(tensor)
+            if issubclass(kind, GuardedSlice):
+                continue
+            # Fakes have no numbers; shards and what comes later are read by way of their class.
+            if kind is nn.Parameter and not tensor.is_meta:
+                data = _unreadable().data_for(shape, tensor.dtype, tensor.device)
+                vars(tensor)[_ITSELF], tensor.data = tensor.data, data
             tensor.__class__ = _guarded(kind)
             changed.append(tensor)
     return changed
@@ -157,12 +210,42 @@ def _guard(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Has functions of torch take tensors as they are; returns those that were refused before."""
     changed = []
-    for tensor in tensors:
-        kind = type(tensor)
-        if issubclass(kind, GuardedSlice):
-            tensor.__class__ = kind.kind
-            changed.append(tensor)
+    with past_all_modes():
+        for tensor in tensors:
+            kind = type(tensor)
+            if issubclass(kind, GuardedSlice):
+                tensor.__class__ = kind.kind
+                data = vars(tensor).pop(_ITSELF, None)
+                if data is not None:
+                    tensor.data = data
+                changed.append(tensor)
     return changed
+
+
+@functools.cache
+def _unreadable() -> Unreadable:
+    """Returns what makes slices unreadable."""
+    return Unreadable(_refuse_kernel)
+
+
+def _refuse_kernel(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stands for a kernel that is given a slice.
+
+    Raises:
+        SliceReadError: it is no kernel of a backward pass that the script has started by itself.
+    """
+    if is_in_backward():
+        with slices_as_they_are():
+            if not any(map(_is_unreadable, pytree.tree_leaves((args, kwargs)))):
+                return operation(*args, **kwargs)
+    refused = _refusal(operation, args, kwargs)
+    for guard in _running:
+        guard.note(refused)
+    raise refused
+
+
+def _is_unreadable(obj: object) -> bool:
+    return isinstance(obj, torch.Tensor) and _unreadable().has_made(obj)
 
 
 def _of(names: str) -> frozenset[Any]:
