@@ -94,8 +94,12 @@ def test_behaviour_in_a_pipeline(worlds: Worlds, case: str) -> None:
     run(worlds, WORLDS["pp2-tp2"], run_pipelined, case)
 
 
-def run_reads(first: int, stride: int) -> dict[tuple[str, str], int]:
-    return weight_reads.population(first, stride)
+def run_reads(first: int, stride: int, *, by_roads: bool = False) -> dict[tuple[str, str], int]:
+    return weight_reads.population(first, stride, by_roads=by_roads)
+
+
+def run_roads(first: int, stride: int) -> dict[tuple[str, str], int]:
+    return run_reads(first, stride, by_roads=True)
 
 
 def run_reads_of(name: str, *args: str) -> Any:
@@ -113,6 +117,22 @@ def test_reads_of_weights_are_exact_or_refused(worlds: Worlds, stride: int) -> N
 def test_reads_of_weights_in_a_pipeline(worlds: Worlds, stride: int) -> None:
     for found in run(worlds, WORLDS["pp2-tp2"], run_reads, 0, stride, timeout=280):
         assert set(found) == {("others", "refused"), ("harmless", "exact")}
+
+
+ENDS_OF_ROADS = {("others", end) for end in ("exact", "refused", "not in PyTorch")}
+
+
+@pytest.mark.parametrize(
+    ("world", "stride"),
+    [
+        pytest.param("tp2", 1, marks=pytest.mark.slow),
+        ("tp2", 29),
+        pytest.param("pp2-tp2", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_no_road_to_a_kernel_reads_a_slice(worlds: Worlds, world: str, stride: int) -> None:
+    for found in run(worlds, WORLDS[world], run_roads, 5, stride, timeout=280):
+        assert set(found) <= ENDS_OF_ROADS
 
 
 @pytest.mark.parametrize("module", weight_reads.OTHERS)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kernel_roads import ROADS
 from tensor_cases import SIZES, WIDTH, alone, compare_gradients
 from torch import nn
 from torch.nn import functional as F
@@ -204,6 +205,10 @@ class Body:
         return loss.detach(), torch.as_tensor(after).detach().float()
 
 
+class NoReferenceError(Exception):
+    """Plain PyTorch itself cannot do what a case does."""
+
+
 class Pair:
     """A split model and plain PyTorch beside it."""
 
@@ -241,14 +246,20 @@ class Pair:
             found.append((float(loss), float(more)))
         return found
 
+    def _by_plain(self, function: Callable[[], Any]) -> Any:
+        with alone():
+            try:
+                return function()
+            except RuntimeError as error:
+                raise NoReferenceError from error
+
     def compare(self) -> None:
         """Compares a step of both.
 
         Raises:
             UnsupportedError: the step is refused.
         """
-        with alone():
-            wanted = self.expected()
+        wanted = self._by_plain(self.expected)
         self.model.zero_grad()
         losses, more = self._train(self.model, self.states)
         got = list(zip(map(float, losses.outputs), map(float, more.outputs), strict=True))
@@ -258,8 +269,7 @@ class Pair:
     def evaluate(self) -> None:
         """Compares an evaluation outside of steps."""
         with torch.no_grad():
-            with alone():
-                wanted = self.plain(self.states)
+            wanted = self._by_plain(lambda: self.plain(self.states))
             torch.testing.assert_close(self.model(self.states), wanted)
 
 
@@ -272,6 +282,8 @@ def outcome(function: Callable[[], None]) -> str:
         return "refused" if re.search(rule, str(error)) else "refused for another reason"
     except AssertionError:
         return "wrong"
+    except NoReferenceError:
+        return "not in PyTorch"
     except (RuntimeError, ValueError) as error:  # of shapes that do not fit, say
         return type(error).__name__
     return "exact"
@@ -300,7 +312,15 @@ def tried_in_body(pair: Pair, read: Read, place: str, moment: str) -> None:
         pair.given(moment, None)
 
 
-def cases() -> Iterator[tuple[str, Callable[[Pair], None]]]:
+def on_a_road(name: str) -> Read:
+    return lambda linear: ROADS[name](linear.weight)
+
+
+#: Reads by roads that no function of torch is told of.
+BY_ROADS: dict[str, Read] = {name: on_a_road(name) for name in ROADS}
+
+
+def cases(kinds: dict[str, Read]) -> Iterator[tuple[str, Callable[[Pair], None]]]:
     """Yields kinds of reads, and what tries them in one place and at one moment."""
     moments = ["a step", "recomputed"]
     if smp.pp_size() == 1:
@@ -309,26 +329,32 @@ def cases() -> Iterator[tuple[str, Callable[[Pair], None]]]:
         (FORWARDS, tried_in_forward, moments),
         (BODIES, tried_in_body, ["before", "after"]),
     ):
-        for kind, place, when in itertools.product(KINDS, places, whens):
+        for kind, place, when in itertools.product(kinds, places, whens):
             if kind == "bias" and place == "sibling" and smp.pp_size() > 1:
                 continue  # of a module on another partition, as any parameter of it
-            yield kind, functools.partial(tried, read=KINDS[kind], place=place, moment=when)
+            yield kind, functools.partial(tried, read=kinds[kind], place=place, moment=when)
 
 
-def population(first: int = 0, stride: int = 1) -> dict[tuple[str, str], int]:
+def population(
+    first: int = 0, stride: int = 1, *, by_roads: bool = False
+) -> dict[tuple[str, str], int]:
     """Tries cases; returns how often harmless reads and others came to which end.
 
     Args:
         first: of those to try.
         stride: from one to the next.
+        by_roads: those that no function of torch is told of.
     """
     pair = Pair(Net)
     found: Counter[tuple[str, str]] = Counter()
-    for kind, tried in itertools.islice(cases(), first, None, stride):
+    kinds = BY_ROADS if by_roads else KINDS
+    for kind, tried in itertools.islice(cases(kinds), first, None, stride):
         if smp.pp_size() > 1:  # what a module does that stays whole is recorded once
             pair = Pair(Net)
         end = outcome(functools.partial(tried, pair))
         found["harmless" if kind in HARMLESS else "others", end] += 1
+        if end not in ("exact", "refused", "not in PyTorch"):
+            print(f"{kind} {tried.keywords}: {end}")
     pair.compare()  # nothing is left behind
     return dict(found)
 

@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
 from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_in
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import guarded_when_recomputed
 
 
 def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) -> None:
@@ -44,6 +45,8 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         if runtime.sharding_groups is not None:
             runtime.replacements.enter_context(scripted_functions_seen())
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
+        if runtime.topology.tp_size > 1:
+            runtime.replacements.enter_context(guarded_when_recomputed())
         runtime.replacements.enter_context(additions_adopted(runtime))
         runtime.replacements.enter_context(compiled_inside())
         runtime.replacements.enter_context(original_forward())

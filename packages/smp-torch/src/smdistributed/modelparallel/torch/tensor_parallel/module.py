@@ -234,9 +234,7 @@ def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
     }
     slots = {
         module: [
-            SliceSlot(
-                module, attribute, f"{prefix}.{attribute}".lstrip("."), shapes[id(parameter)]
-            )
+            SliceSlot(module, attribute, f"{prefix}.{attribute}".lstrip("."), shapes[id(parameter)])
             for attribute, parameter in module._parameters.items()
             if id(parameter) in shapes  # one that is tied is there twice
         ]

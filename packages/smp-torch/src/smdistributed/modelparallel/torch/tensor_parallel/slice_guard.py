@@ -22,6 +22,11 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import is_in_backward
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+)
 from smdistributed.modelparallel.torch.compat.private.compiled import (
     frame_left_alone,
     is_being_compiled,
@@ -34,7 +39,10 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
     unseen,
 )
-from smdistributed.modelparallel.torch.compat.private.unreadable import Unreadable
+from smdistributed.modelparallel.torch.compat.private.unreadable import (
+    Unreadable,
+    is_about_unreadable,
+)
 
 
 class SliceSlot(NamedTuple):
@@ -110,7 +118,9 @@ class SliceGuard:
         try:
             yield
         except RuntimeError as error:
-            if self._refused is None or isinstance(error, SliceReadError):
+            if is_about_unreadable(error):
+                raise _refusal("code that asks for its memory", None, None) from error
+            if self._refused is None:
                 raise
             raise self._refused from error
         finally:
@@ -142,6 +152,34 @@ def slices_as_they_are() -> Iterator[None]:
         yield
     finally:
         _guard((each, shapes[id(each)]) for each in lifted)
+
+
+def guarded_when_recomputed() -> contextlib.AbstractContextManager[None]:
+    """Has what activation checkpointing computes again, in backward passes, read no slices either.
+
+    What it asks of a slice then must be answered as in the forward pass.
+    """
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not (_running and is_in_backward()):
+                return function(*args, **kwargs)
+            found = ((each, slot.shape) for guard in _running for each, slot in guard.tensors())
+            refused = _guard(found)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _let_go(refused)
+
+        return call
+
+    def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+        return (
+            lambda function, *args, **kwargs: around(guarded(function), *args, **kwargs),
+            lambda function, *args: reentrant(guarded(function), *args),
+        )
+
+    return checkpointing_replaced(replace)
 
 
 def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +339,21 @@ def _class_of(kind: type[torch.Tensor], is_compiler_loaded: bool) -> Any:
 
 def _name_of(tensor: object) -> str:
     names = (guard.name_of(tensor) for guard in _running)
-    return next((name for name in names if name is not None), "a parameter")
+    return next((name for name in names if name is not None), "") or _name_by_shape(tensor)
+
+
+def _name_by_shape(tensor: object) -> str:
+    """Returns the names of the slices that a tensor without a class may come from."""
+    found = [slot for guard in _running for slot in guard.slots]
+    if isinstance(tensor, torch.Tensor):
+        found = [slot for slot in found if slot.shape == tensor.shape] or found
+    names = list(dict.fromkeys(slot.name for slot in found))
+    more = f" or one of {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+    return " or ".join(names[:_MOST_NAMES]) + more or "a parameter"
+
+
+#: That a message lists.
+_MOST_NAMES = 3
 
 
 def refuse_reads(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> None:
@@ -322,7 +374,9 @@ def refuse_reads(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> No
 
 def _refusal(func: Any, args: Any, kwargs: Any) -> SliceReadError:
     found = next(_slices_in((args, kwargs)), None)
-    what = torch.overrides.resolve_name(func) or getattr(func, "__name__", func)
+    what = func
+    if not isinstance(func, str):
+        what = torch.overrides.resolve_name(func) or getattr(func, "__name__", func)
     name = _name_of(found)
     return SliceReadError(
         f"{what} was given {name} while the model ran, and each tensor-parallel rank has a slice "
@@ -333,8 +387,8 @@ def _refusal(func: Any, args: Any, kwargs: Any) -> SliceReadError:
     )
 
 
-def _slices_in(structure: Any) -> Iterator[GuardedSlice]:
-    if isinstance(structure, GuardedSlice):
+def _slices_in(structure: Any) -> Iterator[torch.Tensor]:
+    if isinstance(structure, GuardedSlice) or _is_unreadable(structure):
         yield structure
     elif isinstance(structure, dict):
         yield from _slices_in(list(structure.values()))

@@ -41,6 +41,7 @@ __all__ = [
     "TorchDispatchMode",
     "flop_registry",
     "pytree",
+    "unseen",
 ]
 
 #: What fakes raise where a result depends on data.
@@ -53,8 +54,8 @@ _num_function_modes: Callable[[], int] = _C._len_torch_function_stack
 _function_mode: Callable[[int], Any] = _C._get_function_stack_at
 _num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _innermost_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-#: A context in which no function mode and no subclass sees functions of torch. It is one of C: where
-#: a compiler leaves a frame alone, it would take those of functions that this calls.
+#: A context in which no function mode and no subclass sees functions of torch. It is written in C:
+#: where a compiler leaves a frame alone, it would take those of functions that this calls.
 unseen: Any = _C.DisableTorchFunction
 _tracing_state: Callable[[], Any] = _C._get_tracing_state
 #: Whether autocast is on for any type of device.

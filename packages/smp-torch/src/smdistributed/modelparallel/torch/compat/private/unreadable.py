@@ -1,12 +1,13 @@
 """Tensors that no kernel of PyTorch can read, beyond its public API.
 
 Such a tensor has a shape, a type and a device, and a key by which PyTorch's dispatcher finds a
-function of ours before any kernel, whoever calls: Python, TorchScript, a transform of ``torch.func``
-or code in C++. It has no memory, and whoever asks for its address is refused by PyTorch itself.
+function of ours before any kernel, whoever calls: Python, TorchScript, a transform of
+``torch.func`` or code in C++. It has no memory: PyTorch itself refuses who asks for its address.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,25 @@ import torch
 
 #: PyTorch keeps it for tests: no device and no feature of it has this key.
 _KEY = "TESTING_ONLY_GenericWrapper"
+_key: Any = torch._C._parse_dispatch_key(_KEY)
+_Library: Any = torch.library.Library
 #: Gets an operation, and what it was called with by position and by keyword.
 Refusal = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+#: In what PyTorch says to code that asks for the memory of a tensor that has none, and to compilers
+#: that copy it with its gradient, whose shape it has not.
+_IN_MESSAGES = (
+    "Cannot access data pointer",
+    "access the data pointer",
+    "data is not allocated",
+    "attempting to assign a gradient of size",
+)
+
+
+def is_about_unreadable(error: RuntimeError) -> bool:
+    """Whether an error is PyTorch's own, to code that is given an unreadable tensor."""
+    return any(each in str(error) for each in _IN_MESSAGES)
 
 
 class _Hollow(torch.Tensor):
@@ -28,7 +46,7 @@ class _Hollow(torch.Tensor):
 
 
 class Unreadable:
-    """Makes tensors unreadable; there is one in a process.
+    """Makes tensors unreadable.
 
     Args:
         refusal: called in the place of an operation that is given such a tensor; its result is
@@ -36,16 +54,14 @@ class Unreadable:
     """
 
     def __init__(self, refusal: Refusal) -> None:
-        self._keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))
-        self._everything = torch.library.Library("_", "IMPL")
-        self._everything.fallback(lambda op, *args, **kwargs: refusal(op, args, kwargs), _KEY)
-        # Asked when data is assigned, which is how tensors are made unreadable, and readable.
-        self._assigning = torch.library.Library("aten", "IMPL")
-        self._assigning.impl(
-            "_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, _KEY
-        )
-
+        self._keys = torch._C.DispatchKeySet(_key)
         self._data: dict[tuple[object, ...], torch.Tensor] = {}
+        self._refusals = _refusals()
+        self._refusals.append(refusal)
+
+    def close(self) -> None:
+        """Ends it; no tensor is unreadable any more."""
+        self._refusals.pop()
 
     def data_for(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -59,7 +75,7 @@ class Unreadable:
         """
         form = shape, dtype, device
         if form not in self._data:
-            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made = torch.Tensor._make_wrapper_subclass(
                 _Hollow, shape, dtype=dtype, device=device, _extra_dispatch_keys=self._keys
             )
             torch._C._set_throw_on_mutable_data_ptr(made)
@@ -68,4 +84,21 @@ class Unreadable:
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is unreadable now."""
-        return torch._C._dispatch_keys(tensor).has(torch._C._parse_dispatch_key(_KEY))
+        return torch._C._dispatch_keys(tensor).has(_key)
+
+
+@functools.cache
+def _refusals() -> list[Refusal]:
+    """Has the dispatcher call the last one of a list for what has the key; returns the list."""
+    found: list[Refusal] = []
+    everything = _Library("_", "IMPL")
+    everything.fallback(lambda operation, *args, **kwargs: found[-1](operation, args, kwargs), _KEY)
+    # Asked when data is assigned, which is how tensors are made unreadable, and readable.
+    assigning = _Library("aten", "IMPL")
+    assigning.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, _KEY)
+    _KEPT.extend((everything, assigning))
+    return found
+
+
+#: What is registered lives as long as these.
+_KEPT: list[Any] = []
