@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,19 @@ def scaled(start: torch.Tensor, scale: Scale) -> torch.Tensor:
     return (start * scale).to(start.dtype)
 
 
-def differentiate(tensors: Any, grad_tensors: Any, scale: Scale) -> None:
+def differentiate(
+    tensors: Any,
+    grad_tensors: Any,
+    scale: Scale,
+    backward: Callable[..., None] = torch.autograd.backward,
+) -> None:
     """Does what ``torch.autograd.backward`` does, of losses that count by ``scale``.
 
     Args:
         tensors: a tensor or a list of some.
         grad_tensors: the gradients that they start with, likewise; None for scalars.
         scale: by what they count.
+        backward: makes the pass, as torch's does.
     """
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
@@ -41,4 +48,4 @@ def differentiate(tensors: Any, grad_tensors: Any, scale: Scale) -> None:
         else scaled(start, scale)
         for tensor, start in zip(tensors, grad_tensors or [None] * len(tensors), strict=True)
     ]
-    torch.autograd.backward(tensors, starts)
+    backward(tensors, starts)

@@ -49,6 +49,7 @@ from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
+from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
@@ -136,6 +137,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             args, kwargs = self.module.module.cast(args), self.module.module.cast(kwargs)
         if self._runtime.current_step is not None:
             return self.get_module()(*args, **kwargs)
+        if self._runtime.tensor_group.passes is not None:
+            self._runtime.tensor_group.passes.called_outside()
         with slices_guarded([self.holder.fakes.slice_guard]), self._called_outside_steps():
             return self.get_module()(*args, **kwargs)
 
@@ -187,7 +190,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             )
         else:
             scale = self.apply_loss_scale()
-            differentiate(tensors, grad_tensors, 1.0 if scale is None else scale)
+            passes = self._runtime.tensor_group.passes or PassesAlone()
+            differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, passes.backward)
 
     def apply_loss_scale(self) -> torch.Tensor | None:
         """Returns what losses are multiplied by, and notes that the gradients to come carry it.

@@ -64,6 +64,7 @@ def crossed(
     total, normed, *rest = _Crossed.apply(  # type: ignore[no-untyped-call]
         share, hidden, bias, norm.weight, norm.bias, norm.eps, group.handle, sizes, gathers
     )
+    group.exchanged(total)
     return Crossed(total, normed, rest[0] if gathers else None)
 
 

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     offloading_of,
 )
 from smdistributed.modelparallel.torch.stepping.results import combine
+from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
@@ -64,6 +65,7 @@ class EagerStep:
         self.is_differentiating = False
         self.set_gradients = SetGradients(lambda: (), is_part=False)
         self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
+        self._together = runtime.tensor_group.passes or PassesAlone()
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
 
@@ -78,7 +80,7 @@ class EagerStep:
             model.refresh()
         self._learn_draws(models)
         random = runtime.random
-        random.begin(runtime.tensor_group.agreed(draw_step_seed()))
+        random.begin(runtime.tensor_group.begin_step(draw_step_seed()))
         results = []
         self._reached = {}
         is_part = len(calls) > 1 or any(each.data_parallel.reduces for each in models)
@@ -95,31 +97,45 @@ class EagerStep:
                 self._offloaded(len(calls), saving),
                 slices_guarded(model.holder.fakes.slice_guard for model in models),
                 engine_replaced(stand_in(self)),
+                self._together.in_step(self._serving),
             ):
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
                         self._usual_calls = self._calls
                     self._calls = 0
+                    self._together.leave_microbatch()
                     self._microbatch, self._weight = microbatch, weight
                     self._is_last = microbatch == len(calls) - 1
                     self._enter_pass(backward=False)
                     with self._own_draws():
                         results.append(self._result(call))
                     self.set_gradients.check()
+                has_gradients = self._have_gradients(models)
         finally:
             runtime.current_step = None
             if not random.end():
                 self._flags = None
-        for model in models:
-            # A backward pass through one model can reach another.
-            has_gradients = model in self._reached or model.data_parallel.has_gradients
-            if has_gradients:
+        for model, has in zip(models, has_gradients, strict=True):
+            if has:
                 model.data_parallel.end_step()
             model.take_growth()
-            if has_gradients:
+            if has:
                 model.run_post_step_hooks()
         self._usual_calls = self._calls
         return combine(results, weights, detach=self._detach_outputs)
+
+    def _have_gradients(self, models: Sequence[DistributedModel]) -> list[bool]:
+        """Returns which models the step has differentiated, on any rank that computes with this.
+
+        Collective: TP_GROUP.
+        """
+        # A backward pass through one model can reach another.
+        here = [each in self._reached or each.data_parallel.has_gradients for each in models]
+        is_by_others = self.runtime.tensor_group.end_step(here)
+        return [
+            own or each.data_parallel.has_gradients or other
+            for own, each, other in zip(here, models, is_by_others, strict=True)
+        ]
 
     def _result(self, call: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
         """Calls the user's function for one microbatch."""
@@ -138,7 +154,9 @@ class EagerStep:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
         scale = self._scale_of(model)
-        self.differentiate(lambda: differentiate(tensors, grad_tensors, scale))
+        self.differentiate(
+            lambda: differentiate(tensors, grad_tensors, scale, self._together.backward)
+        )
 
     def _scale_of(self, model: DistributedModel) -> Scale:
         scale: Scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
@@ -189,6 +207,23 @@ class EagerStep:
                 self.is_differentiating = False
         self._enter_pass(backward=False)
         return result
+
+    def start(self, tensors: Any, starts: Any) -> None:
+        """Does what ``torch.autograd.backward`` does, on all ranks that compute together."""
+        self._together.backward(tensors, starts)
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Inside, a backward pass runs of which the script of other ranks alone knows."""
+        self._enter_pass(backward=True)
+        for each in models_of(self.runtime):
+            each.data_parallel.enter_pass(frozenset())
+        was_differentiating, self.is_differentiating = self.is_differentiating, True
+        try:
+            yield
+        finally:
+            self.is_differentiating = was_differentiating
+        self._enter_pass(backward=False)
 
     def _enter_pass(self, *, backward: bool) -> None:
         """Says which pass is computed next."""

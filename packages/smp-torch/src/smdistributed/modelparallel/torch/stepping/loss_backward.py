@@ -33,6 +33,9 @@ class Stepping(Protocol):
     def differentiate(self, run: Callable[[], Any]) -> Any:
         """Runs a backward pass of the microbatch in progress."""
 
+    def start(self, tensors: Any, starts: Any) -> None:
+        """Does what ``torch.autograd.backward`` does, on all ranks that compute together."""
+
 
 def stand_in(step: Stepping) -> Callable[..., Any]:
     """Returns what differentiates in the body of a step; see ``engine_replaced``."""
@@ -43,6 +46,7 @@ def stand_in(step: Stepping) -> Callable[..., Any]:
         starts: Any,
         keeps_graph: bool,
         makes_graph: bool,
+        inputs: Any,
         *args: Any,
         accumulate_grad: bool,
         **options: Any,
@@ -53,6 +57,7 @@ def stand_in(step: Stepping) -> Callable[..., Any]:
                 starts,
                 keeps_graph,
                 makes_graph,
+                inputs,
                 *args,
                 accumulate_grad=accumulate_grad,
                 **options,
@@ -63,9 +68,15 @@ def stand_in(step: Stepping) -> Callable[..., Any]:
         if not accumulate_grad:
             step.set_gradients.note()
             return differentiate(starts)
+
+        def run_pass(starts: Any) -> Any:
+            if keeps_graph or makes_graph or inputs:  # then it is compared as it runs
+                return differentiate(starts)
+            return step.start(tensors, starts)
+
         scale = step.scale_of_losses()
         if isinstance(scale, float) and scale == 1.0:
-            return step.differentiate(lambda: differentiate(starts))
+            return step.differentiate(lambda: run_pass(starts))
         if makes_graph:
             raise UnsupportedError(
                 "backward(create_graph=True) in a step function of several microbatches leaves "
@@ -73,7 +84,7 @@ def stand_in(step: Stepping) -> Callable[..., Any]:
                 "by torch.autograd.grad(loss, parameters, create_graph=True)."
             )
         own = tuple(None if each is None else scaled(each, scale) for each in starts)
-        return step.differentiate(lambda: differentiate(own))
+        return step.differentiate(lambda: run_pass(own))
 
     return run
 

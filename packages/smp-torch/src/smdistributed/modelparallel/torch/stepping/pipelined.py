@@ -113,7 +113,7 @@ class PipelinedStep:
             batch = self._inputs.agree(
                 args,
                 kwargs,
-                self.runtime.tensor_group.agreed(draw_step_seed()),
+                self.runtime.tensor_group.begin_step(draw_step_seed()),
                 self._passes.recall,
             )
             if self._replays is not None:

@@ -23,9 +23,10 @@ def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tenso
     """Own examples, all channels -> all examples, all channels; gradients are summed."""
     if group.size == 1:
         return tensor
+    tensor = group.like_others(tensor)
     if group.is_prescaled:
-        return _apply(_Copy, tensor, group.handle)
-    return _apply(_Gather, tensor, group.handle, sizes)
+        return _apply(group, _Copy, tensor)
+    return _apply(group, _Gather, tensor, sizes)
 
 
 def leave(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -33,17 +34,18 @@ def leave(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tenso
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_Sum, tensor, group.handle)
-    return _apply(_Scatter, tensor, group.handle, sizes)
+        return _apply(group, _Sum, tensor)
+    return _apply(group, _Scatter, tensor, sizes)
 
 
 def to_channels(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Own examples, all channels -> all examples, own channels."""
     if group.size == 1:
         return tensor
+    tensor = group.like_others(tensor)
     if group.is_prescaled:
-        return _apply(_TakeChannels, tensor, group.handle)
-    return _apply(_ToChannels, tensor, group.handle, sizes)
+        return _apply(group, _TakeChannels, tensor)
+    return _apply(group, _ToChannels, tensor, sizes)
 
 
 def to_examples(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -51,15 +53,15 @@ def to_examples(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch
     if group.size == 1:
         return tensor
     if group.is_prescaled:
-        return _apply(_JoinChannels, tensor, group.handle)
-    return _apply(_ToExamples, tensor, group.handle, sizes)
+        return _apply(group, _JoinChannels, tensor)
+    return _apply(group, _ToExamples, tensor, sizes)
 
 
 def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
     """The own slice of a weight along the last dim -> the weight."""
     if group.size == 1:
         return slice_
-    return _apply(_Whole, slice_, group.handle)
+    return _apply(group, _Whole, slice_)
 
 
 def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -69,9 +71,8 @@ def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Te
     return group.collectives.gather(tensor, sizes)
 
 
-def _apply(function: Any, *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)
-    return result
+def _apply(group: TensorGroup, function: Any, tensor: torch.Tensor, *sizes: Sizes) -> torch.Tensor:
+    return group.exchanged(function.apply(tensor, group.handle, *sizes))
 
 
 def _joined(collectives: Collectives, tensor: torch.Tensor) -> torch.Tensor:

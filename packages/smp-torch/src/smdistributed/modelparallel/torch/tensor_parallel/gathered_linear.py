@@ -114,7 +114,7 @@ def entered_linear(group: TensorGroup, given: Entered, map_: Map) -> torch.Tenso
     if given.own is None:
         return sliced_linear(group, given.everyones, *map_)
     share, handle = group.share_of_gradient, group.handle
-    return _apply(given.everyones, *map_, share, given.own, handle, given.sizes)
+    return group.exchanged(_apply(given.everyones, *map_, share, given.own, handle, given.sizes))
 
 
 def fused(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Map:

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream
+from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import BackwardPasses
+from smdistributed.modelparallel.torch.tensor_parallel.words import Moment, Words
 
 
 class Lanes(Protocol):
@@ -51,10 +52,12 @@ class _Known:
     Attributes:
         sizes: the examples of each rank.
         all_can_slice: whether each of them can compute in slices.
+        needs_gradient: whether the examples of one of them need a gradient.
     """
 
     sizes: tuple[int, ...]
     all_can_slice: bool
+    needs_gradient: bool
 
 
 class TensorGroup:
@@ -88,6 +91,13 @@ class TensorGroup:
         self.keeps_gathered = keeps_gathered
         self.stream = stream or ExchangeStream(torch.device("cpu"))
         self._known: list[_Known] = []
+        #: What is said and compared; None where there is one rank.
+        self.words: Words | None = None
+        self.passes: BackwardPasses | None = None
+        if collectives is not None:
+            self.words = Words(collectives)
+            self.passes = BackwardPasses(collectives, self.words, is_prescaled=is_prescaled)
+        self._calling = ""
         #: The forms of calls that all ranks know, by a number for each; for ``auto``.
         self.known_calls: dict[int, Any] = {}
 
@@ -101,9 +111,42 @@ class TensorGroup:
         """What a rank's examples count for in the gradient of a slice that sees all of them."""
         return 1.0 if self.is_prescaled else 1.0 / self.size
 
-    def agreed(self, number: int) -> int:
-        """Returns the number that the first rank of the group gives. Collective: TP_GROUP."""
-        return self.everyones([number])[0][0]
+    def begin_step(self, seed: int) -> int:
+        """Returns the seed that the first rank of the group gives. Collective: TP_GROUP."""
+        return seed if self.words is None else self.words.say(Moment.BEGIN, "", [seed])[0][0]
+
+    def end_step(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns which flags are set on any rank; all give as many. Collective: TP_GROUP."""
+        if self.words is None:
+            return list(flags)
+        everyones = self.words.say(Moment.END, "", list(map(int, flags)))
+        return [any(each[place] for each in everyones) for place in range(len(flags))]
+
+    def call(self, who: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers that all ranks call a module with. Collective: TP_GROUP.
+
+        Args:
+            who: is called.
+            numbers: at most ``words.LENGTH``.
+        """
+        assert self.words is not None
+        assert self.passes is not None
+        everyones = self.words.say(Moment.CALL, who, numbers)
+        self.passes.call()
+        self._calling = who
+        return everyones
+
+    def exchanged(self, result: torch.Tensor) -> torch.Tensor:
+        """Takes note of the result of an exchange, which has one of gradients; returns it."""
+        if self.passes is not None:
+            self.passes.note(result, self._calling)
+        return result
+
+    def like_others(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns own examples, which need a gradient if those of another rank do."""
+        if tensor.requires_grad or not (self._known and self._known[-1].needs_gradient):
+            return tensor
+        return tensor.detach().requires_grad_()
 
     def everyones(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all ranks, as many from each. Collective: TP_GROUP."""
@@ -178,7 +221,7 @@ class TensorGroup:
         if self._known and self._known[-1].sizes[self.rank] == own:
             known = self._known[-1]
         elif self.size == 1 or is_fake(tensor):
-            known = _Known((own,) * self.size, False)
+            known = _Known((own,) * self.size, False, False)
         else:
             known, found = self._find(who, tensor, masks, about, can_slice)
         self._known.append(known)
@@ -192,11 +235,14 @@ class TensorGroup:
     ) -> tuple[_Known, list[torch.Tensor | None]]:
         own = tensor.shape[0]
         kind = f"{who} on examples of shape {tuple(tensor.shape[1:])}, {tensor.dtype}{about}"
-        numbers = [own, zlib.crc32(kind.encode()), int(can_slice)]
+        if not torch.is_grad_enabled():
+            kind += ", without gradients"
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        numbers = [own, zlib.crc32(kind.encode()), int(can_slice), int(needs_gradient)]
         start = len(numbers)
         for mask in masks:
             numbers += _dims_of(mask)
-        everyones = self.collectives.compare(numbers)
+        everyones = self.call(who, numbers)
         sizes = tuple(each[0] for each in everyones)
         if any(each[1] != numbers[1] for each in everyones):
             self.refuse("must call the same distributed modules in the same way", kind)
@@ -213,7 +259,8 @@ class TensorGroup:
                 self.refuse("must give masks of one number of dims", f"{text}: {kind}")
             widest = [max(each) for each in zip(*theirs, strict=True)]
             common.append(_widened(mask, widest, tensor))
-        return _Known(sizes, all(each[2] for each in everyones)), common
+        needs_gradient = any(each[3] for each in everyones)
+        return _Known(sizes, all(each[2] for each in everyones), needs_gradient), common
 
     def refuse(self, rule: str, mine: str) -> None:
         """Raises an error with what each rank has received. Collective: TP_GROUP.
@@ -221,9 +268,8 @@ class TensorGroup:
         Raises:
             SMPError: always.
         """
-        everyones = self.collectives.compare_texts(mine)
-        listed = "; ".join(f"tp_rank {rank}: {text}" for rank, text in enumerate(everyones))
-        raise SMPError(f"the ranks of a tensor-parallel group {rule}; received {listed}.")
+        assert self.words is not None
+        self.words.refuse(rule, mine)
 
 
 def _dims_of(mask: torch.Tensor | None) -> list[int]:

@@ -21,7 +21,10 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.backward import is_in_backward
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    is_in_backward,
+    when_backward_ends,
+)
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
@@ -152,6 +155,14 @@ def slices_as_they_are() -> Iterator[None]:
         yield
     finally:
         _guard((each, shapes[id(each)]) for each in lifted)
+
+
+def lift_in_this_pass() -> None:
+    """Has a backward pass that a script has started by itself use slices as they are, to its end."""
+    if _running:
+        stack = contextlib.ExitStack()
+        stack.enter_context(slices_as_they_are())
+        when_backward_ends(stack.close)
 
 
 def guarded_when_recomputed() -> contextlib.AbstractContextManager[None]:

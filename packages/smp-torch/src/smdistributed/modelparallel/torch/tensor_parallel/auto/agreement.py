@@ -77,7 +77,7 @@ def agreed(
     form = zlib.crc32(f"{call.structure}{call.holes}{_plain(call)}".encode())
     head = [about, form, int(has_changed), len(sizes)]
     first = [*head, *sizes[:_SIZES], *[0] * (_SIZES - len(sizes))]
-    everyones = group.collectives.compare(first)
+    everyones = group.call(who, first)
     if any(each[0] != about for each in everyones):
         group.refuse(
             "must call the same distributed modules in the same way",

@@ -32,6 +32,7 @@ def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[t
     if group.is_prescaled:
         return [enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1])]
     found: Any = _ToLanes.apply(tensor, group.handle, shapes)  # type: ignore[no-untyped-call]
+    group.exchanged(found[0])
     return list(found)
 
 
@@ -40,7 +41,7 @@ def summed(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
     if group.is_prescaled:
         return leave(group, lanes[0], [])
     found: torch.Tensor = _Summed.apply(group.handle, *lanes)  # type: ignore[no-untyped-call]
-    return found
+    return group.exchanged(found)
 
 
 def joined(group: TensorGroup, lanes: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -48,7 +49,7 @@ def joined(group: TensorGroup, lanes: Sequence[torch.Tensor], dim: int) -> torch
     if group.is_prescaled:
         return to_examples(group, lanes[0].movedim(dim, -1), []).movedim(-1, dim)
     found: torch.Tensor = _Joined.apply(group.handle, dim, *lanes)  # type: ignore[no-untyped-call]
-    return found
+    return group.exchanged(found)
 
 
 def _gathered(

@@ -1,0 +1,281 @@
+"""Backward passes through modules that ranks compute together.
+
+The exchanges of a backward pass are those of the forward pass in reverse, where autograd comes to
+them: a rank whose loss leaves out a module leaves out its exchanges, and the next ones of its peers
+would meet others. So before a pass begins autograd is asked which exchanges it will reach, and
+ranks compare. Those that lack some start gradients of zeros there; then all have the same, in the
+same order, since autograd goes by the order of the forward pass. What is added up is what one
+process would add up.
+
+It costs a word a pass, on the host, and a question to autograd an exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    backward_pass_id,
+    is_in_backward,
+    num_outputs,
+    will_be_reached,
+    zeros_for,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    lift_in_this_pass,
+    slices_as_they_are,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.words import Moment, Words
+
+Tensors = Sequence[torch.Tensor]
+#: Exchanges, by number: the same on all ranks.
+Numbers = frozenset[int]
+Serving = Callable[[], contextlib.AbstractContextManager[object]]
+_RULE = "must differentiate the same modules in the same order, since they compute them together"
+_NO_PART = (
+    f"{_RULE}: gradients of zeros stand for what a loss leaves out, but not for what has been "
+    "differentiated before, or was computed without gradients"
+)
+
+
+class _DifferError(Exception):
+    """Leaves a pass that has not begun, since those of other ranks reach other exchanges.
+
+    Args:
+        missing: what this one lacks.
+    """
+
+    def __init__(self, missing: Numbers) -> None:
+        super().__init__()
+        self.missing = missing
+
+
+class PassesAlone:
+    """The backward passes of a rank that computes its modules alone; see ``BackwardPasses``."""
+
+    backward = staticmethod(torch.autograd.backward)
+
+    def in_step(self, serving: Serving) -> contextlib.AbstractContextManager[None]:
+        """See ``BackwardPasses.in_step``."""
+        return contextlib.nullcontext()
+
+    def leave_microbatch(self) -> None:
+        """See ``BackwardPasses.leave_microbatch``."""
+
+
+class BackwardPasses:
+    """The backward passes of a tensor-parallel group, and the exchanges that they may reach.
+
+    Args:
+        collectives: between the ranks.
+        words: of the group.
+        is_prescaled: the ranks bring the same examples, so their passes are the same.
+    """
+
+    def __init__(self, collectives: Collectives, words: Words, *, is_prescaled: bool) -> None:
+        self._collectives = collectives
+        self._words = words
+        self._is_prescaled = is_prescaled
+        self._is_in_step = self._notes = self._is_left = False
+        self._nodes: dict[int, Callable[[], Node | None]] = {}
+        self._names: dict[int, str] = {}
+        self._count = 0
+        #: The passes of autograd that ranks have agreed on.
+        self._agreed: set[int] = set()
+        self._serving: Serving = contextlib.nullcontext
+        #: A pass is being started that ranks will agree on.
+        self._is_starting = False
+        words.join = self._join
+
+    # ------------------------------------------------------------------ forward passes
+
+    @contextlib.contextmanager
+    def in_step(self, serving: Serving) -> Iterator[None]:
+        """Inside, a step runs as it is written, and its graphs live as long as a microbatch.
+
+        Args:
+            serving: a context for the passes that other ranks make alone.
+        """
+        self._forget()
+        self._is_in_step, self._notes, self._serving = True, True, serving
+        try:
+            yield
+        finally:
+            self._is_in_step, self._notes, self._serving = False, False, contextlib.nullcontext
+            self._forget()
+
+    def leave_microbatch(self) -> None:
+        """Takes note that the graphs so far are of no use to this rank any more."""
+        self._is_left = True
+
+    def call(self) -> None:
+        """Takes note that all ranks go on with a call."""
+        if self._is_left and not is_in_backward():  # what is computed again belongs to a pass
+            self._forget()
+
+    def called_outside(self) -> None:
+        """Takes note that the model is called outside of steps: graphs live as long as they do."""
+        self._notes = True
+        for number, node in list(self._nodes.items()):
+            if node() is None:
+                del self._nodes[number]
+
+    def note(self, result: torch.Tensor, name: str) -> None:
+        """Takes note of what an exchange has given, of a module of a name."""
+        if not self._notes or is_in_backward():
+            return
+        self._count += 1
+        self._names[self._count] = name
+        node = result.grad_fn
+        if node is None:
+            return
+        kept = node
+        self._nodes[self._count] = (lambda: kept) if self._is_in_step else weakref.ref(node)
+        node.register_prehook(self._check)
+
+    def _forget(self) -> None:
+        self._is_left = False
+        self._nodes.clear()
+        self._names.clear()
+        self._agreed.clear()
+
+    # ------------------------------------------------------------------ backward passes
+
+    def backward(self, tensors: Tensors, starts: Sequence[torch.Tensor | None]) -> None:
+        """Does what ``torch.autograd.backward`` does, together. Collective: TP_GROUP.
+
+        Raises:
+            SMPError: the ranks differentiate what they cannot differentiate together.
+        """
+        if self._nodes:
+            self._differentiate(tensors, starts, frozenset())
+        else:
+            torch.autograd.backward(tensors, starts)  # type: ignore[arg-type]
+
+    def _join(self) -> None:
+        """Takes part in a pass of others with zeros. Collective: TP_GROUP."""
+        missing = self._missing(frozenset())
+        if missing is not None:
+            with self._serving(), slices_as_they_are():
+                self._differentiate([], [], missing)
+
+    def _differentiate(
+        self, tensors: Tensors, starts: Sequence[torch.Tensor | None], zeros: Numbers
+    ) -> None:
+        nodes = [get_gradient_edge(each).node for each in tensors if each.requires_grad]
+        reached = None
+        if not zeros:
+            try:
+                reached = self._attempt(tensors, starts, nodes, retains=False)
+            except _DifferError as error:
+                zeros = error.missing
+        while reached is None:
+            edges = [edge for each in sorted(zeros) for edge in _edges_of(self._node(each))]
+            roots = [*nodes, *(each.node for each in edges)]
+            given = [*starts, *map(zeros_for, edges)]
+            try:
+                # Who differs now may come later to what the others do now.
+                self._attempt([*tensors, *edges], given, roots, retains=True)
+                return
+            except _DifferError as error:
+                zeros = zeros | error.missing
+        for number in reached:
+            del self._nodes[number]
+
+    def _attempt(
+        self,
+        roots: Sequence[torch.Tensor | GradientEdge],
+        starts: Sequence[torch.Tensor | None],
+        nodes: Sequence[Node],
+        *,
+        retains: bool,
+    ) -> Numbers:
+        """Makes a pass if all ranks reach the same exchanges in it; returns these.
+
+        Raises:
+            _DifferError: they do not; nothing was done.
+        """
+        reached: list[Numbers] = []
+
+        def begin(gradients: object) -> None:
+            if not reached:
+                self._is_starting = False
+                reached.append(self._reached())
+                missing = self._missing(reached[0])
+                if missing is not None:
+                    raise _DifferError(missing)
+                self._agreed.add(backward_pass_id())
+
+        hooks = [each.register_prehook(begin) for each in dict.fromkeys(nodes)]
+        self._is_starting = True
+        try:
+            torch.autograd.backward(roots, starts, retain_graph=retains or None)  # type: ignore[arg-type]
+        finally:
+            self._is_starting = False
+            for hook in hooks:
+                hook.remove()
+        return reached[0]
+
+    def _check(self, gradients: object) -> None:
+        """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
+        if not self._is_starting and backward_pass_id() not in self._agreed:
+            self._missing(self._reached(), can_start_again=False)
+            lift_in_this_pass()
+            self._agreed.add(backward_pass_id())
+
+    def _node(self, number: int) -> Node:
+        node = self._nodes[number]()
+        assert node is not None
+        return node
+
+    def _reached(self) -> Numbers:
+        """Returns the exchanges that the pass in progress will reach."""
+        found = ((number, node()) for number, node in self._nodes.items())
+        return frozenset(
+            number for number, node in found if node is not None and will_be_reached(node)
+        )
+
+    def _missing(self, reached: Numbers, *, can_start_again: bool = True) -> Numbers | None:
+        """Returns what a pass lacks that those of other ranks reach; None if all reach the same.
+
+        Collective: TP_GROUP.
+
+        Raises:
+            SMPError: a rank has no part in what others reach.
+        """
+        own = sorted(reached)
+        word = [zlib.crc32(repr(own).encode()), int(can_start_again)]
+        everyones = self._words.say(Moment.BACKWARD, self._named(reached), word)
+        if all(each[0] == word[0] for each in everyones):
+            return None
+        if self._is_prescaled:
+            self._refuse(f"{_RULE}, as prescaled_batch is on", reached)
+        if not all(each[1] for each in everyones):
+            self._refuse(
+                f"{_RULE}; start passes by model.backward, which makes up for less", reached
+            )
+        here = sorted(number for number, node in self._nodes.items() if node() is not None)
+        texts = self._collectives.compare_texts(json.dumps([own, here]))
+        listed = [json.loads(each) for each in texts]
+        union: Numbers = frozenset().union(*(each[0] for each in listed))
+        if any(not union <= set(each[1]) for each in listed):
+            self._refuse(_NO_PART, reached)
+        return union - reached
+
+    def _refuse(self, rule: str, reached: Numbers) -> None:
+        self._words.refuse(rule, self._named(reached))
+
+    def _named(self, reached: Numbers) -> str:
+        return ", ".join(dict.fromkeys(self._names[each] for each in sorted(reached))) or "nothing"
+
+
+def _edges_of(node: Node) -> list[GradientEdge]:
+    return [GradientEdge(node, number) for number in range(num_outputs(node))]
