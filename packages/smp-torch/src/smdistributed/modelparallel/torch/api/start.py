@@ -47,6 +47,8 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         if runtime.topology.tp_size > 1:
             runtime.replacements.enter_context(guarded_when_recomputed())
+        if runtime.tensor_group.passes is not None:
+            runtime.replacements.enter_context(runtime.tensor_group.passes.noting_checkpoints())
         runtime.replacements.enter_context(additions_adopted(runtime))
         runtime.replacements.enter_context(compiled_inside())
         runtime.replacements.enter_context(original_forward())

@@ -29,6 +29,12 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     will_be_reached,
     zeros_for,
 )
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+)
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     lift_in_this_pass,
     slices_as_they_are,
@@ -91,6 +97,9 @@ class BackwardPasses:
         #: The passes of autograd that ranks have agreed on.
         self._agreed: set[int] = set()
         self._serving: Serving = contextlib.nullcontext
+        #: Exchanges whose part of a graph has been let go of by a pass.
+        self._spent: set[int] = set()
+        self._is_called_again = False
         #: A pass is being started that ranks will agree on.
         self._is_starting = False
         words.join = self._join
@@ -130,7 +139,7 @@ class BackwardPasses:
 
     def note(self, result: torch.Tensor, name: str) -> None:
         """Takes note of what an exchange has given, of a module of a name."""
-        if not self._notes or is_in_backward():
+        if not self._notes or (is_in_backward() and not self._is_called_again):
             return
         self._count += 1
         self._names[self._count] = name
@@ -141,11 +150,42 @@ class BackwardPasses:
         self._nodes[self._count] = (lambda: kept) if self._is_in_step else weakref.ref(node)
         node.register_prehook(self._check)
 
+    def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
+        """Has calls count that are made again in backward passes, and differentiated there."""
+
+        def again(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                self._is_called_again = is_in_backward()
+                try:
+                    return function(*args)
+                finally:
+                    self._is_called_again = False
+
+            return call
+
+        def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+            def call(function: Callable[..., Any], *args: Any) -> Any:
+                before = self._count
+                result = reentrant(again(function), *args)
+                if self._count > before:
+                    tensors = (
+                        each
+                        for each in pytree.tree_leaves(result)
+                        if torch.is_tensor(each) and each.requires_grad
+                    )
+                    self.note(next(tensors, torch.empty(0)), "what is checkpointed")
+                return result
+
+            return around, call
+
+        return checkpointing_replaced(replace)
+
     def _forget(self) -> None:
         self._is_left = False
         self._nodes.clear()
         self._names.clear()
         self._agreed.clear()
+        self._spent.clear()
 
     # ------------------------------------------------------------------ backward passes
 
@@ -187,8 +227,7 @@ class BackwardPasses:
                 return
             except _DifferError as error:
                 zeros = zeros | error.missing
-        for number in reached:
-            del self._nodes[number]
+        self._spent |= reached
 
     def _attempt(
         self,
@@ -227,7 +266,9 @@ class BackwardPasses:
     def _check(self, gradients: object) -> None:
         """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
         if not self._is_starting and backward_pass_id() not in self._agreed:
-            self._missing(self._reached(), can_start_again=False)
+            reached = self._reached()
+            self._missing(reached, can_start_again=False)
+            self._spent |= reached
             lift_in_this_pass()
             self._agreed.add(backward_pass_id())
 
@@ -262,7 +303,8 @@ class BackwardPasses:
             self._refuse(
                 f"{_RULE}; start passes by model.backward, which makes up for less", reached
             )
-        here = sorted(number for number, node in self._nodes.items() if node() is not None)
+        alive = {number for number, node in self._nodes.items() if node() is not None}
+        here = sorted(alive - self._spent)
         texts = self._collectives.compare_texts(json.dumps([own, here]))
         listed = [json.loads(each) for each in texts]
         union: Numbers = frozenset().union(*(each[0] for each in listed))

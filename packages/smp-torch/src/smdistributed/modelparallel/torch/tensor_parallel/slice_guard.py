@@ -158,7 +158,7 @@ def slices_as_they_are() -> Iterator[None]:
 
 
 def lift_in_this_pass() -> None:
-    """Has a backward pass that a script has started by itself use slices as they are, to its end."""
+    """Has a backward pass that the script itself has started use slices as they are, to its end."""
     if _running:
         stack = contextlib.ExitStack()
         stack.enter_context(slices_as_they_are())
