@@ -13,10 +13,12 @@ It costs a word a pass, on the host, and a question to autograd an exchange.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -148,7 +150,7 @@ class BackwardPasses:
             return
         kept = node
         self._nodes[self._count] = (lambda: kept) if self._is_in_step else weakref.ref(node)
-        node.register_prehook(self._check)
+        node.register_prehook(functools.partial(self._check, node))
 
     def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
         """Has calls count that are made again in backward passes, and differentiated there."""
@@ -247,7 +249,7 @@ class BackwardPasses:
         def begin(gradients: object) -> None:
             if not reached:
                 self._is_starting = False
-                reached.append(self._reached())
+                reached.append(self._reached(nodes))
                 missing = self._missing(reached[0])
                 if missing is not None:
                     raise _DifferError(missing)
@@ -263,10 +265,10 @@ class BackwardPasses:
                 hook.remove()
         return reached[0]
 
-    def _check(self, gradients: object) -> None:
+    def _check(self, first: Node, gradients: object) -> None:
         """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
         if not self._is_starting and backward_pass_id() not in self._agreed:
-            reached = self._reached()
+            reached = self._reached([first])
             self._missing(reached, can_start_again=False)
             self._spent |= reached
             lift_in_this_pass()
@@ -277,11 +279,18 @@ class BackwardPasses:
         assert node is not None
         return node
 
-    def _reached(self) -> Numbers:
-        """Returns the exchanges that the pass in progress will reach."""
+    def _reached(self, roots: Sequence[Node]) -> Numbers:
+        """Returns the exchanges that the pass in progress will reach.
+
+        Args:
+            roots: where it begins, of which autograd does not tell.
+        """
+        begins = set(roots)
         found = ((number, node()) for number, node in self._nodes.items())
         return frozenset(
-            number for number, node in found if node is not None and will_be_reached(node)
+            number
+            for number, node in found
+            if node is not None and (node in begins or will_be_reached(node))
         )
 
     def _missing(self, reached: Numbers, *, can_start_again: bool = True) -> Numbers | None:

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
 from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     joined,
     summed,
@@ -135,12 +136,12 @@ class Found:
                     "Exclude it: smp.set_tensor_parallelism(module, enabled=False)."
                 )
             elif isinstance(value, nn.Module):
-                own._modules[attribute] = copy.deepcopy(value)
+                own._modules[attribute] = copied(value, {})
             elif value is MISSING:
                 vars(own).pop(attribute, None)
             else:
                 is_shared = type(value).__name__.endswith("Config")  # see ``copied_with``
-                vars(own)[attribute] = value if is_shared else copy.deepcopy(value)
+                vars(own)[attribute] = value if is_shared else copied(value, {})
         self.proofs = {}
 
     def proof_like(self, result: Call, otherwise: Proof) -> Proof:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -33,6 +33,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     TensorForm,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
+    activation_in,
+    tensors_kept_in,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import (
@@ -220,18 +224,26 @@ class _Trial:
             raise RefutedError("it changes its arguments")
         if buffers != _versions(whole):
             raise RefutedError("it changes its buffers")
+        kept = tensors_kept_in(whole)
+        _check_kept(activation_in(kept))
+        kept = {place: each.clone() for place, each in kept.items()}
         if not all(each.isfinite().all() for each in expected.tensors):
             raise _NoTrialError("it gives no finite numbers on random input")
         if not has_gradients:
             source = None
         weights = self._weights_like(expected.tensors)
         wanted = [*expected.tensors, *_gradients(source, expected.tensors, weights)]
-        tolerance = Tolerance(wanted, self._moved(arguments, source, weights))
+        number = len(wanted)
+        wanted += kept.values()
+        tolerance = Tolerance(wanted, self._moved(arguments, source, weights, kept))
         if known is None and any(map(tolerance.is_vague, range(len(wanted)))):
             raise RefutedError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes = [], []
         for rank in range(self.size):
-            found, dropped = self._tried_in_slices(rank, arguments, read)
+            found, dropped, kept_of_slice = self._tried_in_slices(rank, arguments, read)
+            for place, own in enumerate(kept, number):
+                if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
+                    _check_kept(own)
             results.append(found)
             shapes.append(dropped)
         if any(found.structure != expected.structure for found in results):
@@ -269,9 +281,13 @@ class _Trial:
         ]
 
     def _moved(
-        self, arguments: Any, source: torch.Tensor | None, weights: Sequence[torch.Tensor]
+        self,
+        arguments: Any,
+        source: torch.Tensor | None,
+        weights: Sequence[torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
     ) -> Iterator[list[torch.Tensor]]:
-        """Yields results and gradients of the whole, computed with errors."""
+        """Yields results and gradients of the whole, and what it keeps, computed with errors."""
         drawn = [*self.whole.parameters(), *Call(arguments).tensors, *weights]
         for seed in range(_MEASURED):
             with Rounding(drawn, seed):
@@ -279,11 +295,12 @@ class _Trial:
                 if [each.shape for each in results] != [each.shape for each in weights]:
                     raise RefutedError("rounding alone changes what it returns")
                 gradients = _gradients(source, results, weights)
-            yield [*results, *gradients]
+            now = tensors_kept_in(self.whole)
+            yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
     def _tried_in_slices(
         self, rank: int, arguments: Any, read: set[tuple[str, str]]
-    ) -> tuple[Call, list[tuple[int, ...]]]:
+    ) -> tuple[Call, list[tuple[int, ...]], dict[str, torch.Tensor]]:
         part = copied_with(self.whole, _as_it_is, torch.clone)
         with distributed_modules_in(_Pretended(self.size, rank)):
             gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
@@ -296,7 +313,12 @@ class _Trial:
             read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
-        return result
+        return *result, tensors_kept_in(part)
+
+
+def _check_kept(place: str | None) -> None:
+    if place is not None:
+        raise RefutedError(f"it keeps an activation, {place}, of which a rank would have a slice")
 
 
 def _source_of(arguments: Any) -> torch.Tensor | None:

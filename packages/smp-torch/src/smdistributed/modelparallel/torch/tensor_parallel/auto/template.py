@@ -6,7 +6,6 @@ tried is a copy, which a template without memory can make at any time.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map
 
 #: After so many random numbers those of a large weight repeat: to draw all takes minutes for a
@@ -106,4 +106,4 @@ def copied_with(
         for value in vars(inner).values():
             if type(value).__name__.endswith("Config"):
                 memo[id(value)] = value
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
