@@ -150,7 +150,7 @@ class BackwardPasses:
             return
         kept = node
         self._nodes[self._count] = (lambda: kept) if self._is_in_step else weakref.ref(node)
-        node.register_prehook(functools.partial(self._check, node))
+        node.register_prehook(functools.partial(self._check, weakref.ref(node)))
 
     def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
         """Has calls count that are made again in backward passes, and differentiated there."""
@@ -265,10 +265,11 @@ class BackwardPasses:
                 hook.remove()
         return reached[0]
 
-    def _check(self, first: Node, gradients: object) -> None:
+    def _check(self, first: Callable[[], Node | None], gradients: object) -> None:
         """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
         if not self._is_starting and backward_pass_id() not in self._agreed:
-            reached = self._reached([first])
+            node = first()
+            reached = self._reached([] if node is None else [node])
             self._missing(reached, can_start_again=False)
             self._spent |= reached
             lift_in_this_pass()
