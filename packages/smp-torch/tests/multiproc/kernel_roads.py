@@ -10,6 +10,7 @@ import ctypes
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -22,48 +23,54 @@ from torch.nn import functional as F
 Road = Callable[[torch.Tensor], Any]
 
 
+def script(function: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function)
+
+
 def squares(weight: torch.Tensor) -> torch.Tensor:
     return weight.pow(2).sum()
 
 
-@torch.jit.script
+@script
 def scripted(weight: torch.Tensor) -> torch.Tensor:
     return weight.pow(2).sum()
 
 
-@torch.jit.script
+@script
 def scripted_in_place(weight: torch.Tensor) -> torch.Tensor:
     made = torch.zeros(1)
     made += weight.abs().max()
     return made.sum()
 
 
-@torch.jit.script
+@script
 def scripted_shape(weight: torch.Tensor) -> float:
     return weight.shape[0] * 0.01 + weight.shape[1] * 0.001
 
 
-@torch.jit.script
+@script
 def scripted_size(weight: torch.Tensor) -> float:
     return (weight.size(0) * 10 + weight.size(1)) * 0.001
 
 
-@torch.jit.script
+@script
 def scripted_numel(weight: torch.Tensor) -> float:
     return weight.numel() * 0.0001 + len(weight) * 0.01
 
 
-@torch.jit.script
+@script
 def scripted_stride(weight: torch.Tensor) -> float:
     return weight.stride(0) * 0.01
 
 
-@torch.jit.script
+@script
 def scripted_branch(weight: torch.Tensor) -> float:
     return 0.5 if bool(weight.sum() > 0) else float(weight.mean())
 
 
-@torch.jit.script
+@script
 def scripted_fork(weight: torch.Tensor) -> torch.Tensor:
     return torch.jit.wait(torch.jit.fork(scripted, weight))
 
@@ -82,8 +89,14 @@ class Applied(nn.Module):
         return self.weight.square().mean()
 
 
-TRACED = torch.jit.trace(squares, torch.ones(2, 2))
-SCRIPTED_MODULE = torch.jit.script(Penalty())
+def traced(weight: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(squares, weight)
+
+
+TRACED = traced(torch.ones(2, 2))
+SCRIPTED_MODULE = script(Penalty())
 
 
 @torch.library.custom_op("roads::squares", mutates_args=())
@@ -210,7 +223,7 @@ ROADS: dict[str, Road] = {
     "script fork": scripted_fork,
     "script module": SCRIPTED_MODULE,
     "trace": TRACED,
-    "traced now": lambda weight: torch.jit.trace(squares, weight)(weight),
+    "traced now": lambda weight: traced(weight)(weight),
     "vmap": lambda weight: torch.func.vmap(torch.sum)(weight).square().sum(),
     "vmap of rows": lambda weight: torch.vmap(squares, in_dims=1)(weight).mean(),
     "grad": lambda weight: torch.func.grad(squares)(weight).abs().sum(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensor_cases import alone, local_part
+from tensor_cases import alone, local_part, slice_itself
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -263,7 +263,7 @@ class Training:
         wanted = dict(self.plain.named_parameters())
         for name, each in self.model.local_named_parameters():
             want = wanted[name].grad
-            got = None if each.grad is None else each.grad.clone()
+            got = None if each.grad is None else slice_itself(each.grad).clone()
             part = None if want is None else local_part(self.model, name, want).clone()
             self._found.append((f"{name} in step {step}", got, part))
 

@@ -13,7 +13,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tensor_cases import CAUSAL, LENGTH, SIZES, WIDTH, assert_near, language_model, lm_loss
+from tensor_cases import (
+    CAUSAL,
+    LENGTH,
+    SIZES,
+    WIDTH,
+    assert_near,
+    language_model,
+    lm_loss,
+    slice_itself,
+)
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -65,7 +74,7 @@ def gradients(
     for handle in handles:
         handle.remove()
     got = {
-        name: each.grad.clone()
+        name: slice_itself(each.grad).clone()
         for name, each in model.local_named_parameters()
         if each.grad is not None
     }

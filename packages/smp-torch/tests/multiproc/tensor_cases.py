@@ -196,14 +196,22 @@ def local_part(model: smp.DistributedModel, name: str, whole: torch.Tensor) -> t
     return taken(whole, own[name]) if name in own else whole
 
 
+def slice_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what a rank has of a tensor, which may be compared with a part of the whole."""
+    return tensor.as_subclass(torch.Tensor)
+
+
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Whether two tensors are equal, wherever each is."""
-    return torch.equal(got.to(want.device), want)
+    return torch.equal(slice_itself(got).to(want.device), slice_itself(want))
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, about: str, **tolerance: float) -> None:
     torch.testing.assert_close(
-        got.to(want.device), want, msg=lambda text: f"{about}: {text}", **tolerance
+        slice_itself(got).to(want.device),
+        slice_itself(want),
+        msg=lambda text: f"{about}: {text}",
+        **tolerance,
     )
 
 
@@ -211,7 +219,7 @@ def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, about: str,
     """Relative to the gradient itself, or where that is none but noise, to the model's."""
     assert got is not None, about
     assert want is not None, about
-    difference = (got.to(want.device) - want).norm().item()
+    difference = (slice_itself(got).to(want.device) - want).norm().item()
     assert difference <= TOLERANCE * max(want.norm().item(), 1e-3 * of), (about, difference, of)
 
 
@@ -221,7 +229,7 @@ def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None
     for name, parameter in model.local_named_parameters():
         want = expected[name].grad
         if want is None:
-            assert parameter.grad is None or not parameter.grad.any(), name
+            assert parameter.grad is None or not slice_itself(parameter.grad).any(), name
             continue
         assert_near(parameter.grad, local_part(model, name, want), name, of)
 

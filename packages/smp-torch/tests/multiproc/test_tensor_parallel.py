@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import other_passes
 import pytest
+import rest_reads
 import tensor_cases
 import tensor_transformers
 import weight_reads
@@ -133,6 +135,42 @@ ENDS_OF_ROADS = {("others", end) for end in ("exact", "refused", "not in PyTorch
 def test_no_road_to_a_kernel_reads_a_slice(worlds: Worlds, world: str, stride: int) -> None:
     for found in run(worlds, WORLDS[world], run_roads, 5, stride, timeout=280):
         assert set(found) <= ENDS_OF_ROADS
+
+
+def run_rest(auto: bool, stride: int) -> dict[str, int]:
+    return rest_reads.population(auto=auto, stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("auto", "stride"),
+    [(False, 29), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (False, True))],
+)
+def test_slices_between_steps_are_used_number_by_number(
+    worlds: Worlds, auto: bool, stride: int
+) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_rest, auto, stride):
+        assert set(found) == {"exact", "refused"}
+
+
+def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
+    return other_passes.population(model, first, stride)
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "stride"),
+    [
+        ("registered", 6, 61),
+        ("auto", 12, 151),
+        *(
+            pytest.param(model, first, 6, marks=pytest.mark.slow)
+            for model in ("registered", "auto")
+            for first in range(6)
+        ),
+    ],
+)
+def test_passes_of_ranks_that_differ(worlds: Worlds, model: str, first: int, stride: int) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_passes, model, first, stride, timeout=280):
+        assert set(found) <= {"exact", "refused", "not in PyTorch"}
 
 
 @pytest.mark.parametrize("module", weight_reads.OTHERS)

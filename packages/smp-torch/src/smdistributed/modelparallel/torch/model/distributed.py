@@ -54,6 +54,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import rest, wake
 
 
 class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
@@ -111,6 +112,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             follow_compiled(self.holder, self.compiled, self._compiled_calls)
             self.holder.place_whole()
             self._attach_replicas()
+            self.rest_slices()
 
     # ------------------------------------------------------------------ the user's calls
 
@@ -139,8 +141,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             return self.get_module()(*args, **kwargs)
         if self._runtime.tensor_group.passes is not None:
             self._runtime.tensor_group.passes.called_outside()
-        with slices_guarded([self.holder.fakes.slice_guard]), self._called_outside_steps():
-            return self.get_module()(*args, **kwargs)
+        self.wake_slices()
+        try:
+            with slices_guarded([self.holder.fakes.slice_guard]), self._called_outside_steps():
+                return self.get_module()(*args, **kwargs)
+        finally:
+            self.rest_slices()
 
     def _called_outside_steps(self) -> contextlib.AbstractContextManager[None]:
         shards = self.data_parallel.shards
@@ -313,6 +319,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Raises:
             PartitionError: a parameter is now shared between partitions.
         """
+        self.wake_slices()
         has_changed = self.holder.refresh()
         if has_changed and self.partitioned:
             self._beside_shards = self._find_beside_shards()
@@ -351,6 +358,15 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         if self.compiled.refresh() or has_changed:
             self.drawing.refresh()
             follow_compiled(self.holder, self.compiled, self._compiled_calls)
+
+    def wake_slices(self) -> None:
+        """Has parameters in slices used as they are, by this library."""
+        wake(each for each, _ in self.holder.fakes.slice_guard.tensors())
+
+    def rest_slices(self) -> None:
+        """Has parameters in slices refuse what does not work number by number."""
+        found = self.holder.fakes.slice_guard.tensors()
+        rest((each, slot.name) for each, slot in found)
 
     def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
         """Takes a module or parameter that code adds during a step; called before it is there.

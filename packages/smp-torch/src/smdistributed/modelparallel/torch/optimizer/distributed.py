@@ -227,6 +227,16 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._check_slices()
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
+        models = self._models()
+        for model in models:
+            model.wake_slices()
+        try:
+            return self._update(closure)
+        finally:
+            for model in models:
+                model.rest_slices()
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._masters is not None:
             return self._masters.step(closure)
         if closure is not None:

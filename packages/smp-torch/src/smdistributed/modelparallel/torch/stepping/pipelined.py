@@ -142,6 +142,8 @@ class PipelinedStep:
         for model in trained:
             model.data_parallel.end_step()
         self._absent_gradients.end(prepared, trained)
+        for model in models_of(self.runtime):
+            model.rest_slices()
         for model in trained:
             model.run_post_step_hooks()
         assert self._ran is not None

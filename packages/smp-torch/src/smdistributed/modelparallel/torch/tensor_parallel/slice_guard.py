@@ -199,10 +199,25 @@ def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _running:
-            return forward(self, *args, **kwargs)
+            return _call_awake(forward, self, args, kwargs)
         return _running[-1].call(forward, self, args, kwargs)
 
     return call
+
+
+def _call_awake(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls the forward of a module that no model has which runs, as of a copy of one."""
+    lifted = []
+    for each in module.parameters():
+        kind: Any = type(each)
+        if hasattr(kind, "kind"):
+            each.__class__ = kind.kind
+            lifted.append((each, kind))
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        for each, kind in lifted:
+            each.__class__ = kind
 
 
 def _call_with_slices(
