@@ -65,6 +65,9 @@ class Alike:
     def handle(self) -> Any:
         return self
 
+    def exchanged(self, result: torch.Tensor) -> torch.Tensor:
+        return result
+
     def gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return torch.cat([tensor] * self.size)
 

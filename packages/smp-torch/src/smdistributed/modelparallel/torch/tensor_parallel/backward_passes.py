@@ -200,7 +200,7 @@ class BackwardPasses:
         if self._nodes:
             self._differentiate(tensors, starts, frozenset())
         else:
-            torch.autograd.backward(tensors, starts)  # type: ignore[arg-type]
+            torch.autograd.backward(tensors, starts)
 
     def _join(self) -> None:
         """Takes part in a pass of others with zeros. Collective: TP_GROUP."""

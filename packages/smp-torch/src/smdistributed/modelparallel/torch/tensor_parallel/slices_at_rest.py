@@ -41,7 +41,8 @@ _LEAVING = {
     getattr(torch.Tensor, name)
     for name in ("numpy", "tolist", "__array__", "__dlpack__", "__contains__", "__len__")
 }
-_GRADIENT: Any = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_Tensor: Any = torch.Tensor
+_GRADIENT: Any = _Tensor.grad.__get__
 _PLAIN: Any = torch.Tensor.as_subclass
 
 
@@ -58,7 +59,7 @@ class SliceAtRest(torch.Tensor):
         """Is written as the slice without the class."""
         return _plain(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> Any:  # type: ignore[override]
+    def __deepcopy__(self, memo: Any) -> Any:
         """Is copied with its class."""
         made = _plain(self).__deepcopy__(memo)
         memo[id(self)] = made
@@ -130,7 +131,7 @@ def _run(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) ->
     return _taken(result, name) if func == _GRADIENT else result
 
 
-class _Pointwise(TorchDispatchMode):
+class _Pointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets operations have slices that work number by number, and refuses others.
 
     Args:
@@ -138,7 +139,7 @@ class _Pointwise(TorchDispatchMode):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -49,7 +49,7 @@ def lifted_by_transforms(pack: Callable[..., Any], unpack: Callable[..., Any]) -
 
 def will_be_reached(node: Node) -> bool:
     """Whether the backward pass that runs in this thread will come to a node of the graph."""
-    return _C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+    return _C._will_engine_execute_node(node)
 
 
 def num_outputs(node: Node) -> int:

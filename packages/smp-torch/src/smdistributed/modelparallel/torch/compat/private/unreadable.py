@@ -40,7 +40,9 @@ class _Hollow(torch.Tensor):
     """Has a key of the dispatcher that is given to others from it."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Is never asked: the key comes first."""
         raise AssertionError(func)
 
