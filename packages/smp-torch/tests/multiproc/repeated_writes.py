@@ -216,12 +216,13 @@ def _writers() -> Iterator[tuple[str, str]]:
                 yield f"torch.{name}", f"torch.{name}([{{receiver}}], {{arguments}})"
             elif name.endswith("_") and not name.startswith("_"):
                 yield f"{where}.{name}", f"{where}.{name}({{receiver}}, {{arguments}})"
+            elif inspect.isbuiltin(function):
+                if not name.startswith("_") and where != "F":
+                    code = f"torch.no_grad()({where}.{name})({{arguments}}, out={{receiver}})"
+                    yield f"out of {where}.{name}", code
             elif _takes(function, "inplace"):
                 code = f"{where}.{name}({{receiver}}, {{arguments}}, inplace=True)"
                 yield f"{where}.{name} in place", code
-            elif inspect.isbuiltin(function) and not name.startswith("_") and where != "F":
-                code = f"torch.no_grad()({where}.{name})({{arguments}}, out={{receiver}})"
-                yield f"out of {where}.{name}", code
     for name in dir(nn):
         if isinstance(getattr(nn, name), type) and _takes(getattr(nn, name).__init__, "inplace"):
             yield f"nn.{name} in place", f"nn.{name}({{arguments}}, inplace=True)({{receiver}})"
