@@ -438,8 +438,10 @@ class Recorder(TorchFunctionMode):
         if not torch.is_grad_enabled():
             yield
             return
+        # What is known writes to nothing.
+        is_new = self._now.values is not None
         with self._state.pausing():
-            watched = BuffersWatched(self._scene.buffers())
+            watched = BuffersWatched(self._scene.buffers() if is_new else ())
         with self._state.checkpointed(how):
             yield
         with self._state.pausing():
