@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from smdistributed.modelparallel.torch.compat.private.below import (
     is_of_unusable_tensor,
@@ -80,6 +81,19 @@ def test_it_is_operated_on_by_its_class(road: Callable[[Any], torch.Tensor]) -> 
     assert tensor.seen
     assert tensor.shape == (2, 3)
     assert tensor.stride() == (3, 1)
+
+
+def test_beside_tensors_with_a_dispatch_of_their_own() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    found = torch.nn.functional.linear(rows, lent())
+    torch.testing.assert_close(found.values(), torch.ones(3, 3) @ VALUES.T)
+
+
+def test_inside_modes() -> None:
+    with FlopCounterMode(display=False) as counter:
+        found = scripted(lent()) @ VALUES.T
+    torch.testing.assert_close(found, VALUES.sin() @ VALUES.T)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 2
 
 
 def test_gradients_arrive() -> None:

@@ -151,7 +151,7 @@ class NewCalls:
                 result = STAND_INS[target](*args, **kwargs) if target in STAND_INS else call()
         except DATA_DEPENDENT as error:
             return self._decide(entry, error)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
             if not self._state.leaf_depth and works_for_real(target, args, kwargs):
                 raise UnsupportedError(
                     f"{entry} cannot be recorded: {error} Put it into a module that stays whole, "

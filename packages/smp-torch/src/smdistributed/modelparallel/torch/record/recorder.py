@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import (
-    FakeTensor,
     FakeTensorMode,
     OpOverload,
     is_of_control_flow,
+    is_of_fakes,
     quiet_fakes,
 )
 from smdistributed.modelparallel.torch.record import strays
@@ -150,7 +150,7 @@ class Recorder(TorchFunctionMode):
                     ) from error
                 if PendingNumber.__name__ in str(error):
                     raise depends_on_values(f"code in {self._calls.where()}") from error
-                if FakeTensor.__name__ in str(error):
+                if is_of_fakes(error):
                     raise UnsupportedError(
                         f"code in {self._calls.where()} fails on the stand-ins of a recording: "
                         f"{error} Put it into a module that stays whole."

@@ -238,6 +238,15 @@ def _call_with_slices(
                     lifted.append((tensor, kind, data))
     try:
         return forward(module, *args, **kwargs)
+    except Exception as error:  # whatever torch says of nested tensors
+        if not any(torch.is_tensor(each) and each.is_nested for each in (*args, *kwargs.values())):
+            raise
+        raise UnsupportedError(
+            f"a {type(module).__name__} that tensor parallelism has split got a nested tensor, of "
+            "which ranks cannot exchange parts: give it a padded one (torch.nested."
+            "to_padded_tensor), or keep it whole, by smp.set_tensor_parallelism(module, "
+            "enabled=False) before smp.DistributedModel."
+        ) from error
     finally:
         with unseen():
             for tensor, kind, data in lifted:

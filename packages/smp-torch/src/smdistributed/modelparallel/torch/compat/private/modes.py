@@ -176,6 +176,15 @@ def is_of_control_flow(error: BaseException) -> bool:
     )
 
 
+def is_of_fakes(error: BaseException) -> bool:
+    """Tells whether code failed on a fake, and might not have on a tensor."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = None if frame is None else frame.tb_frame.f_globals.get("__name__")
+    return FakeTensor.__name__ in str(error) or place == FakeTensor.__module__
+
+
 def read_backend_switches() -> tuple[bool, ...]:
     """Returns which kinds of attention may be used, cuDNN's flags, and where TF32 may be used.
 
