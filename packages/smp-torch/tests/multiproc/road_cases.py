@@ -208,9 +208,9 @@ def population(first: int, stride: int) -> Told:
 
 
 def named(roads: Sequence[str]) -> Told:
-    """Tries some reads where shards are used alone, and where they are not."""
+    """Tries some roads in the forward of a module, and between steps."""
     return tried(
-        (each, READS[each], name, place)
+        (each, {**WRITES, **READS}[each], name, place)
         for each, (name, place) in itertools.product(
             roads,
             itertools.product(("weight", "bias"), ("in its module", "between steps")),
