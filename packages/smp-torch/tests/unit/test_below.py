@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.below import (
     is_of_unusable_tensor,
+    operated_by,
     past_operations,
     scripted_functions_seen,
     without_memory,
@@ -107,6 +109,28 @@ def test_it_has_no_memory_to_give(take: Callable[[Any], Any]) -> None:
     with past_operations(), pytest.raises(RuntimeError) as raised:
         take(lent().requires_grad_(False))
     assert is_of_unusable_tensor(raised.value)
+
+
+class Refused(torch.Tensor):
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        raise LookupError(func)
+
+
+@pytest.mark.parametrize(
+    ("operated", "error"), [({}, UnsupportedError), ({"operated": Refused}, LookupError)]
+)
+def test_what_shares_its_data_is_operated_on(operated: Any, error: Any) -> None:
+    tensor = torch.nn.Parameter(VALUES.clone())
+    tensor.data = without_memory((7, 2), tensor.dtype, tensor.device, **operated)
+    for each in (tensor, tensor.data):
+        assert each.shape == (7, 2)
+        with pytest.raises(error):
+            torch.nn.functional.linear(VALUES.T, each)
+    assert operated_by(tensor) is operated.get("operated", operated_by(tensor))
+    tensor.data = VALUES
+    assert operated_by(tensor) is None
+    assert tensor.sum() == VALUES.sum()
 
 
 def test_functions_of_torchscript_are_functions_of_torch() -> None:

@@ -4,8 +4,8 @@ A distributed module knows that its parameters are slices; the code around it do
 shape or a product of a slice would be silently those of a part. So while a model or a step function
 runs, slices have a class of their own: each function of torch that gets one goes through
 ``__torch_function__``, which refuses all but what a slice and the whole have in common. Code that
-is not Python's asks no class, so their data is such that no kernel can read it (``unreadable``), in
-the shape of the whole. They stay the same objects. The forward of a distributed module has its
+is not Python's asks no class, so their data is such that no kernel can read it (``below``), in the
+shape of the whole. They stay the same objects. The forward of a distributed module has its
 slices as they are, and so have backward passes, in which autograd and hooks of the library use
 them, and compilers, which ask what they are before they come to the code that reads them.
 """
@@ -25,6 +25,11 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     when_backward_ends,
 )
+from smdistributed.modelparallel.torch.compat.private.below import (
+    is_of_unusable_tensor,
+    operated_by,
+    without_memory,
+)
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
@@ -41,10 +46,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_all_modes,
     pytree,
     unseen,
-)
-from smdistributed.modelparallel.torch.compat.private.unreadable import (
-    Unreadable,
-    is_about_unreadable,
 )
 
 
@@ -121,7 +122,7 @@ class SliceGuard:
         try:
             yield
         except RuntimeError as error:
-            if is_about_unreadable(error):
+            if is_of_unusable_tensor(error) or _WITH_ITS_GRADIENT in str(error):
                 raise _refusal("code that asks for its memory", None, None) from error
             if self._refused is None:
                 raise
@@ -131,6 +132,8 @@ class SliceGuard:
             _let_go(guarded)
 
 
+#: In what torch says to compilers that copy a slice with its gradient, whose shape it has not.
+_WITH_ITS_GRADIENT = "attempting to assign a gradient of size"
 #: Of the models that run at present.
 _running: list[SliceGuard] = []
 
@@ -273,7 +276,7 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
                 continue
             # Fakes have no numbers; shards and what comes later are read by way of their class.
             if kind is nn.Parameter and not tensor.is_meta:
-                data = _unreadable().data_for(shape, tensor.dtype, tensor.device)
+                data = _vacant(shape, tensor.dtype, tensor.device)
                 vars(tensor)[_ITSELF], tensor.data = tensor.data, data
             tensor.__class__ = _guarded(kind)
             changed.append(tensor)
@@ -296,29 +299,16 @@ def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _unreadable() -> Unreadable:
-    """Returns what makes slices unreadable."""
-    return Unreadable(_refuse_kernel)
+def _vacant(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the data of slices while code may not read them, which those of one form share."""
+    return without_memory(shape, dtype, device, GuardedSlice)
 
 
-def _refuse_kernel(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stands for a kernel that is given a slice.
-
-    Raises:
-        SliceReadError: it is no kernel of a backward pass that the script has started by itself.
-    """
-    if is_in_backward():
-        with slices_as_they_are():
-            if not any(map(_is_unreadable, pytree.tree_leaves((args, kwargs)))):
-                return operation(*args, **kwargs)
-    refused = _refusal(operation, args, kwargs)
-    for guard in _running:
-        guard.note(refused)
-    raise refused
-
-
-def _is_unreadable(obj: object) -> bool:
-    return isinstance(obj, torch.Tensor) and _unreadable().has_made(obj)
+def _is_slice(obj: object) -> bool:
+    """Whether code may not read a tensor, as it is a slice, or the data of one."""
+    if isinstance(obj, GuardedSlice):
+        return True
+    return isinstance(obj, torch.Tensor) and operated_by(obj) is GuardedSlice
 
 
 def _of(names: str) -> frozenset[Any]:
@@ -343,6 +333,22 @@ class GuardedSlice(torch.Tensor):
     """The class of slices, beside their own, while a model runs; see the module."""
 
     kind: ClassVar[Any]
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuses an operation; see ``compat.private.below``.
+
+        Raises:
+            SliceReadError: it is none of a backward pass that the script has started by itself.
+        """
+        if is_in_backward():
+            with slices_as_they_are():
+                if not any(map(_is_slice, pytree.tree_leaves((args, kwargs)))):
+                    return func(*args, **kwargs)
+        refused = _refusal(func, args, kwargs)
+        for guard in _running:
+            guard.note(refused)
+        raise refused
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is."""
@@ -423,7 +429,7 @@ def _refusal(func: Any, args: Any, kwargs: Any) -> SliceReadError:
 
 
 def _slices_in(structure: Any) -> Iterator[torch.Tensor]:
-    if isinstance(structure, GuardedSlice) or _is_unreadable(structure):
+    if _is_slice(structure):
         yield structure
     elif isinstance(structure, dict):
         yield from _slices_in(list(structure.values()))

@@ -3,24 +3,27 @@
 ``__torch_function__`` sees what Python calls. TorchScript, transforms of torch.func, nested tensors
 and C++ come to the dispatcher by other ways, and that knows tensors by keys. So a tensor without
 memory here has a key that comes before all others, and that nothing of torch has a kernel for:
-each operation on it is handed to its class, before anything reads memory that is not there.
+each operation on it is handed to its class, before anything reads memory that is not there. Parts
+of parameters are such tensors: shards are gathered then, slices are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import pytree
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
 
 #: Reserved for others than PyTorch, who none of them is here.
 _KEY = "DeferredInit"
-_KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+_key: Any = torch._C._dispatch_key_parse(_KEY)
+_KEYS = torch._C.DispatchKeySet(_key)
 #: Parts of what torch says where it could not use a tensor without memory, or with a class of its
 #: own, and did not ask that class.
 _UNUSABLE = (
@@ -32,11 +35,8 @@ _UNUSABLE = (
     "all __torch_dispatch__ handlers returned NotImplemented",
     "requires that detach() returns an instance of the same type",
 )
-#: Operations that give a tensor other memory, or ask whether that can be.
-_READING_NOTHING = (
-    torch.ops.aten.set_data.default,
-    torch.ops.aten._has_compatible_shallow_copy_type.default,
-)
+#: Operations that give a tensor other memory, or ask whether that can be: they read none.
+_READING_NOTHING = ("aten::set_data", "aten::_has_compatible_shallow_copy_type")
 
 
 class Operated(Protocol):
@@ -56,21 +56,53 @@ class _Vacant(torch.Tensor):
     ) -> Any:
         raise NotImplementedError(func)
 
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuses an operation on what has no class that could run it.
 
-def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{func} got a parameter, or a gradient, of which other ranks have parts, by way of "
+            "its data: give compiled code what parameter.clone() returns, which has all of it."
+        )
+
+
+def without_memory(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    operated: type[Operated] = _Vacant,
+) -> torch.Tensor:
     """Returns what makes a tensor one without memory that is assigned to its ``data``.
 
     Args:
         shape: what is told about it.
         dtype: likewise.
         device: likewise.
+        operated: runs operations on what shares its data and is of no such class, as ``.data``.
     """
     _register()
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         _Vacant, shape, dtype=dtype, device=device, storage_size=0, _extra_dispatch_keys=_KEYS
     )
     torch._C._set_throw_on_mutable_data_ptr(made)
+    storage: Any = made.untyped_storage()
+    storage.operated = operated
     return made
+
+
+def operated_by(tensor: torch.Tensor) -> type[Operated] | None:
+    """Returns what operations on a tensor come to; None for a tensor that has memory."""
+    if not torch._C._dispatch_keys(tensor).has(_key):
+        return None
+    found: Any = type(tensor)
+    if not hasattr(found, "operate"):
+        with past_subclass_functions():
+            storage: Any = tensor.untyped_storage()
+        found = storage.operated
+    return found  # type: ignore[no-any-return]
 
 
 def past_operations() -> contextlib.AbstractContextManager[Any]:
@@ -99,7 +131,10 @@ def _register() -> list[Any]:
         space, _, operation = name.partition("::")
         if space not in libraries:
             libraries[space] = torch._C._dispatch_library("IMPL", space, _KEY)
-        libraries[space].impl(operation, _KEY, functools.partial(_operate_named, name))
+        run: Any = functools.partial(_operate_named, name)
+        if name in _READING_NOTHING:
+            run = torch.library.fallthrough_kernel
+        libraries[space].impl(operation, _KEY, run)
     return [fallback, *libraries.values()]
 
 
@@ -115,17 +150,11 @@ def _overload(name: str) -> Any:
 
 
 def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if func in _READING_NOTHING:
-        with past_operations():
-            return func(*args, **kwargs)
-    for each in pytree.tree_iter((args, kwargs)):
-        operate: Callable[..., Any] | None = getattr(type(each), "operate", None)
-        if operate is not None and isinstance(each, torch.Tensor):
-            return operate(func, args, kwargs)
-    raise UnsupportedError(
-        f"{func} got a parameter, or a gradient, of which other ranks have parts, by way of its "
-        "data: give compiled code what parameter.clone() returns, which has all of it."
-    )
+    tensors = [each for each in pytree.tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+    classes = [each for each in map(type, tensors) if hasattr(each, "operate")]
+    # Of what has none, the data tells.
+    found: Iterator[Any] = itertools.chain(classes, filter(None, map(operated_by, tensors)))
+    return next(found, _Vacant).operate(func, args, kwargs)
 
 
 @contextlib.contextmanager

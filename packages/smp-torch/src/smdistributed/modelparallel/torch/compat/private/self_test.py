@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
 )
 from smdistributed.modelparallel.torch.compat.private.below import (
     is_of_unusable_tensor,
+    operated_by,
     past_operations,
     without_memory,
 )
@@ -77,10 +78,6 @@ from smdistributed.modelparallel.torch.compat.private.tensors import (
     version_of,
     work_of,
 )
-from smdistributed.modelparallel.torch.compat.private.unreadable import (
-    Unreadable,
-    is_about_unreadable,
-)
 
 
 def self_test() -> list[str]:
@@ -105,7 +102,6 @@ def self_test() -> list[str]:
             _subclasses,
             _tensors_without_memory,
             _who_differentiates,
-            _unreadable_tensors,
         )
         if (error := _failure(check)) is not None
     ]
@@ -158,31 +154,6 @@ def _modes() -> None:
     _expect(callable(next(iter(flop_registry.values()))), "FLOPs are counted by formulas")
     _expect(pytree.tree_leaves({"a": [1]}) == [1], "nested structures are flattened")
     _expect(isinstance(torch.ops.aten.add.Tensor, OpOverload), "operations have overloads")
-
-
-def _unreadable_tensors() -> None:
-    seen: list[Any] = []
-
-    def refuse(operation: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(operation)
-        return torch.ones(())
-
-    unreadable = Unreadable(refuse)
-    tensor = torch.zeros(2, 3)
-    own, tensor.data = tensor.data, unreadable.data_for((4, 3), tensor.dtype, tensor.device)
-    _expect(unreadable.has_made(tensor), "a tensor is known to be unreadable")
-    _expect(tensor.shape == (4, 3) and float(tensor.sum()) == 1, "it has a shape and no numbers")
-    _expect(seen == [torch.ops.aten.sum.default], "and its kernels are replaced")
-    try:
-        tensor.data_ptr()
-    except RuntimeError as error:
-        _expect(is_about_unreadable(error), "PyTorch says that it has no memory")
-    else:
-        _expect(False, "it has no memory")
-    tensor.data = own
-    _expect(not unreadable.has_made(tensor), "it can be made readable")
-    _expect(float(tensor.sum()) == 0 and len(seen) == 1, "and has its numbers then")
-    unreadable.close()
 
 
 def _call_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -432,6 +403,12 @@ def _tensors_without_memory() -> None:
         _expect(False, "there is no memory")
     found = torch.func.vmap(torch.neg)(lent)
     _expect(found.tolist() == [-1.0, -1.0], "an operation comes to the class of its tensor")
+    _expect(operated_by(lent) is None, "a tensor can be given memory")
+    lent.data = without_memory(torch.Size((3, 4)), lent.dtype, lent.device, _Lent)
+    with past_subclass_functions():
+        data = lent.data
+    _expect(data.shape == (3, 4), "one without memory can have any shape")
+    _expect(operated_by(data) is _Lent, "what shares its data is known")
 
 
 def _who_differentiates() -> None:
