@@ -257,7 +257,8 @@ def outcome(way: str, num_models: int = 1) -> tuple[str, str]:
         del others
     tolerance = 2e-2 if is_half else 1e-5
     is_exact = all(
-        torch.allclose(got[name], value, atol=tolerance, rtol=1e-4) for name, value in want.items()
+        torch.allclose(got[name].cpu(), value.cpu(), atol=tolerance, rtol=1e-4)
+        for name, value in want.items()
     )
     return "exact" if is_exact else "wrong", ""
 

@@ -6,7 +6,6 @@ them otherwise than the whole does.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from roads import at_address
 from torch import nn
 from torch.nn import functional as F
 
@@ -134,8 +134,8 @@ def forked(weight: torch.Tensor) -> Any:
     return len(ForkingPickler.dumps(weight.detach())) * 0.0 + weight.detach().numpy().sum()
 
 
-def at_address(weight: torch.Tensor) -> Any:
-    return of_bytes(ctypes.string_at(weight.data_ptr(), weight.nbytes))
+def by_pointer(weight: torch.Tensor) -> Any:
+    return at_address(weight).abs().sum()
 
 
 def in_storage(weight: torch.Tensor) -> Any:
@@ -250,7 +250,7 @@ ROADS: dict[str, Road] = {
     "to dlpack": lambda weight: np.from_dlpack(weight.detach()).sum(),
     "from dlpack": lambda weight: torch.from_dlpack(weight.detach()).sum(),
     "capsule": in_a_capsule,
-    "address": at_address,
+    "address": by_pointer,
     "storage": in_storage,
     "pickle": pickled,
     "save": saved,
@@ -265,7 +265,7 @@ ROADS: dict[str, Road] = {
     "unseen view": unseen(lambda weight: weight.view(-1)[:3].sum()),
     "unseen data": unseen(lambda weight: weight.data.sum()),
     "unseen numpy": unseen(lambda weight: weight.detach().numpy().sum()),
-    "unseen address": unseen(at_address),
+    "unseen address": unseen(by_pointer),
     "unseen storage": unseen(in_storage),
     "unseen pickle": unseen(pickled),
     "unseen like": unseen(lambda weight: torch.ones_like(weight).sum() / 2000),

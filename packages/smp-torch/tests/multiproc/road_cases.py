@@ -117,7 +117,7 @@ class Trial:
                 return False
         state = self.model.state_dict()
         return all(
-            torch.allclose(state[name], value, atol=1e-5, rtol=1e-4)
+            torch.allclose(state[name].cpu(), value.cpu(), atol=1e-5, rtol=1e-4)
             for name, value in self.plain.state_dict().items()
         )
 

@@ -173,7 +173,7 @@ class Zeroed(Way):
 class ByScaler(Way):
     def __init__(self, parameters: Parameters, wrap: Wrap) -> None:
         super().__init__(parameters, wrap)
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        self._scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1.0)
 
     def update(self) -> None:
         self._scaler.scale(torch.ones(()))
@@ -363,7 +363,7 @@ def outcome(name: str, *, is_wrapped: bool) -> tuple[str, str]:
         return "unclear", f"{type(error).__name__}: {error}"
     tolerance = 3e-2 if smp.state.cfg.fp16 or smp.state.cfg.bf16 else 1e-5
     is_exact = all(
-        torch.allclose(got[key].float(), value, atol=tolerance, rtol=tolerance)
+        torch.allclose(got[key].cpu().float(), value.cpu(), atol=tolerance, rtol=tolerance)
         for key, value in want.items()
     )
     seen = [torch.tensor(each.way.seen) for each in (split, plain)]
