@@ -85,7 +85,7 @@ def without_memory(
     """
     _register()
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        _Vacant, shape, dtype=dtype, device=device, storage_size=0, _extra_dispatch_keys=_KEYS
+        _Vacant, shape, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
     )
     torch._C._set_throw_on_mutable_data_ptr(made)
     storage: Any = made.untyped_storage()
