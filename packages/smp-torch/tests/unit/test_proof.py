@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     Proof,
     RefutedError,
     prove,
+    tried,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import Rounding
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
@@ -269,3 +270,13 @@ def test_long_sequences_are_shortened_where_widths_are_as_long() -> None:
 
     assert _proven(Wide(), FEED_FORWARD, (4, 64, 64)).outputs == (SUM,)
     assert {length for _, length in seen} == {6}
+
+
+def test_attention_of_no_heads_is_refused_before_it_ends_the_process() -> None:
+    class NoKeys(nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            none = states[:, :0]
+            return nn.functional.scaled_dot_product_attention(states, none, none, enable_gqa=True)
+
+    with pytest.raises(RefutedError, match="empty query, key or value"):
+        tried(NoKeys(), ((torch.ones(2, 4, 6, 8),), {}))

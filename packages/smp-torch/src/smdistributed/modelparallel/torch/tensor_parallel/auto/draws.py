@@ -54,6 +54,9 @@ class NotedDraws(TorchFunctionMode):
             return tensor
         if func is _ATTENTION:
             given = _given(args, kwargs)
+            if not all(given[each].numel() for each in ("query", "key", "value")):
+                # Kernels divide by how many heads there are, which would end the process.
+                raise ValueError("attention is given an empty query, key or value")
             self.shapes.append(_scores_shape(given))
             return func(**{**given, "dropout_p": 0.0})
         if func is _WHOLE_ATTENTION:
