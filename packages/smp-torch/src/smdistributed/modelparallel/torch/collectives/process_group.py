@@ -104,10 +104,9 @@ class ProcessGroupCollectives:
             for rank, all_of_it in tensors.items()
             for each in all_of_it
         ]
-        if operations:
-            with self._blaming():
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
+        with self._blaming():  # all ranks enter it, also those that have nothing to say
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""

@@ -18,6 +18,8 @@ from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.failure import leave_for_exception
 
+#: Global ranks that take part in an exchange.
+Members = tuple[int, ...]
 #: What gloo, NCCL and torch's store say when a process is gone or does not come.
 _LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "connection was", "closed by"),
@@ -39,11 +41,16 @@ class Peers:
     Args:
         rank: global rank of this process.
         presences: of every process, by global rank.
+
+    Attributes:
+        entered: how often exchanges of each group were entered.
     """
 
     def __init__(self, rank: int, presences: Sequence[Presence]) -> None:
         self._rank = rank
         self._presences = presences
+        self.entered: dict[Members, int] = {}
+        self._inside: dict[Blaming, float] = {}
 
     def blaming(self, ranks: Sequence[int], doing: str) -> Blaming:
         """Inside, errors of torch become errors that name ranks.
@@ -52,7 +59,20 @@ class Peers:
             ranks: global ranks that take part; this one may be among them.
             doing: what is done with them, as in "sending to".
         """
-        return Blaming(self, ranks, doing)
+        return Blaming(self, tuple(ranks), doing)
+
+    def inside(self) -> list[tuple[Blaming, float]]:
+        """Returns the exchanges that this process is in, with their beginnings; for any thread."""
+        return list(self._inside.items())
+
+    def enter(self, exchange: Blaming) -> None:
+        """Takes note that an exchange begins."""
+        self.entered[exchange.ranks] = self.entered.get(exchange.ranks, 0) + 1
+        self._inside[exchange] = time.monotonic()
+
+    def leave(self, exchange: Blaming) -> None:
+        """Takes note that an exchange is over, or has been started."""
+        self._inside.pop(exchange, None)
 
     @property
     def hosts(self) -> list[str]:
@@ -118,6 +138,17 @@ class Peers:
             is_over.set()
             watcher.join()
 
+    def departed(self, gone: Sequence[int], ranks: Sequence[int], doing: str) -> CommError:
+        """Returns the error of an exchange without which ``gone`` have left the job."""
+        others = [rank for rank in ranks if rank != self._rank]
+        return CommError(
+            f"rank {self._rank}: {doing} {_listed(others)} failed: {_listed(gone)} "
+            f"{'has' if len(gone) == 1 else 'have'} ended without it. Every rank must make "
+            "the same calls in the same order: give each the same number of batches.",
+            rank=self._rank,
+            missing_ranks=list(gone),
+        )
+
     def _ended(self, ranks: Sequence[int]) -> bool:
         return "ended" in absent(self._presences, ranks).values()
 
@@ -131,19 +162,24 @@ class Peers:
 class Blaming:
     """See ``Peers.blaming``. A class, since a step enters it for every transfer."""
 
-    __slots__ = ("_doing", "_peers", "_ranks")
+    __slots__ = ("_doing", "_peers", "ranks")
 
-    def __init__(self, peers: Peers, ranks: Sequence[int], doing: str) -> None:
+    def __init__(self, peers: Peers, ranks: Members, doing: str) -> None:
         self._peers = peers
-        self._ranks = ranks
+        self.ranks = ranks
         self._doing = doing
 
+    def departed(self, gone: Sequence[int]) -> CommError:
+        """See ``Peers.departed``."""
+        return self._peers.departed(gone, self.ranks, self._doing)
+
     def __enter__(self) -> None:
-        pass
+        self._peers.enter(self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._peers.leave(self)
         if isinstance(error, RuntimeError) and not isinstance(error, _NOT_ABOUT_PEERS):
-            raise self._peers.error_of(error, self._ranks, self._doing) from error
+            raise self._peers.error_of(error, self.ranks, self._doing) from error
 
 
 def reason_of(error: BaseException) -> str:

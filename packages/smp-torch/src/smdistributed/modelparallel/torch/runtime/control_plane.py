@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_function_modes,
 )
 from smdistributed.modelparallel.torch.execute.peers import reason_of
+from smdistributed.modelparallel.torch.runtime.joining import Store
 
 #: Above every channel's two tags.
 _FAREWELL_TAG = 1 << 20
@@ -41,13 +42,15 @@ class TorchTransport(Transport):
 
     Args:
         timeout_seconds: how long joining the group may take.
+        store: of the job, where ranks leave their last words; None where the script has joined.
     """
 
     #: Gloo has a thread of its own.
     largest_alone = sys.maxsize
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, store: Store | None = None) -> None:
         super().__init__()
+        self._store = store
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
@@ -96,8 +99,22 @@ class TorchTransport(Transport):
         all_of(sources, lambda rank: [self._group.send([done], rank, acknowledgement)])
         return [buffers[rank] for rank in sources]
 
+    def farewells(self) -> Mapping[int, bytes]:
+        """See ``Transport.farewells``."""
+        store, found = self._store, dict[int, bytes]()
+        if store is None:
+            return found
+        with contextlib.suppress(RuntimeError):  # the store ends with the process that has it
+            for rank in range(self.size):
+                if rank != self.rank and store.check([_farewell_key(rank)]):
+                    found[rank] = store.get(_farewell_key(rank))
+        return found
+
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_farewell_key(self.rank), last_words.decode())
 
         def start(rank: int) -> Iterator[dist.Work]:
             byte = torch.zeros(1, dtype=torch.uint8)
@@ -108,6 +125,10 @@ class TorchTransport(Transport):
         with _on_host(), contextlib.suppress(PeersMissingError):
             _Works(peers, start).wait(FAREWELL_SECONDS)
         release()
+
+
+def _farewell_key(rank: int) -> str:
+    return f"smp/farewell/{rank}"
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
+from smdistributed.modelparallel.torch.runtime.departures import Departures
 from smdistributed.modelparallel.torch.runtime.joining import meet
 from smdistributed.modelparallel.torch.runtime.process_groups import (
     backends,
@@ -90,6 +91,7 @@ class TorchRuntime(Runtime):
         process_groups: torch's process group of each kind that contains this process; empty in a
             world of one.
         peers: who is blamed when communication fails.
+        departures: notices who has left without an exchange.
         hooks: what this process does when it fails; None in a world of one.
         manual_partitions: what the user fixed.
         tensor_marks: which modules the user wants split over tensor-parallel ranks.
@@ -111,6 +113,7 @@ class TorchRuntime(Runtime):
     device: torch.device
     process_groups: dict[CommGroup, dist.ProcessGroup]
     peers: Peers
+    departures: Departures
     hooks: FailureHooks | None
     manual_partitions: ManualPartitions
     tensor_marks: TensorMarks
@@ -198,7 +201,7 @@ class TorchRuntime(Runtime):
         self.replacements.close()
         with contextlib.suppress(CommError):  # of a job that fails its own error is told
             self.communicator.settle(CommGroup.PP_GROUP, FAREWELL_SECONDS)
-        self.transport.close(self._release_data_plane)
+        self.transport.close(self._release_data_plane, self.departures.stop())
         if self.hooks is not None:
             self.hooks.uninstall()
 
@@ -261,6 +264,7 @@ def start(
         device=device,
         process_groups=process_groups,
         peers=peers,
+        departures=Departures(transport.rank, transport, peers),
         hooks=hooks,
         fake_mode=fake_mode,
         random=random,
@@ -279,6 +283,8 @@ def start(
     )
     runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)
+    if transport.size > 1:
+        runtime.departures.start()
     atexit.register(runtime.close)
     if hooks is not None:
         hooks.renew()  # init_process_group has put an exception hook in front of ours
@@ -310,7 +316,7 @@ def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
         dist.init_process_group(
             backends(), store=store, rank=rank, world_size=size, timeout=timeout
         )
-        return TorchTransport(timeout_seconds), peers
+        return TorchTransport(timeout_seconds, store), peers
 
 
 def _use_loopback(is_one_host: bool) -> None:
