@@ -649,6 +649,36 @@ def different_ways() -> None:
         train(model, states * (1 - 2 * smp.tp_rank()))
 
 
+class Heads(nn.Module):
+    """Has two results, of which a loss may take either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = smp.nn.DistributedLinear(WIDTH, WIDTH)
+        self.right = smp.nn.DistributedLinear(WIDTH, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.body(states)
+        return self.left(states), self.right(states)
+
+
+def different_gradients() -> None:
+    """What is differentiated must be alike too: exchanges of two heads would be mixed."""
+    model = smp.DistributedModel(Heads())
+
+    @smp.step
+    def train(model: Any, states: torch.Tensor, place: int) -> torch.Tensor:
+        loss = model(states)[place].square().mean()
+        model.backward(loss)
+        return loss
+
+    train(model, torch.ones(4, 3, WIDTH), 0)
+    both = r"left \S+ \(with gradients\).* right \S+ \(with gradients\)"
+    with pytest.raises(SMPError, match=both):
+        train(model, torch.ones(4, 3, WIDTH), smp.tp_rank())
+
+
 BEHAVIOUR = {
     "replaced_linears": replaced_linears,
     "marks": marks,
@@ -663,9 +693,9 @@ BEHAVIOUR = {
 #: What concerns pipelines too.
 PIPELINED = {
     name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
-} | {"different_ways": different_ways}
+} | {"different_ways": different_ways, "different_gradients": different_gradients}
 #: What is tried in a pipeline at each change; the rest has a test without one.
-QUICK = ("clipping", "delayed", "different_ways")
+QUICK = ("clipping", "delayed", "different_ways", "different_gradients")
 
 
 def dropout_losses() -> list[float]:

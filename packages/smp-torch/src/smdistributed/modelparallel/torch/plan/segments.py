@@ -95,6 +95,19 @@ class Plan:
             if node.in_turn
         ]
 
+    @cached_property
+    def differentiated(self) -> set[Node]:
+        """The nodes that the gradient of the roots flows through."""
+        found: set[Node] = set()
+        pending = [root.node for root in self.graph.roots]
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                values = (*node.inputs, *node.changed_views)
+                pending += [value.node for value in values if value.requires_grad]
+        return found
+
     def inputs_of_rank(self, rank: int) -> set[int]:
         """Returns the positions of the step's tensor arguments that a rank computes with."""
         nodes = [

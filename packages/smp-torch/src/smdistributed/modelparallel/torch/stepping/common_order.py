@@ -153,7 +153,7 @@ def _structure_of(plan: Plan) -> list[str]:
     lines = []
     for segment in plan.segments:
         names = [
-            inside[0]
+            inside[0] + (" (with gradients)" if node in plan.differentiated else "")
             for node in segment.nodes
             if node.kind is NodeKind.LEAF and (inside := _places(node.target))
         ]
