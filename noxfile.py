@@ -88,6 +88,7 @@ class Quiet:
         self.posargs = session.posargs
         self.log = session.log
         self.install = session.install
+        self.run_install = session.run_install
 
     def run(self, *words: str, **options: Any) -> None:
         print(self._session.run(*words, silent=True, **options), flush=True)
@@ -104,12 +105,12 @@ def install_groups(session: Runner, *groups: str) -> None:
     session.install(*nox.project.dependency_groups(GROUPS, *groups))
 
 
-def install_pip(session: nox.Session) -> None:
+def install_pip(session: Runner) -> None:
     """Installs pip, which uv leaves out and tools of the house call."""
     session.install("pip")
 
 
-def install_torch(session: nox.Session, *version: str) -> None:
+def install_torch(session: Runner, *version: str) -> None:
     """Installs PyTorch, the CPU build where no GPU is; see tools/install_torch.py."""
     install_pip(session)
     session.run_install("python", "tools/install_torch.py", *version)
@@ -121,7 +122,7 @@ def install_tensorflow(session: nox.Session, version: str) -> None:
     session.install(f"tensorflow=={version}", "./packages/smp-common", "./packages/smp-tf")
 
 
-def install_packages(session: nox.Session, *packages: str, editable: bool = False) -> None:
+def install_packages(session: Runner, *packages: str, editable: bool = False) -> None:
     """Installs packages of this repository and what they need.
 
     In one pip call, so that pip takes smp-common from here and not from the registry.

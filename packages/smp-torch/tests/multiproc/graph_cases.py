@@ -15,6 +15,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.execute.replay import Replay
+from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
 from smdistributed.modelparallel.torch.stepping import replaying
 
 WIDTH, STEPS = 16, 8
@@ -320,8 +321,13 @@ def trained(
             optimizer.zero_grad(set_to_none=moment != "zeroed" or number < 4)
     own = [each.detach().clone() for _, each in model.local_named_parameters()]
     own += [each.clone() for _, each in model.local_named_buffers()]
-    kept = [[part.clone() for part in each if part is not None] for each in moments.kept]
+    kept = [[part.clone() for part in each if _is_here(part)] for each in moments.kept]
     return losses, own, kept
+
+
+def _is_here(part: torch.Tensor | None) -> bool:
+    """Whether this rank has the numbers of what is kept; an owner may have those of a gradient."""
+    return part is not None and not isinstance(part, GradientElsewhere)
 
 
 def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool, int, list[str]]:

@@ -105,6 +105,8 @@ class _Capture(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if func is torch.ops.aten.set_data.default:
+            return func(*args, **kwargs)  # which memory a tensor has is the host's alone
         for tensor in _tensors(list(_written(func, args, kwargs))):
             memory = tensor.untyped_storage()._cdata
             if memory not in self._made:

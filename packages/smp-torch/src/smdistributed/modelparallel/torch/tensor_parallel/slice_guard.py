@@ -235,10 +235,10 @@ def _call_with_slices(
                 kind: Any = type(tensor)
                 if issubclass(kind, GuardedSlice):
                     tensor.__class__ = kind.kind
-                    data = vars(tensor).pop(_ITSELF, None)
+                    data, vacant = vars(tensor).pop(_ITSELF, (None, None))
                     if data is not None:
-                        data, tensor.data = tensor.data, data
-                    lifted.append((tensor, kind, data))
+                        tensor.data = data
+                    lifted.append((tensor, kind, vacant))
     try:
         return forward(module, *args, **kwargs)
     except Exception as error:  # whatever torch says of nested tensors
@@ -252,13 +252,14 @@ def _call_with_slices(
         ) from error
     finally:
         with unseen():
-            for tensor, kind, data in lifted:
-                if data is not None:
-                    vars(tensor)[_ITSELF], tensor.data = tensor.data, data
+            for tensor, kind, vacant in lifted:
+                if vacant is not None:
+                    # Only of data that may be read: a mode, as one that counts, would ask for it.
+                    vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
                 tensor.__class__ = kind
 
 
-#: Where a tensor that cannot be read keeps its data.
+#: Where a tensor that cannot be read keeps its data, and what it has in its place.
 _ITSELF = "_smp_slice"
 
 
@@ -276,8 +277,8 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
                 continue
             # Fakes have no numbers; shards and what comes later are read by way of their class.
             if kind is nn.Parameter and not tensor.is_meta:
-                data = _vacant(shape, tensor.dtype, tensor.device)
-                vars(tensor)[_ITSELF], tensor.data = tensor.data, data
+                vacant = _vacant(shape, tensor.dtype, tensor.device)
+                vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
             tensor.__class__ = _guarded(kind)
             changed.append(tensor)
     return changed
@@ -291,7 +292,7 @@ def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
                 tensor.__class__ = kind.kind
-                data = vars(tensor).pop(_ITSELF, None)
+                data, _ = vars(tensor).pop(_ITSELF, (None, None))
                 if data is not None:
                     tensor.data = data
                 changed.append(tensor)
