@@ -62,6 +62,7 @@ class Words:
         Raises:
             SMPError: the ranks do different things.
         """
+        assert len(numbers) <= LENGTH, "a longer word would meet shorter ones"
         word = [int(moment), *numbers, *[0] * (LENGTH - len(numbers))]
         while True:
             everyones = self._collectives.compare(word)

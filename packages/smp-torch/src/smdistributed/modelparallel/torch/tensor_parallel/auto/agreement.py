@@ -14,9 +14,10 @@ from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.words import LENGTH
 
 #: So many sizes travel with the first comparison of a call.
-_SIZES = 40
+_SIZES = LENGTH - 4
 #: So many forms of calls are remembered.
 _MOST_KNOWN = 1000
 
