@@ -412,6 +412,29 @@ def case_two_models_of_one_loss() -> None:
         assert_same_gradients(model, reference)
 
 
+def case_a_step_without_a_backward_pass() -> None:
+    """The gradients of one step are not taken for those of the next one."""
+    layers = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    model = smp.DistributedModel(nn.Sequential(*layers))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(inputs: torch.Tensor, *, trains: bool) -> None:
+        if trains:
+            model.backward(model(inputs).mean())
+
+    def train(*, trains: bool) -> None:
+        optimizer.zero_grad()
+        step(torch.ones(MICROBATCHES, 2), trains=trains)
+        optimizer.step()
+
+    train(trains=True)
+    if smp.dp_rank():
+        train(trains=False)
+    with pytest.raises(SMPError, match="reduce the gradients of a step together"):
+        train(trains=True)
+
+
 def case_backward_outside_a_step() -> None:
     if smp.pp_size() > 1:
         return
@@ -610,6 +633,7 @@ REPLICATED = {
     "join_stops_early_on_request": case_join_stops_early_on_request,
     "unforeseen_backward_passes": case_without_overlap_of_surprises,
     "two_models_of_one_loss": case_two_models_of_one_loss,
+    "a_step_without_a_backward_pass": case_a_step_without_a_backward_pass,
     "backward_outside_a_step": case_backward_outside_a_step,
     "argument_errors": case_argument_errors,
 }

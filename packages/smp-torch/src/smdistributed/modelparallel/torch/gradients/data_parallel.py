@@ -106,6 +106,7 @@ class DataParallel:
                 as_bucket_view=options.gradient_as_bucket_view,
                 waits_for_end=self._is_joining_with_slices,
                 is_outside_step=functools.partial(is_outside_step, runtime),
+                updates=lambda: runtime.num_updates,
                 owners=owners,
             )
             for replicas, owners in zip(kinds, self._owners or (None, None), strict=True)
@@ -373,6 +374,7 @@ class DataParallel:
         self._broadcast_all(source)
         for each in self._reductions:
             each.restart_accumulation()
+            each.forget_updates()
 
 
 def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

@@ -42,6 +42,8 @@ from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
 _REDUCING = "reducing gradients with"
+#: Updates are counted up to here, and from zero again: a byte travels with the flags.
+_COUNTED = 255
 
 
 class GradientReduction:
@@ -57,6 +59,7 @@ class GradientReduction:
             other, whatever ``overlapping`` says.
         is_outside_step: tells whether a backward pass runs that belongs to no step function; it
             is reduced when it ends.
+        updates: gives how often optimizers have been stepped.
         owners: who gets the gradient of each parameter; None: everybody.
     """
 
@@ -70,6 +73,7 @@ class GradientReduction:
         as_bucket_view: bool,
         waits_for_end: Callable[[], bool],
         is_outside_step: Callable[[], bool],
+        updates: Callable[[], int],
         owners: Owners | None = None,
     ) -> None:
         self._replicas = replicas
@@ -79,6 +83,9 @@ class GradientReduction:
         self._as_bucket_view = as_bucket_view
         self._waits_for_end = waits_for_end
         self._is_outside_step = is_outside_step
+        self._updates = updates
+        #: At the last reduction; None before the first.
+        self._updates_before: int | None = None
         self._owners = owners
         self._hook: Hook | None = None
         self._names: dict[nn.Parameter, str] = {}
@@ -297,8 +304,8 @@ class GradientReduction:
             return
         for bucket in self._buckets[len(self._futures) :]:
             self._launch(bucket)
-        is_used = self._used_anywhere()
-        self._take_results()
+        before, self._updates_before = self._updates_before, self._updates()
+        is_used = self._used_anywhere(None if before is None else self._updates_before - before)
         for bucket in self._buckets:
             for parameter, view in bucket.slots:
                 if self._owners is not None and not self._owners.is_own(parameter):  # type: ignore[arg-type]
@@ -387,20 +394,40 @@ class GradientReduction:
                 return self._replicas.start_mean(bucket.flat, owner)
             return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
 
-    def _used_anywhere(self) -> Callable[[torch.Tensor], bool]:
-        """Returns a function that tells whether some replica has a gradient of a parameter."""
+    def _used_anywhere(self, updates: int | None) -> Callable[[torch.Tensor], bool]:
+        """Returns a function that tells whether some replica has a gradient of a parameter.
+
+        Takes the results of the reduction, too.
+
+        Args:
+            updates: how often optimizers have been stepped since the last time; None: no matter.
+
+        Raises:
+            SMPError: gradients of several steps were reduced together.
+        """
         if self._replicas.size == 1:
+            self._take_results()
             return lambda parameter: parameter not in self._without
-        flags = [parameter not in self._without for parameter in self._reduced]
+        flags = [int(parameter not in self._without) for parameter in self._reduced]
+        count = None if updates is None else updates % _COUNTED
+        # Both largest, so that they tell of the least and the most.
+        ends = [0, 0] if count is None else [count, _COUNTED - count]
         # On the host, so that no GPU is waited for.
-        used = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        used = torch.tensor([*ends, *flags], dtype=torch.uint8, device="cpu")
         with self._replicas.blaming(_REDUCING):
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
+        self._take_results()
+        most, least, *flags = used.tolist()
+        if updates is not None and most + least > _COUNTED:
+            raise SMPError(
+                "data-parallel ranks must reduce the gradients of a step together; received "
+                f"those of steps after different numbers of updates, {updates} on this rank. A "
+                "rank made no backward pass in a step in which others did: call backward on "
+                "every rank, of a loss that is multiplied by zero where it does not count."
+            )
         if not self._without:
             return lambda parameter: True
-        anywhere = {
-            parameter for parameter, flag in zip(self._reduced, used.tolist(), strict=True) if flag
-        }
+        anywhere = {parameter for parameter, flag in zip(self._reduced, flags, strict=True) if flag}
         return anywhere.__contains__
 
     @torch.no_grad()
@@ -419,6 +446,10 @@ class GradientReduction:
         self._passes_done = 0
         self._earlier.clear()
 
+    def forget_updates(self) -> None:
+        """Counts updates from the next reduction on, as replicas have made different numbers."""
+        self._updates_before = None
+
     def shadow(self, active: Sequence[int]) -> None:
         """Takes part in the others' reduction, with zeros, and discards the result."""
         self.begin()
@@ -427,6 +458,5 @@ class GradientReduction:
             bucket.flat.zero_()
             self._futures.append(self._start(bucket))
         self._without.update(self._reduced)
-        self._used_anywhere()
-        self._take_results()
+        self._used_anywhere(None)
         self._reset()

@@ -88,18 +88,26 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
-    """Inside, optimizers that nothing wraps are checked before their first step, on every rank."""
-    num_groups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    """Inside, optimizers that nothing wraps are checked before their first step, on every rank.
+
+    The steps of those that train a model are counted.
+    """
+    #: How many groups each had when it was checked, and whether it trains a model.
+    known: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def check(optimizer: Any, *_: object) -> None:
         groups = len(optimizer.param_groups)
-        if num_groups.get(optimizer) == groups:
-            return
-        # What an optimizer steps inside of another one's step is part of that.
-        wrapped = runtime.live_optimizers()
-        if not any(each.optimizer is optimizer or each.is_updating for each in wrapped):
-            _check_unwrapped(runtime, optimizer)
-            num_groups[optimizer] = groups
+        if known.get(optimizer, (-1, False))[0] != groups:
+            wrapped = runtime.live_optimizers()
+            is_wrapped = any(each.optimizer is optimizer for each in wrapped)
+            # What an optimizer steps inside of another one's step is part of that.
+            if not is_wrapped and any(each.is_updating for each in wrapped):
+                return
+            if not is_wrapped:
+                _check_unwrapped(runtime, optimizer)
+            trains = is_wrapped or bool(runtime.models_trained_by(optimizer))
+            known[optimizer] = groups, trains
+        runtime.num_updates += known[optimizer][1]
 
     handle = register_optimizer_step_pre_hook(check)
     try:

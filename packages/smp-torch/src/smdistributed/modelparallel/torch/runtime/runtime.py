@@ -106,7 +106,8 @@ class TorchRuntime(Runtime):
         models, optimizers: references to those of this process, in order of creation.
         num_models: how many were made.
         pending_save: the checkpoint that may still be being written.
-    replaced_parameters: those that tensor parallelism has put others in the places of, and
+        num_updates: how often optimizers of models have been stepped.
+        replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
 
@@ -126,6 +127,7 @@ class TorchRuntime(Runtime):
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     models: list[weakref.ref[Model]] = field(default_factory=list)
     num_models: int = 0
+    num_updates: int = 0
     replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
