@@ -190,7 +190,7 @@ MUTATIONS = (
     Mutation(
         "an overflow is a rank's own affair",
         "torch/gradients/overflow.py",
-        "return _shared(runtime, found) if own else found",
+        "return _shared(runtime, found) if is_shared else found",
         "return found",
         ("all_ranks_skip_the_same_updates",),
     ),
@@ -362,8 +362,8 @@ MUTATIONS = (
     Mutation(
         "a loss scale applied twice",
         "torch/stepping/eager.py",
-        "            scale = loss_scale * scale\n",
-        "            scale = loss_scale * loss_scale * scale\n",
+        "return scale if loss_scale is None else loss_scale * scale",
+        "return scale if loss_scale is None else loss_scale * loss_scale * scale",
         ("fp16_is_a_plain_loop_with_masters_in_fp32",),
     ),
     Mutation(
@@ -432,8 +432,8 @@ MUTATIONS = (
     Mutation(
         "a parameter that is used before it is gathered",
         "torch/sharding/parameter.py",
-        "                home.enter([each for each in shards if each.home is home])\n",
-        "                pass\n",
+        "        home.enter([each for each in shards if each.home is home])\n",
+        "        pass\n",
         ("training_in_shards_is_that_of_one_process",),
     ),
     Mutation(
