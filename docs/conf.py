@@ -34,7 +34,8 @@ napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os|pathlib)\..*"),
-    ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement|containers)\..*"),
+    ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.common\.containers\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.launch\.(job|serving)\..*"),
