@@ -108,6 +108,7 @@ def set_by_hand(model: Any, states: torch.Tensor) -> None:
 def set_by_transform(model: Any, states: torch.Tensor) -> None:
     module = module_of(model)
     named = dict(module.named_parameters())
+    states = states.to(next(iter(named.values())).dtype)  # past the model, which would cast them
 
     def loss(values: Any) -> torch.Tensor:
         return torch.func.functional_call(module, values, (states,)).square().sum(1).mean()
@@ -148,7 +149,7 @@ WAYS: dict[str, tuple[Way, Way]] = {
         "inputs": (lambda m, x: of_inputs(m, x, run_loss), None),
         "twice": (
             lambda m, x: doubled(m, x, run_loss),
-            lambda m, x: m.backward(2 * loss_of(m, x)),
+            lambda m, x: (m.backward(loss_of(m, x)), m.backward(loss_of(m, x))),
         ),
         "two losses": (
             lambda m, x: (loss_of(m, x).backward(), losses(m, x).max().backward()),
@@ -229,6 +230,14 @@ class Split:
         return self._model.state_dict()
 
 
+def trained(training: Plain | Split) -> dict[str, torch.Tensor]:
+    """Returns the state after three steps."""
+    torch.manual_seed(5)
+    for _ in range(3):
+        training.step(torch.randn(2 * MICROBATCHES * smp.dp_size(), 4))
+    return {name: value.detach().clone() for name, value in training.state().items()}
+
+
 def outcome(way: str, num_models: int = 1) -> tuple[str, str]:
     """Returns what became of three steps by one way, and what was said.
 
@@ -241,14 +250,10 @@ def outcome(way: str, num_models: int = 1) -> tuple[str, str]:
     net = Net()
     others = [smp.DistributedModel(Net()) for _ in range(num_models - 1)]
     is_half = smp.state.cfg.fp16 or smp.state.cfg.bf16
-    pair = [Split(net, theirs), (Split if is_half else Plain)(net, meaning)]
-    torch.manual_seed(5)
     try:
-        for _ in range(3):
-            states = torch.randn(2 * MICROBATCHES * smp.dp_size(), 4)
-            for each in pair:
-                each.step(states)
-        got, want = (each.state() for each in pair)
+        # One after the other: only one of them lives while losses are differentiated.
+        want = trained((Split if is_half else Plain)(net, meaning))
+        got = trained(Split(net, theirs))
     except SMPError as error:
         return "refused", str(error)
     except Exception as error:

@@ -241,9 +241,7 @@ class Training:
                 self.plain.way = FORWARDS[self.case.forward]
                 self.plain.is_odd = is_odd
                 for loss in passes_of(self.case.passes, self.plain(each), is_odd):
-                    by_script = self.case.passes == "by the script" and is_odd
-                    share = 1 if by_script else number  # a loss that the script differentiates
-                    (loss / smp.dp_size() / share).backward()
+                    (loss / smp.dp_size() / number).backward()
 
     def step(self, step: int) -> None:
         torch.manual_seed(step)

@@ -314,9 +314,10 @@ _SOURCE = """
 #include <torch/extension.h>
 torch::Tensor by_operations(torch::Tensor tensor) { return tensor.sin().sum(); }
 double by_accessor(torch::Tensor tensor) {
-  auto flat = tensor.view({-1}).accessor<float, 1>();
+  auto flat = tensor.view({-1});
+  auto numbers = flat.accessor<float, 1>();
   double sum = 0;
-  for (int64_t i = 0; i < flat.size(0); ++i) sum += flat[i];
+  for (int64_t i = 0; i < numbers.size(0); ++i) sum += numbers[i];
   return sum;
 }
 double by_pointer(torch::Tensor tensor) {

@@ -18,6 +18,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +28,14 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.compat.private.backward import (
     backward_pass_id,
     is_in_backward,
-    num_outputs,
     will_be_reached,
-    zeros_for,
 )
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
     checkpointing_replaced,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import pytree
+from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes, pytree
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     lift_in_this_pass,
     slices_as_they_are,
@@ -66,6 +65,25 @@ class _DifferError(Exception):
         self.missing = missing
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What an exchange has given, in a graph of autograd.
+
+    Attributes:
+        edge: where its gradient enters the graph, while there is one.
+        zeros: such a gradient.
+    """
+
+    edge: Callable[[], GradientEdge | None]
+    zeros: Callable[[], torch.Tensor]
+
+    @property
+    def node(self) -> Node | None:
+        """What has given it."""
+        edge = self.edge()
+        return None if edge is None else edge.node
+
+
 class PassesAlone:
     """The backward passes of a rank that computes its modules alone; see ``BackwardPasses``."""
 
@@ -93,7 +111,7 @@ class BackwardPasses:
         self._words = words
         self._is_prescaled = is_prescaled
         self._is_in_step = self._notes = self._is_left = False
-        self._nodes: dict[int, Callable[[], Node | None]] = {}
+        self._results: dict[int, _Result] = {}
         self._names: dict[int, str] = {}
         self._count = 0
         #: The passes of autograd that ranks have agreed on.
@@ -135,9 +153,9 @@ class BackwardPasses:
     def called_outside(self) -> None:
         """Takes note that the model is called outside of steps: graphs live as long as they do."""
         self._notes = True
-        for number, node in list(self._nodes.items()):
-            if node() is None:
-                del self._nodes[number]
+        for number, result in list(self._results.items()):
+            if result.edge() is None:
+                del self._results[number]
 
     def note(self, result: torch.Tensor, name: str) -> None:
         """Takes note of what an exchange has given, of a module of a name."""
@@ -148,9 +166,12 @@ class BackwardPasses:
         node = result.grad_fn
         if node is None:
             return
-        kept = node
-        self._nodes[self._count] = (lambda: kept) if self._is_in_step else weakref.ref(node)
-        node.register_prehook(functools.partial(self._check, weakref.ref(node)))
+        weak = weakref.ref(node)
+        self._results[self._count] = _Result(
+            _kept_edge(result) if self._is_in_step else _passing_edge(weak, result.output_nr),
+            functools.partial(torch.zeros, result.shape, dtype=result.dtype, device=result.device),
+        )
+        node.register_prehook(functools.partial(self._check, weak))
 
     def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
         """Has calls count that are made again in backward passes, and differentiated there."""
@@ -184,7 +205,7 @@ class BackwardPasses:
 
     def _forget(self) -> None:
         self._is_left = False
-        self._nodes.clear()
+        self._results.clear()
         self._names.clear()
         self._agreed.clear()
         self._spent.clear()
@@ -197,7 +218,7 @@ class BackwardPasses:
         Raises:
             SMPError: the ranks differentiate what they cannot differentiate together.
         """
-        if self._nodes:
+        if self._results:
             self._differentiate(tensors, starts, frozenset())
         else:
             torch.autograd.backward(tensors, starts)
@@ -220,9 +241,11 @@ class BackwardPasses:
             except _DifferError as error:
                 zeros = error.missing
         while reached is None:
-            edges = [edge for each in sorted(zeros) for edge in _edges_of(self._node(each))]
+            results = [self._results[number] for number in sorted(zeros)]
+            edges = [edge for each in results if (edge := each.edge()) is not None]
+            assert len(edges) == len(results), "ranks agree on what is alive"
             roots = [*nodes, *(each.node for each in edges)]
-            given = [*starts, *map(zeros_for, edges)]
+            given = [*starts, *(each.zeros() for each in results)]
             try:
                 # Who differs now may come later to what the others do now.
                 self._attempt([*tensors, *edges], given, roots, retains=True)
@@ -275,11 +298,6 @@ class BackwardPasses:
             lift_in_this_pass()
             self._agreed.add(backward_pass_id())
 
-    def _node(self, number: int) -> Node:
-        node = self._nodes[number]()
-        assert node is not None
-        return node
-
     def _reached(self, roots: Sequence[Node]) -> Numbers:
         """Returns the exchanges that the pass in progress will reach.
 
@@ -287,7 +305,7 @@ class BackwardPasses:
             roots: where it begins, of which autograd does not tell.
         """
         begins = set(roots)
-        found = ((number, node()) for number, node in self._nodes.items())
+        found = ((number, result.node) for number, result in self._results.items())
         return frozenset(
             number
             for number, node in found
@@ -313,7 +331,7 @@ class BackwardPasses:
             self._refuse(
                 f"{_RULE}; start passes by model.backward, which makes up for less", reached
             )
-        alive = {number for number, node in self._nodes.items() if node() is not None}
+        alive = {number for number, result in self._results.items() if result.node is not None}
         here = sorted(alive - self._spent)
         texts = self._collectives.compare_texts(json.dumps([own, here]))
         listed = [json.loads(each) for each in texts]
@@ -329,5 +347,18 @@ class BackwardPasses:
         return ", ".join(dict.fromkeys(self._names[each] for each in sorted(reached))) or "nothing"
 
 
-def _edges_of(node: Node) -> list[GradientEdge]:
-    return [GradientEdge(node, number) for number in range(num_outputs(node))]
+def _kept_edge(result: torch.Tensor) -> Callable[[], GradientEdge]:
+    """Returns where a gradient enters a graph, which it keeps."""
+    with past_all_modes():
+        edge = get_gradient_edge(result)  # the node alone keeps no graph that Python is part of
+    return lambda: edge
+
+
+def _passing_edge(node: weakref.ref[Node], place: int) -> Callable[[], GradientEdge | None]:
+    """Returns where a gradient enters a graph for as long as there is one."""
+
+    def edge() -> GradientEdge | None:
+        found = node()
+        return None if found is None else GradientEdge(found, place)
+
+    return edge

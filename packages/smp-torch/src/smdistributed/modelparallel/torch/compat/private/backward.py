@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import _C
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 _MARK = "smp: seen"
 
@@ -50,17 +50,6 @@ def lifted_by_transforms(pack: Callable[..., Any], unpack: Callable[..., Any]) -
 def will_be_reached(node: Node) -> bool:
     """Whether the backward pass that runs in this thread will come to a node of the graph."""
     return _C._will_engine_execute_node(node)
-
-
-def num_outputs(node: Node) -> int:
-    """Returns how many tensors a node of the graph has given."""
-    return len(node._input_metadata)
-
-
-def zeros_for(edge: GradientEdge) -> torch.Tensor:
-    """Returns a gradient of zeros that a backward pass can start with at an edge of the graph."""
-    form = edge.node._input_metadata[edge.output_nr]
-    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
 
 
 def is_in_backward() -> bool:
