@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _tracing_context: Callable[[], Any] = TracingContext.try_get
+_compiled_frame: Callable[[], Any] = CompileContext.current_compile_id
 
 
 def _wrapper_class() -> Any:
@@ -168,7 +169,8 @@ def never_compiled(function: _Function) -> _Function:
 
 def is_being_compiled() -> bool:
     """Whether a compiler, in this thread, asks tensors about themselves; no code runs meanwhile."""
-    return _tracing_context() is not None
+    # Guards of a frame are made when it has been traced.
+    return _tracing_context() is not None or _compiled_frame() is not None
 
 
 def frame_left_alone(function: _Function) -> _Function:
