@@ -163,6 +163,8 @@ class Trial:
 
 #: What an error of the library says of a parameter, also where TorchScript tells it again.
 CLEAR = re.compile(r"(part\.(weight|bias)|a parameter).*(clone\(\)|state_dict|register_hook)", re.S)
+#: What PyTorch says of a pointer between steps, where nothing of the library is called.
+OF_A_POINTER = "its data is not allocated yet"
 
 
 def outcome(road: Road, name: str, place: str) -> tuple[str, str]:
@@ -171,6 +173,7 @@ def outcome(road: Road, name: str, place: str) -> tuple[str, str]:
         return ("exact" if Trial(road, name, place).run() else "wrong"), ""
     except Exception as error:  # TorchScript and compilers tell the library's in their own
         is_clear = CLEAR.search(str(error)) is not None
+        is_clear |= place == "between steps" and OF_A_POINTER in str(error)
         return ("refused" if is_clear else "unclear"), f"{type(error).__name__}: {error}"
 
 
