@@ -1,22 +1,24 @@
 """Between steps, what reads slices as if they were whole is refused, and what need not goes on.
 
-A population of accesses, tensors and moments: each does the same to plain PyTorch.
+A population of accesses, tensors and moments: each does the same to plain PyTorch. Accesses are
+those of scripts, and all roads to what reads or writes numbers.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from roads import READS, WRITES, Road
 from tensor_cases import WIDTH, alone, local_part, slice_itself
 from torch import nn
 from weight_reads import KINDS, like_map
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
 
 #: What a rank has of a shape is its own, as in a pipeline.
 _LOCAL = ("shape", "size", "numel")
@@ -123,6 +125,10 @@ TENSORS: dict[str, Callable[[list[nn.Parameter]], list[torch.Tensor]]] = {
 }
 
 
+#: Roads that give the slice, as is documented of what is written to a file, or say whose it is.
+AS_IT_IS = ("as_subclass", "pickle", "save", "text")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -186,17 +192,65 @@ def change(pair: Pair, kind: str) -> None:
     pair.compare()
 
 
+class NoReferenceError(Exception):
+    """Plain PyTorch cannot take a road."""
+
+
+def taken(road: Road, pair: Pair, tensors: str) -> list[Any]:
+    """Takes a road from the last weight of plain PyTorch, and of the split model."""
+    local, whole = (TENSORS[tensors](each)[-2] for each in pair.parameters())
+    try:
+        want = road(whole)
+    except Exception as error:
+        raise NoReferenceError from error
+    return [road(local), want]
+
+
+def read_by(road: Road, pair: Pair, tensors: str) -> None:
+    got, want = (torch.as_tensor(each).detach() for each in taken(road, pair, tensors))
+    torch.testing.assert_close(slice_itself(got).float(), want.float())
+
+
+def written_by(road: Road, pair: Pair, tensors: str) -> None:
+    taken(road, pair, tensors)
+    pair.compare()
+    pair.step()
+    pair.compare()
+
+
 def outcome(function: Callable[..., None], *args: Any) -> str:
     try:
         function(*args)
-    except SliceReadError as error:
-        is_clear = "has a slice of that parameter" in str(error) and "get_total_norm" in str(error)
-        return "refused" if is_clear else "unclear"
+    except NoReferenceError:
+        return "not in PyTorch"
     except AssertionError:
         return "wrong"
-    except Exception as error:
-        return f"unclear {type(error).__name__}"
+    except Exception as error:  # TorchScript tells the library's in its own
+        says = str(error)
+        is_clear = "has a slice of that parameter" in says and "get_total_norm" in says
+        return "refused" if is_clear else f"unclear {type(error).__name__}"
     return "exact"
+
+
+def by_roads(*, auto: bool, first: int = 0, stride: int = 1) -> dict[str, int]:
+    """Returns how often roads came to which end."""
+    found: Counter[str] = Counter()
+    pair: Any = Pair(auto=auto)
+    chosen = {label: road for label, road in READS.items() if label not in AS_IT_IS}
+    reads = itertools.product(chosen, TENSORS)
+    writes = itertools.product(WRITES, ("weights", "gradients", "detached"))
+    cases = [(read_by, *each) for each in reads] + [(written_by, *each) for each in writes]
+    for function, label, tensors in cases[first::stride]:
+        road = (READS if function is read_by else WRITES)[label]
+        end = outcome(function, road, pair, tensors)
+        if end not in ("exact", "refused", "not in PyTorch"):
+            print(f"{function.__name__} {label} of {tensors}: {end}")
+        found[end] += 1
+        if function is written_by and end != "exact":  # half of it may be written
+            pair = None
+            gc.collect()
+            pair = Pair(auto=auto)
+    return dict(found)
 
 
 def population(*, auto: bool, stride: int = 1) -> dict[str, int]:

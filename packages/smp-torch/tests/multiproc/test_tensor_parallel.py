@@ -152,6 +152,21 @@ def test_slices_between_steps_are_used_number_by_number(
         assert set(found) == {"exact", "refused"}
 
 
+def run_roads_at_rest(auto: bool, first: int, stride: int) -> dict[str, int]:
+    return rest_reads.by_roads(auto=auto, first=first, stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("auto", "first", "stride"),
+    [(False, 3, 41), *(pytest.param(each, 0, 1, marks=pytest.mark.slow) for each in (False, True))],
+)
+def test_no_road_to_a_kernel_reads_a_slice_between_steps(
+    worlds: Worlds, auto: bool, first: int, stride: int
+) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_roads_at_rest, auto, first, stride, timeout=280):
+        assert set(found) == {"exact", "refused"}
+
+
 def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
     return other_passes.population(model, first, stride)
 

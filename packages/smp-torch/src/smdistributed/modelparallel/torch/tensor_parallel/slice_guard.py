@@ -210,17 +210,11 @@ def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_awake(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls the forward of a module that no model has which runs, as of a copy of one."""
-    lifted = []
-    for each in module.parameters():
-        kind: Any = type(each)
-        if hasattr(kind, "kind"):
-            each.__class__ = kind.kind
-            lifted.append((each, kind))
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in module.parameters():
+            if hasattr(type(each), "awake"):  # a slice between steps
+                stack.enter_context(each.awake())  # type: ignore[attr-defined]
         return forward(module, *args, **kwargs)
-    finally:
-        for each, kind in lifted:
-            each.__class__ = kind
 
 
 def _call_with_slices(

@@ -54,6 +54,8 @@ class _Vacant(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # as torch's wrappers
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+            return True  # it is assigned to data where autograd does not take part
         raise NotImplementedError(func)
 
     @classmethod

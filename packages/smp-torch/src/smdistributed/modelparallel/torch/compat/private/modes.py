@@ -119,6 +119,22 @@ def past_transforms() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def past_watchers() -> contextlib.AbstractContextManager[Any]:
+    """Does something that nobody sees; costs next to nothing where nobody looks."""
+    if not is_watched():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(past_all_modes())
+    stack.enter_context(past_transforms())
+    return stack
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped a tensor, which has no memory of its own."""
+    wrapped: bool = _C._functorch.is_functorch_wrapped_tensor(tensor)
+    return wrapped
+
+
 def inside_transform() -> bool:
     """Whether code runs inside a transform of torch.func."""
     return _innermost_transform() is not None
