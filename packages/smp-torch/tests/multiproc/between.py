@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from loops import CLASSES, WIDTH, Act, Loop, Run, _each, _once
+from roads import READS, WRITES, Road
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
 
 
 def _after(act: Act) -> Loop:
@@ -261,3 +264,24 @@ def _of_rank_two(weight: torch.Tensor) -> torch.Tensor:
     u, s, v = torch.linalg.svd(weight)
     result: torch.Tensor = u[:, :2] @ torch.diag(s[:2]) @ v[:2]
     return result
+
+
+def _read_of_all(road: Road) -> Loop:
+    """Returns a loop that reads of each block, wherever that is, and looks at the sum."""
+
+    def read(run: Run) -> Any:
+        try:
+            return sum(road(block.linear.weight) for block in run.net.blocks)
+        except RuntimeError as error:
+            if "another partition" not in str(error):  # compilers tell it in an error of their own
+                raise
+            raise UnsupportedError(str(error)) from error
+
+    return _told(read)
+
+
+#: Roads past functions of torch, from parameters of all partitions.
+ROADS = {
+    **{f"read: {label}": _read_of_all(road) for label, road in READS.items()},
+    **{f"written: {label}": _blocks(road) for label, road in WRITES.items()},
+}

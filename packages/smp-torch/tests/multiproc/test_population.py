@@ -44,6 +44,7 @@ STRIDES = {
     "layers": 40,
     "loops": 40,
     "parameters": 6,
+    "roads": 20,
     "writes": 160,
     "order": 240,
     "views": 720,
@@ -95,6 +96,7 @@ POPULATIONS = {
     "layers": list(layers.LAYERS),
     "loops": list(loops.LOOPS),
     "parameters": list(between.PARAMETERS),
+    "roads": list(between.ROADS),
     "writes": list(writes.WRITES),
     "order": list(order.ORDER),
     "views": list(views.SEEN),
@@ -102,8 +104,8 @@ POPULATIONS = {
     "recomputed": list(recomputed.RECOMPUTED),
     "around": list(around.AROUND),
 }
-#: What the recording alone decides: other worlds try it before a release.
-ONE_WORLD = ("repeated", "recomputed")
+#: What the recording or the place of parameters decides: others try it before a release.
+ONE_WORLD = ("repeated", "recomputed", "roads")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -176,6 +178,11 @@ def try_parameters(names: Sequence[str]) -> dict[str, str]:
     return {name: loops.outcome(between.PARAMETERS[name]) for name in names}
 
 
+def try_roads(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some roads to parameters of all partitions."""
+    return {name: loops.outcome(between.ROADS[name]) for name in names}
+
+
 def try_writes(names: Sequence[str]) -> dict[str, Any]:
     """Returns what became of some layers that write to what they keep."""
     return {name: uses.outcome(writes.WRITES[name]) for name in names}
@@ -212,6 +219,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "layers": try_layers,
     "loops": try_loops,
     "parameters": try_parameters,
+    "roads": try_roads,
     "writes": try_writes,
     "order": try_order,
     "views": try_views,

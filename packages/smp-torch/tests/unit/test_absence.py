@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -78,6 +79,7 @@ class Rank:
 def on_both(body: Callable[[Rank], Any]) -> list[Any]:
     """Runs a body on two ranks at once."""
     pipeline = Pipeline()
+    Rank(0)  # the first one has torch know a key, which threads must not do at once
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda own: body(Rank(own, pipeline)), range(2)))
 
@@ -235,3 +237,40 @@ def test_gradients_that_nobody_has_seen_are_cleared_unseen() -> None:
     assert absent.grad is None
     note_gradient(absent)
     assert absent.grad is not None
+
+
+@pytest.mark.parametrize(
+    "road",
+    [
+        lambda each: torch.func.vmap(torch.sum)(each).norm(),
+        lambda each: torch.func.vmap(lambda factor: (factor * each).sum())(torch.ones(3)).sum(),
+        lambda each: torch.func.vmap(torch.func.grad(lambda row: (row**3).sum()))(each).sum(),
+        lambda each: torch.Tensor._make_subclass(torch.Tensor, each.detach()).norm(),
+    ],
+)
+def test_roads_past_functions_of_torch_are_exact_or_refused(road: Any) -> None:
+    rank = Rank(0)
+    with pytest.raises(UnsupportedError, match="another partition"):
+        float(road(rank.parameters[1]))
+    plain = whole()
+    found = on_both(lambda each: _told(lambda: float(sum(map(road, each.parameters)))))
+    wanted = float(sum(map(road, plain)))
+    assert all(each is None or abs(each - wanted) < 1e-4 for each in found)
+
+
+def _told(number: Callable[[], float]) -> float | None:
+    with contextlib.suppress(UnsupportedError):
+        return number()
+    return None
+
+
+def test_nothing_of_an_absent_tensor_can_be_read_by_a_kernel() -> None:
+    (absent,) = Rank(0).parameters[1:]
+    hidden = torch.empty(3, 4)
+    hidden.data = tensors.vacant(absent, CPU)
+    with pytest.raises(UnsupportedError, match="another partition has, by way of its data"):
+        hidden.sum()
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace"), pytest.deprecated_call():
+        torch.jit.trace(torch.sin, absent)
+    with pytest.raises(UnsupportedError, match="sparse or nested"):
+        absent.to_sparse()

@@ -38,6 +38,8 @@ from smdistributed.modelparallel.torch.absence.trial import Trial
 from smdistributed.modelparallel.torch.absence.values import Question
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
+    is_of_fakes,
+    is_traced,
     past_subclass_functions,
     pytree,
     quiet_fakes,
@@ -117,6 +119,11 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             return result
     found = absent_in((args, kwargs))
     found[0].absent.keeper.check_use(_all_names(found), name_of(func))
+    if is_traced():
+        raise UnsupportedError(
+            f"{name_of(func)} gets {_all_names(found)}, which another partition has, while "
+            f"torch.jit.trace runs: trace a module of your own. {REMEDY}"
+        )
     if func in _DIFFERENTIATING:
         raise UnsupportedError(
             f"{name_of(func)} asks for gradients of what depends on {_all_names(found)}, which "
@@ -223,6 +230,7 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
     absent = absent_in((args, kwargs))
     keeper = absent[0].absent.keeper
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    _check_forms(func, (args, kwargs), absent)
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -239,6 +247,14 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*given[0], **given[1])
     except DATA_DEPENDENT:
         return _with_values(func, args, kwargs, is_everywhere=True)
+    except Exception as error:
+        if not is_of_fakes(error):
+            raise
+        raise UnsupportedError(
+            f"{name_of(func)} cannot tell the form of what it gives without the values of "
+            f"{_all_names(absent)}, which another partition has. {REMEDY}"
+        ) from error
+    _check_forms(func, result, absent)
     written = [
         (place, value, fake)
         for place, (value, fake) in enumerate(stand_ins.values())
@@ -275,6 +291,15 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         return new_absent(keeper, value, names, _UNKNOWN if call is None else Source(call, number))
 
     return pytree.tree_map(real, result)
+
+
+def _check_forms(func: Any, structure: Any, absent: Sequence[AbsentTensor]) -> None:
+    leaves = pytree.tree_leaves(structure)
+    if any(torch.is_tensor(each) and each.layout is not torch.strided for each in leaves):
+        raise UnsupportedError(
+            f"{name_of(func)} takes or makes a sparse or nested tensor, with the values of "
+            f"{_all_names(absent)}, which another partition has. {REMEDY}"
+        )
 
 
 def _is_reshaped(value: torch.Tensor, fake: torch.Tensor) -> bool:

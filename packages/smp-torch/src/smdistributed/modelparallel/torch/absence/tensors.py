@@ -2,12 +2,14 @@
 
 A parameter of another partition stays the object that the script knows, with its own shape. What is
 computed with it is absent too, and what is written to it is written on the rank that has it, where
-the same script runs (``absence.following``).
+the same script runs (``absence.following``). It has no memory: what comes past functions of torch
+is known too (``compat.private.below``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +17,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.absence.notes import Source
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.notes import REMEDY, Source
 from smdistributed.modelparallel.torch.absence.values import Question
+from smdistributed.modelparallel.torch.compat.private.below import (
+    operated_by,
+    past_operations,
+    without_memory,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
+    inside_transform,
+    is_wrapped,
     past_subclass_functions,
+    past_transforms,
     pytree,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
@@ -102,8 +113,29 @@ class AbsentTensor(torch.Tensor):
         if _Hidden.is_on and func == _GRAD:  # which optimizers ask of each
             return None
         kwargs = kwargs or {}
+        if inside_transform():  # which has yet to take arguments apart
+            with past_subclass_functions():
+                return func(*args, **kwargs)
         own = args[0] if args and isinstance(args[0], cls) else absent_in((args, kwargs))[0]
         return own.absent.keeper.run(func, args, kwargs)
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Has an operation run that came past functions of torch; see ``compat.private.below``.
+
+        Raises:
+            UnsupportedError: nobody knows what got it, or a transform of torch.func has yet to run.
+        """
+        found = absent_in((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not found or any(torch.is_tensor(each) and is_wrapped(each) for each in leaves):
+            names = ", ".join(_named(each) for each in found) or "a parameter"
+            raise UnsupportedError(
+                f"{func} got {names}, which another partition has, by way of its data or of "
+                f"transforms of torch.func. {REMEDY}"
+            )
+        with past_transforms():
+            return found[0].absent.keeper.run(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is."""
@@ -176,14 +208,26 @@ def make_present(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def is_vacant(tensor: torch.Tensor) -> bool:
-    """Whether a tensor sees one number everywhere: ``data`` can be assigned past all functions."""
-    return 0 in tensor.stride()
+    """Whether a tensor has no memory: ``data`` can be assigned past all functions."""
+    return operated_by(tensor) is AbsentTensor
 
 
 def vacant(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns one number that is none, seen as if it had a tensor's shape."""
-    number = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
-    return torch.full((), number, dtype=like.dtype, device=device).expand(like.shape)
+    """Returns data of a tensor's shape that no kernel can read."""
+    return _vacant(like.shape, like.dtype, device)
+
+
+#: Tensors of one form share it.
+_vacant = functools.lru_cache(maxsize=1024)(
+    functools.partial(without_memory, operated=AbsentTensor)
+)
+
+
+def _absent_like(fake: torch.Tensor, device: torch.device) -> AbsentTensor:
+    made = torch.empty(0, dtype=fake.dtype, device=device).as_subclass(AbsentTensor)
+    with past_subclass_functions(), past_operations():
+        made.data = vacant(fake, device)
+    return made
 
 
 def note_gradient(parameter: torch.Tensor) -> None:
@@ -220,7 +264,7 @@ def new_absent(
     keeper: Keeper, fake: torch.Tensor, names: frozenset[str], source: Source
 ) -> AbsentTensor:
     """Returns an absent tensor that looks like a fake."""
-    made = vacant(fake, fake.device).as_subclass(AbsentTensor)
+    made = _absent_like(fake, fake.device)
     made.absent = Absent(keeper, fake, names, source, version_of(fake))
     return made
 
@@ -230,7 +274,7 @@ def new_gradient(parameter: AbsentTensor) -> AbsentTensor:
     about = parameter.absent
     with about.keeper.fake_mode:
         fake = torch.empty_like(about.fake, requires_grad=False)
-    made = vacant(fake, parameter.device).as_subclass(AbsentTensor)
+    made = _absent_like(fake, parameter.device)
     names = frozenset({f"{GRADIENT_OF}{_named(parameter)}"})
     made.absent = Absent(about.keeper, fake, names, Source(like=fake), version_of(fake))
     return made

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.autograd import forward_ad
@@ -185,6 +186,11 @@ def _is_watched_below() -> bool:
     )
 
 
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` runs."""
+    return _tracing_state() is not None
+
+
 def is_of_control_flow(error: BaseException) -> bool:
     """Tells whether torch's own control flow (``torch.cond`` and the like) could not run here."""
     return type(error).__name__ == "UncapturedHigherOrderOpError" or (
@@ -198,7 +204,9 @@ def is_of_fakes(error: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     place = None if frame is None else frame.tb_frame.f_globals.get("__name__")
-    return FakeTensor.__name__ in str(error) or place == FakeTensor.__module__
+    if FakeTensor.__name__ in str(error) or place == FakeTensor.__module__:
+        return True
+    return isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error)
 
 
 def read_backend_switches() -> tuple[bool, ...]:
