@@ -13,7 +13,7 @@ from reference import own_share, run_plain
 from trained_beside import Make, body, trained_beside
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
 
 
@@ -124,9 +124,48 @@ def case_what_needs_every_gradient_is_refused() -> None:
         pass
 
 
+#: What comes first after a step function.
+NEXT: dict[str, Callable[[Any, Any], object]] = {
+    "update": lambda model, optimizer: optimizer.step(),
+    "clip": lambda model, optimizer: smp.clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+def body_without(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns a result of which nothing is differentiated."""
+    return model(inputs).detach().mean()
+
+
+def differing(act: Callable[[Any, Any], object], number: int) -> None:
+    """Has the last replica leave out a backward pass, after a number of steps of all."""
+    data = own_share(batches(1)[0], [0, 0])
+    model = smp.DistributedModel(net())
+    optimizer = smp.DistributedOptimizer(momentum(model.parameters()))
+    train, look = smp.step(body), smp.step(body_without)
+    for _ in range(number):
+        train(model, *data)
+        optimizer.step()
+        optimizer.step()  # which no rank has made a backward pass for
+        look(model, *data)
+    step = look if smp.dp_rank() == smp.dp_size() - 1 else train
+    step(model, *data)
+    act(model, optimizer)
+
+
+def case_a_rank_without_a_backward_pass_is_told() -> None:
+    """At once, on every rank; where no rank makes one nothing happens."""
+    for act in NEXT.values():
+        for number in (0, 1):
+            with pytest.raises(SMPError, match="must make a backward pass before") as raised:
+                differing(act, number)
+            assert "received none from rank" in str(raised.value)
+            assert len(set(smp.allgather(str(raised.value), smp.DP_GROUP))) == 1
+
+
 CASES: dict[str, Callable[[], None]] = {
     "adam": lambda: trained(adam, None),
     "momentum_clipped": lambda: trained(momentum, 0.05),
+    "a_rank_without_a_backward_pass_is_told": case_a_rank_without_a_backward_pass_is_told,
     "every_parameter_has_one_owner": case_every_parameter_has_one_owner,
     "state_is_that_of_one_process": case_state_is_that_of_one_process,
     "gradients_of_several_steps_add_up": case_gradients_of_several_steps_add_up,

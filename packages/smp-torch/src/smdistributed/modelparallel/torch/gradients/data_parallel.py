@@ -186,8 +186,21 @@ class DataParallel:
             for _, parameter in named
         }
 
+    def check_reduced(self) -> None:
+        """Makes sure before an update by owners, or a norm for it, that nobody waits for gradients.
+
+        Collective: DP_GROUP, if this rank has made no backward pass since the last update.
+
+        Raises:
+            SMPError: others have made one.
+        """
+        for each in self._reductions:
+            each.check_reduced()
+
     def share_updates(self) -> None:
         """Gives all ranks the parameters that their owners have updated. Collective: DP_GROUP."""
+        for each in self._reductions:
+            each.updated()
         for owners in self._owners:
             owners.share()
         if self.shards is not None:

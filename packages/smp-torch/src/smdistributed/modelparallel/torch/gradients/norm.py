@@ -114,6 +114,7 @@ class _WholeModelFunctions:
                 "optimizer.step()."
             )
         given = {id(each): own.get(id(each), each) for each in chosen}
+        self._check_reduced(given.values())
         found = [(each, gradient_here(each)) for each in given.values()]
         gradients = [
             (each, gradient)
@@ -125,6 +126,12 @@ class _WholeModelFunctions:
         holders: Any = [SimpleNamespace(grad=gradient) for _, gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
         return norm
+
+    def _check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        chosen = set(map(id, parameters))
+        for model in self._runtime.live_models():
+            if not chosen.isdisjoint(map(id, model.parameters())):
+                model.data_parallel.check_reduced()
 
     def _own(self) -> dict[int, nn.Parameter]:
         """Returns the parameters of models, by id: their own, or of what is here of them."""

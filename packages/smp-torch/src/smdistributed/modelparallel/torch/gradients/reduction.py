@@ -97,6 +97,8 @@ class GradientReduction:
         #: What owners had before: the others do not have it, and it is not averaged again.
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         self._stand_ins = StandIns()
+        #: Whether this rank has reduced gradients since the last update by owners.
+        self._has_reduced = False
         self._once: set[nn.Parameter] = set()
         self._repeatedly: set[nn.Parameter] = set()
         self._is_armed = False
@@ -304,6 +306,7 @@ class GradientReduction:
             return
         for bucket in self._buckets[len(self._futures) :]:
             self._launch(bucket)
+        self._has_reduced = True
         before, self._updates_before = self._updates_before, self._updates()
         is_used = self._used_anywhere(None if before is None else self._updates_before - before)
         for bucket in self._buckets:
@@ -394,16 +397,19 @@ class GradientReduction:
                 return self._replicas.start_mean(bucket.flat, owner)
             return allreduce_hook(self._replicas.group, bucket.handle)  # type: ignore[arg-type]
 
-    def _used_anywhere(self, updates: int | None) -> Callable[[torch.Tensor], bool]:
+    def _used_anywhere(
+        self, updates: int | None, *, is_missing: bool = False
+    ) -> Callable[[torch.Tensor], bool]:
         """Returns a function that tells whether some replica has a gradient of a parameter.
 
         Takes the results of the reduction, too.
 
         Args:
             updates: how often optimizers have been stepped since the last time; None: no matter.
+            is_missing: this rank updates without a backward pass.
 
         Raises:
-            SMPError: gradients of several steps were reduced together.
+            SMPError: gradients of several steps were reduced together, or some ranks have none.
         """
         if self._replicas.size == 1:
             self._take_results()
@@ -413,11 +419,16 @@ class GradientReduction:
         # Both largest, so that they tell of the least and the most.
         ends = [0, 0] if count is None else [count, _COUNTED - count]
         # On the host, so that no GPU is waited for.
-        used = torch.tensor([*ends, *flags], dtype=torch.uint8, device="cpu")
+        missing = [0] * (0 if self._owners is None else self._replicas.size)
+        if is_missing:
+            missing[self._replicas.own] = 1
+        used = torch.tensor([*ends, *missing, *flags], dtype=torch.uint8, device="cpu")
         with self._replicas.blaming(_REDUCING):
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
         self._take_results()
-        most, least, *flags = used.tolist()
+        most, least, *told = used.tolist()
+        missing, flags = told[: len(missing)], told[len(missing) :]
+        self._check_missing(missing)
         if updates is not None and most + least > _COUNTED:
             raise SMPError(
                 "data-parallel ranks must reduce the gradients of a step together; received "
@@ -429,6 +440,50 @@ class GradientReduction:
             return lambda parameter: True
         anywhere = {parameter for parameter, flag in zip(self._reduced, flags, strict=True) if flag}
         return anywhere.__contains__
+
+    def _check_missing(self, missing: Sequence[int]) -> None:
+        """Raises if some replicas, but not all, update without a backward pass."""
+        if any(missing) and not all(missing):
+            members = zip(self._replicas.members, missing, strict=True)
+            names = ", ".join(str(rank) for rank, is_missing in members if is_missing)
+            raise SMPError(
+                "with shard_optimizer_state all data-parallel ranks must make a backward pass "
+                f"before an update, or none; received none from rank {names}: call backward on "
+                "every rank, of a loss that is multiplied by zero where it does not count."
+            )
+
+    def check_reduced(self) -> None:
+        """Makes sure before an update by owners that no replica waits for own gradients.
+
+        A rank that has made no backward pass since the last update takes the place of one in the
+        reduction of the others, who learn of it there; where no rank has, nothing happens.
+        Collective: the replicas, if this rank has made none.
+
+        Raises:
+            SMPError: others have made one.
+        """
+        if self._owners is None or self._replicas.size == 1 or self._has_reduced:
+            return
+        self._has_reduced = True
+        kept = [bucket.flat.clone() for bucket in self._buckets]  # gradients may be in them
+        self._announce()
+        try:
+            self._give_zeros(is_missing=True)
+        finally:
+            for bucket, values in zip(self._buckets, kept, strict=True):
+                bucket.flat.copy_(values)
+
+    def updated(self) -> None:
+        """Takes note of an update by owners."""
+        self._has_reduced = False
+
+    def _give_zeros(self, *, is_missing: bool = False) -> None:
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            self._futures.append(self._start(bucket))
+        self._without.update(self._reduced)
+        self._used_anywhere(None, is_missing=is_missing)
+        self._reset()
 
     @torch.no_grad()
     def _store(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
@@ -454,9 +509,4 @@ class GradientReduction:
         """Takes part in the others' reduction, with zeros, and discards the result."""
         self.begin()
         self._active = active
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-            self._futures.append(self._start(bucket))
-        self._without.update(self._reduced)
-        self._used_anywhere(None)
-        self._reset()
+        self._give_zeros()

@@ -89,6 +89,7 @@ class MasterUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_reduced()
         self._take()
         found = self._found()
         bound = self._runtime.config.sdp_gradient_clipping
@@ -108,6 +109,10 @@ class MasterUpdate:
             model.data_parallel.share_updates()
         self._end(found)
         return loss
+
+    def _check_reduced(self) -> None:
+        for model in self._models():
+            model.data_parallel.check_reduced()
 
     @torch.no_grad()
     def _update_in_one_pass(self, bound: float | None) -> None:
@@ -142,6 +147,7 @@ class MasterUpdate:
             The norm before, over the whole model. Shape: scalar.
         """
         self.adopt()
+        self._check_reduced()
         self._take()
         norm = self._norm(norm_type)
         updated = [each for group in self._optimizer.param_groups for each in group["params"]]

@@ -35,6 +35,9 @@ class Replicated(Protocol):
     def speaks_for(self, parameter: Any, *, is_slice: bool) -> bool:
         """Tells whether this rank is the first of those that have the same of a parameter."""
 
+    def check_reduced(self) -> None:
+        """Makes sure before an update by owners that no replica waits for gradients."""
+
     def share_updates(self) -> None:
         """Gives all ranks the parameters that their owners have updated."""
 
