@@ -48,8 +48,8 @@ STRIDES = {
     "writes": 160,
     "order": 240,
     "views": 720,
-    "repeated": 230,
-    "recomputed": 240,
+    "repeated": 229,
+    "recomputed": 239,
     "around": 6,
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -141,12 +141,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             return self.get_module()(*args, **kwargs)
         if self._runtime.tensor_group.passes is not None:
             self._runtime.tensor_group.passes.called_outside()
-        self.wake_slices()
-        try:
-            with slices_guarded([self.holder.fakes.slice_guard]), self._called_outside_steps():
-                return self.get_module()(*args, **kwargs)
-        finally:
-            self.rest_slices()
+        with (
+            self.slices_awake(),
+            slices_guarded([self.holder.fakes.slice_guard]),
+            self._called_outside_steps(),
+        ):
+            return self.get_module()(*args, **kwargs)
 
     def _called_outside_steps(self) -> contextlib.AbstractContextManager[None]:
         shards = self.data_parallel.shards
@@ -157,7 +157,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        with slices_as_they_are():
+        with self.slices_awake():
             if set_to_none:
                 with cleared_unseen(self.parameters()):
                     super().zero_grad()
@@ -362,6 +362,19 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     def wake_slices(self) -> None:
         """Has parameters in slices used as they are, by this library."""
         wake(each for each, _ in self.holder.fakes.slice_guard.tensors())
+
+    @contextlib.contextmanager
+    def slices_awake(self) -> Iterator[None]:
+        """Inside, this library uses parameters in slices as they are."""
+        if self._runtime.current_step is not None:
+            with slices_as_they_are():
+                yield
+            return
+        self.wake_slices()
+        try:
+            yield
+        finally:
+            self.rest_slices()
 
     def rest_slices(self) -> None:
         """Has parameters in slices refuse what does not work number by number."""

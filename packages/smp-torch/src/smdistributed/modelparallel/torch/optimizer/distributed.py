@@ -5,9 +5,10 @@ Source: smd_model_parallel_pytorch.rst, DistributedOptimizer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,6 @@ from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossSc
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
 from smdistributed.modelparallel.torch.precision.one_pass_adam import SMALLEST_ALONE, OnePassAdam
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 
 class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
@@ -227,14 +227,15 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._check_slices()
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
-        models = self._models()
-        for model in models:
-            model.wake_slices()
-        try:
+        with self._slices_awake():
             return self._update(closure)
-        finally:
-            for model in models:
-                model.rest_slices()
+
+    @contextlib.contextmanager
+    def _slices_awake(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for model in self._models():
+                stack.enter_context(model.slices_awake())
+            yield
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._masters is not None:
@@ -268,7 +269,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        with slices_as_they_are():
+        with self._slices_awake():
             zero_grad(self.optimizer, set_to_none)
         if self._masters is not None:
             self._masters.store.forget_gradients(set_to_none)

@@ -72,7 +72,6 @@ def agreed(
     own = tuple(tuple(each.shape) for each in tensors)
     if any(map(is_fake, tensors)):
         return [LaneCall(call, own)] * group.size, has_changed
-    text = base64.b64encode(pickle.dumps(call.skeleton())).decode()
     sizes = [size for each in own for size in each]
     about = zlib.crc32(repr((who, training, torch.is_grad_enabled())).encode())
     form = zlib.crc32(f"{call.structure}{call.holes}{_plain(call)}".encode())
@@ -94,6 +93,7 @@ def agreed(
     if any(each[1] not in known for each in everyones):
         if len(known) > _MOST_KNOWN:
             known.clear()
+        text = base64.b64encode(pickle.dumps(call.skeleton())).decode()
         texts = group.collectives.compare_texts(text)
         for each, theirs in zip(everyones, texts, strict=True):
             known[each[1]] = Call(pickle.loads(base64.b64decode(theirs)))
