@@ -43,7 +43,7 @@ Place = tuple[collections.Counter[tuple[str, int]], int | None]
 
 def draw_step_seed() -> int:
     """Draws the seed of a step from the user's generator."""
-    return int(torch.randint(2**62, (), dtype=torch.int64))
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 class CapturedDraws:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
 
@@ -64,6 +65,7 @@ def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
     return _apply(group, _Whole, slice_)
 
 
+@run_as_written
 def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Own examples -> all examples, of what needs no gradient, such as tokens."""
     if group.size == 1 or group.is_prescaled:
@@ -71,6 +73,7 @@ def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Te
     return group.collectives.gather(tensor, sizes)
 
 
+@run_as_written
 def _apply(group: TensorGroup, function: Any, tensor: torch.Tensor, *sizes: Sizes) -> torch.Tensor:
     return group.exchanged(function.apply(tensor, group.handle, *sizes))
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.compat.private.fusion import fused as fused_on_gpus
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
@@ -166,6 +167,7 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+@run_as_written
 def _apply(
     tensor: torch.Tensor,
     weight: torch.Tensor,

@@ -13,6 +13,7 @@ import torch
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import BackwardPasses
 from smdistributed.modelparallel.torch.tensor_parallel.words import Moment, Words
 
@@ -230,6 +231,7 @@ class TensorGroup:
         finally:
             self._known.pop()
 
+    @run_as_written
     def _find(
         self, who: str, tensor: torch.Tensor, masks: Masks, about: str, can_slice: bool
     ) -> tuple[_Known, list[torch.Tensor | None]]:

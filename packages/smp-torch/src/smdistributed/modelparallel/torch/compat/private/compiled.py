@@ -167,6 +167,24 @@ def never_compiled(function: _Function) -> _Function:
     return left_alone
 
 
+def run_as_written(function: _Function) -> _Function:
+    """Returns a function that a compiler leaves alone, with all that it calls, once there is one.
+
+    What talks to other ranks is none of a compiler's business: it would break off at each call
+    into torch.distributed, and take streams for a part of the model.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = _never_compiled(function) if is_compiler_loaded() else function
+        return run(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+_never_compiled = functools.cache(never_compiled)
+
+
 def is_being_compiled() -> bool:
     """Whether a compiler, in this thread, asks tensors about themselves; no code runs meanwhile."""
     # Guards of a frame are made when it has been traced.

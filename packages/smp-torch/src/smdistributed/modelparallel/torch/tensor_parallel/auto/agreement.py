@@ -11,6 +11,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -48,6 +49,7 @@ class LaneCall:
         return self.shapes[paths.index(path)], self.call.holes[paths.index(path)]
 
 
+@run_as_written
 def agreed(
     group: TensorGroup, who: str, call: Call, *, training: bool, has_changed: bool
 ) -> tuple[list[LaneCall], bool]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import in_memory
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter, leave, to_examples
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import no_view
@@ -21,6 +22,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, Tens
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@run_as_written
 def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     """Gives every rank what each rank has for its call; gradients are summed.
 
@@ -36,6 +38,7 @@ def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[t
     return list(found)
 
 
+@run_as_written
 def summed(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the result of the own call, of which every rank has a share of the sum."""
     if group.is_prescaled:
@@ -44,6 +47,7 @@ def summed(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
     return group.exchanged(found)
 
 
+@run_as_written
 def joined(group: TensorGroup, lanes: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Returns the result of the own call, of which every rank has a slice along a dim."""
     if group.is_prescaled:
