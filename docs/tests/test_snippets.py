@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,17 @@ def test_a_wrong_doctest_fails(tmp_path: Path) -> None:
     page = page_of(tmp_path, WHOLE.replace(">>> 1 + 1", ">>> 1 + 2"))
     with pytest.raises(snippets.SnippetError, match="Expected"):
         snippets.run_doctests(page)
+
+
+#: What a page shows wrong somewhere: links that are empty outside of this site, and a table in two.
+_WRONG = {
+    "a link has no text": re.compile(r"\[\]\("),
+    "a blank line cuts a table": re.compile(r"^\|.*\n\n\|(?! ?-+)(?!.*\n\| ?-)", re.M),
+}
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_pages_read_well_elsewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for problem, pattern in _WRONG.items():
+        assert not (found := pattern.search(text)), f"{page}: {problem}: {found[0]!r}"
