@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import Slice, taken
 
 SIZES: dict[str, Any] = {
@@ -194,3 +195,24 @@ def test_unregistered_arguments_are_refused() -> None:
         smp.tp_register(nn.Linear)(Plain)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"torch\.nn\.Module class is registered"):
         smp.tp_register_with_module(int, smp.nn.DistributedLinear)  # type: ignore[arg-type]
+
+
+class OneOther:
+    """The other of two ranks says the same, but for some numbers of each word."""
+
+    size, rank = 2, 0
+
+    def __init__(self, *more: int) -> None:
+        self._more = more
+
+    def compare(self, word: list[int]) -> list[list[int]]:
+        more = [0, *self._more, *[0] * len(word)]
+        return [word, [mine | theirs for mine, theirs in zip(word, more, strict=False)]]
+
+
+def test_flags_of_many_models_are_told_in_one_word() -> None:
+    group: Any = TensorGroup(OneOther(0b101, 0, 1 << 31))
+    flags = [place == 50 for place in range(200)]
+    told = group.end_step(flags)
+    assert len(told) == 200
+    assert [place for place, flag in enumerate(told) if flag] == [0, 2, 50, 95]

@@ -42,6 +42,8 @@ class Lanes(Protocol):
 Masks = Sequence[torch.Tensor | None]
 #: Most dims of a mask, that of the examples left out.
 _MOST_DIMS = 3
+#: That one number of a word has room for.
+_FLAGS_IN_ONE = 32
 #: Gives a group. What a step is recorded from may hold functions, but no objects with state.
 Handle = Callable[[], "TensorGroup"]
 
@@ -120,8 +122,15 @@ class TensorGroup:
         """Returns which flags are set on any rank; all give as many. Collective: TP_GROUP."""
         if self.words is None:
             return list(flags)
-        everyones = self.words.say(Moment.END, "", list(map(int, flags)))
-        return [any(each[place] for each in everyones) for place in range(len(flags))]
+        own = [
+            sum(flag << place for place, flag in enumerate(flags[first : first + _FLAGS_IN_ONE]))
+            for first in range(0, len(flags), _FLAGS_IN_ONE)
+        ]
+        everyones = self.words.say(Moment.END, "", own)
+        return [
+            any(each[place // _FLAGS_IN_ONE] >> place % _FLAGS_IN_ONE & 1 for each in everyones)
+            for place in range(len(flags))
+        ]
 
     def call(self, who: str, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers that all ranks call a module with. Collective: TP_GROUP.
