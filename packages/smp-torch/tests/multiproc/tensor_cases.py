@@ -663,9 +663,24 @@ class Heads(nn.Module):
         return self.left(states), self.right(states)
 
 
+class HeadsInOne(nn.Module):
+    """Has them in a module that decides by numbers, which a pipeline calls as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(WIDTH, WIDTH), Heads()
+        self.heads.forward = self._either  # type: ignore[method-assign]
+
+    def _either(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.heads
+        return Heads.forward(heads, states if states.sum() < 1e9 else -states)
+
+    def forward(self, states: torch.Tensor) -> Any:
+        return self.heads(self.body(states))
+
+
 def different_gradients() -> None:
     """What is differentiated must be alike too: exchanges of two heads would be mixed."""
-    model = smp.DistributedModel(Heads())
 
     @smp.step
     def train(model: Any, states: torch.Tensor, place: int) -> torch.Tensor:
@@ -673,10 +688,14 @@ def different_gradients() -> None:
         model.backward(loss)
         return loss
 
-    train(model, torch.ones(4, 3, WIDTH), 0)
-    both = r"left \S+ \(with gradients\).* right \S+ \(with gradients\)"
-    with pytest.raises(SMPError, match=both):
-        train(model, torch.ones(4, 3, WIDTH), smp.tp_rank())
+    for net, both in (
+        (Heads(), r"left \S+ \(with gradients\).* right \S+ \(with gradients\)"),
+        (HeadsInOne(), r"gradients of results 0\).* \(with gradients of results 1\)"),
+    ):
+        model = smp.DistributedModel(net)
+        train(model, torch.ones(4, 3, WIDTH), 0)
+        with pytest.raises(SMPError, match=both):
+            train(model, torch.ones(4, 3, WIDTH), smp.tp_rank())
 
 
 BEHAVIOUR = {

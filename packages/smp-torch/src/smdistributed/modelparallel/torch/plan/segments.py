@@ -96,16 +96,17 @@ class Plan:
         ]
 
     @cached_property
-    def differentiated(self) -> set[Node]:
-        """The nodes that the gradient of the roots flows through."""
-        found: set[Node] = set()
-        pending = [root.node for root in self.graph.roots]
+    def differentiated(self) -> dict[Node, set[Value]]:
+        """The nodes that the gradient of the roots flows through, and by which of their results."""
+        found: dict[Node, set[Value]] = {}
+        pending = list(self.graph.roots)
         while pending:
-            node = pending.pop()
+            value = pending.pop()
+            node = value.node
             if node not in found:
-                found.add(node)
-                values = (*node.inputs, *node.changed_views)
-                pending += [value.node for value in values if value.requires_grad]
+                inputs = (*node.inputs, *node.changed_views)
+                pending += [each for each in inputs if each.requires_grad]
+            found.setdefault(node, set()).add(value)
         return found
 
     def inputs_of_rank(self, rank: int) -> set[int]:

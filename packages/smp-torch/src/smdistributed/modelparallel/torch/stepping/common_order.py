@@ -23,7 +23,7 @@ from smdistributed.modelparallel.common.planning.schedule import Schedule
 from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn
-from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 
@@ -153,7 +153,7 @@ def _structure_of(plan: Plan) -> list[str]:
     lines = []
     for segment in plan.segments:
         names = [
-            inside[0] + (" (with gradients)" if node in plan.differentiated else "")
+            f"{inside[0]}{_gradients_of(node, plan)}"
             for node in segment.nodes
             if node.kind is NodeKind.LEAF and (inside := _places(node.target))
         ]
@@ -163,6 +163,15 @@ def _structure_of(plan: Plan) -> list[str]:
             f"{', '.join(names) or 'no distributed module'}"
         )
     return lines
+
+
+def _gradients_of(node: Node, plan: Plan) -> str:
+    """Returns which results of a module get gradients: what is in it may have one each."""
+    values = plan.differentiated.get(node, ())
+    if not values or len(node.outputs) == 1:
+        return " (with gradients)" * bool(values)
+    places = [str(place) for place, each in enumerate(node.outputs) if each in values]
+    return f" (with gradients of results {', '.join(places)})"
 
 
 def _places(module: nn.Module) -> list[str]:
