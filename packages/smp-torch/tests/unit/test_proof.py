@@ -248,6 +248,47 @@ def test_what_every_rank_has_alike_is_told_from_a_sum() -> None:
     assert _proven(Pair(), FEED_FORWARD).outputs == (SUM, SAME)
 
 
+#: Where a module keeps something of its call.
+KEEPERS: dict[str, Callable[[Any, Any], object]] = {
+    "attribute": lambda block, kept: setattr(block, "kept", kept),
+    "list": lambda block, kept: setattr(block, "kept", [1, kept]),
+    "nested": lambda block, kept: setattr(block, "kept", {"of": [(kept,)]}),
+    "inner module": lambda block, kept: setattr(block.down, "kept", kept),
+}
+#: What, of the input and of what lies between the maps; whether a rank has all of it.
+KEPT: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "inner": (lambda x, h: h, False),
+    "inner, detached": (lambda x, h: h.detach(), False),
+    "norm of inner": (lambda x, h: h.detach().norm(), False),
+    "with a graph": (lambda x, h: x * 2, False),
+    "input": (lambda x, h: x.detach() * 2, True),
+    "shape": (lambda x, h: tuple(x.shape), True),
+}
+
+
+class Keeping(Block):
+    """Keeps something."""
+
+    def __init__(self, keeper: str, kept: str) -> None:
+        super().__init__()
+        self.keeper, self.chosen = keeper, kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.up(x))
+        KEEPERS[self.keeper](self, KEPT[self.chosen][0](x, hidden))
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+@pytest.mark.parametrize("kept", KEPT)
+def test_modules_that_keep_what_is_of_a_slice_stay_whole(keeper: str, kept: str) -> None:
+    if KEPT[kept][1]:
+        assert _proven(Keeping(keeper, kept), FEED_FORWARD).outputs == (SUM,)
+        return
+    with pytest.raises(RefutedError, match=r"it keeps an activation, .*kept.*, of which a rank"):
+        _proven(Keeping(keeper, kept), FEED_FORWARD)
+
+
 def test_what_is_nothing_but_rounding_proves_nothing() -> None:
     def cancelled(h: torch.Tensor) -> torch.Tensor:
         return (h + 1e16) - 1e16 - h
