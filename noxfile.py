@@ -55,7 +55,7 @@ SETTINGS = {
     },
     # That of a processor without vectors.
     "plain": {"ATEN_CPU_CAPABILITY": "default"},
-    # Each process that is started, though not one that is forked, has another order of sets.
+    # Each process has another order of sets; none is the copy of another then.
     "hashes": {"PYTHONHASHSEED": "random"},
     # Numbers have commas and i has a dot in what is written in C; other users see no files, and
     # the folder for temporary ones has an unusual name.

@@ -90,6 +90,22 @@ def test_variables_are_set_and_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.results == (("2", None),)
 
 
+def seed_and_threads() -> tuple[int, str | None]:
+    return hash("a text"), os.environ.get("OMP_NUM_THREADS")
+
+
+def test_a_setting_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    first, second = run_ranks(2, seed_and_threads, launcher="smprun-fork", timeout=60).results
+    assert first[0] != second[0], "copies of one process have one seed"
+    assert first[1] == second[1] == "3"
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    first, second = run_ranks(2, seed_and_threads, launcher="smprun-fork", timeout=60).results
+    assert first == second == (first[0], "1")
+
+
 def test_torchrun() -> None:
     pytest.importorskip("torch")
     outcome = run_ranks(2, environment, launcher="torchrun", timeout=100, env={"A": "3"})

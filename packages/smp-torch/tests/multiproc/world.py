@@ -12,6 +12,7 @@ import torch
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.comm.transport import started_by_mpi
 from smdistributed.modelparallel.common.testing import Launcher, World, Worlds, run_ranks
+from smdistributed.modelparallel.common.testing.jobs import without_copies
 from smdistributed.modelparallel.torch.stepping import lockstep
 
 Case = Callable[[], Any]
@@ -95,13 +96,7 @@ def replicas(pipelines: int, degree: int, microbatches: int = 4, **config: objec
 
 def without_fork(num_ranks: int, launcher: Launcher) -> Launcher:
     """Returns what stands for copies where there are GPUs: what has used one must not fork."""
-    if not torch.cuda.is_available():
-        return launcher
-    with_devices: dict[Launcher, Launcher] = {
-        "fork": "python" if num_ranks == 1 else "torchrun",
-        "smprun-fork": "smprun",
-    }
-    return with_devices.get(launcher, launcher)
+    return without_copies(launcher, num_ranks) if torch.cuda.is_available() else launcher
 
 
 def run(

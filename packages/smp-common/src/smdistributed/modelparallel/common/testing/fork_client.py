@@ -17,6 +17,8 @@ from smdistributed.modelparallel.common.comm.addresses import free_port
 from smdistributed.modelparallel.common.launcher.first_failure import Banner
 from smdistributed.modelparallel.common.testing.fork_server import REQUEST_BYTES, Ending, Request
 
+#: Unless the environment says how many: processes share few cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: Not with -m: the classes of requests would be others there than here.
 _SERVER = "import sys; sys.path += {}; from {} import main; kept = main()"
 
@@ -90,7 +92,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *map(str, descriptors), *preload],
                 pass_fds=descriptors,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**ONE_THREAD, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,

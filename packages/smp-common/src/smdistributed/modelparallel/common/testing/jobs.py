@@ -30,6 +30,9 @@ _GRACE_SECONDS = 3.0
 _STAND_IN = f"{__package__}.stand_in"
 _SHOWN_LINES = 60
 
+#: What stands for a launcher that copies a process.
+_WITHOUT_COPIES: dict[Launcher, Launcher] = {"fork": "torchrun", "smprun-fork": "smprun"}
+
 #: How many processes each launcher has been asked for by this one.
 started: Counter[str] = Counter()
 
@@ -52,11 +55,19 @@ class Processes(Protocol):
         """Asks for the end."""
 
 
+def without_copies(launcher: Launcher, num_ranks: int) -> Launcher:
+    """Returns what starts the same job where its processes cannot be copies of one."""
+    if launcher == "fork" and num_ranks == 1:
+        return "python"
+    return _WITHOUT_COPIES.get(launcher, launcher)
+
+
 class Job:
     """Processes that a launcher started, with files for what they print.
 
     Args:
-        launcher: what starts them.
+        launcher: what starts them; copies have one seed of hashes, so where the environment asks
+            for others (``PYTHONHASHSEED=random``) what stands for it.
         num_ranks: how many; 1 for ``python``.
         program: a script and its arguments.
         env: variables to set, or to unset where the value is None.
@@ -76,11 +87,14 @@ class Job:
                 f"launcher 'python' starts one process; received num_ranks {num_ranks}."
             )
         self.num_ranks = num_ranks
+        given = _environment(env)
+        if given.get("PYTHONHASHSEED") == "random":
+            launcher = without_copies(launcher, num_ranks)
         started[launcher] += num_ranks
         with contextlib.ExitStack() as stack:
             self._out = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             self._err = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            environ = stack.enter_context(command.own_files(_environment(env)))
+            environ = stack.enter_context(command.own_files(given))
             streams = (self._out.fileno(), self._err.fileno())
             self._processes: Processes
             if launcher == "fork":
@@ -183,7 +197,8 @@ def _launch(launcher: Launcher, num_ranks: int) -> list[str]:
 
 
 def _environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
-    merged = {**os.environ, failure.RECORDS_VARIABLE: "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    own = {**fork_client.ONE_THREAD, **os.environ, failure.RECORDS_VARIABLE: "1"}
+    merged = {**own, **(env or {})}
     return {name: value for name, value in merged.items() if value is not None}
 
 
