@@ -562,6 +562,40 @@ def kept_whole() -> None:
         tensor_cases.assert_close(model.eval()(x), reference.eval()(x), name, rtol=1e-4, atol=1e-5)
 
 
+class Activated(nn.Module):
+    """Computes with a module without parameters that it is given."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 40), act, nn.Linear(40, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+def activations_shared() -> None:
+    """An activation may be shared, wherever it is made: by the import of a module, say."""
+    x = torch.ones(2, 3, WIDTH) * (1 - 2 * smp.tp_rank())
+    outside = nn.GELU()
+
+    def make() -> nn.Module:
+        shared = nn.GELU()
+        return nn.Sequential(*(Activated(each) for each in (outside, outside, shared, shared)))
+
+    module = split(make, 5, sample_inputs=x)
+    model, reference = smp.DistributedModel(module), whole(make, 5)
+    assert groups_in(module) == ["0", "1", "2", "3"]
+    tensor_cases.assert_close(model.eval()(x), reference.eval()(x), "out", rtol=1e-4, atol=1e-5)
+
+    hooked = split(make, 5, sample_inputs=x)
+    seen: list[torch.Size] = []
+    handle = outside.register_forward_hook(lambda *given: seen.append(given[2].shape))
+    smp.DistributedModel(hooked).eval()(x)
+    handle.remove()
+    assert groups_in(hooked) == ["2", "3"]
+    assert {size[-1] for size in seen} == {40}, "what a hook sees is whole"
+
+
 class Numbered(nn.Module):
     """A layer that may compute by its number: one with an odd one is no group then."""
 
@@ -692,7 +726,7 @@ BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
-        *(numbered, agreed, told),
+        *(numbered, agreed, told, activations_shared),
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

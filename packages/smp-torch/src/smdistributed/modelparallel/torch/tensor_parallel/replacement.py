@@ -215,22 +215,18 @@ class _Replacing:
         return additions_to(module)
 
     def _is_free(self, module: nn.Module) -> bool:
-        """Whether a module may be part of a group: marked, and its parameters are its own.
+        """Whether a module may be part of a group: not excluded, and its tensors are its own.
 
-        One without any may come from elsewhere, as an activation that many modules share.
+        One without any may come from elsewhere, or be an activation that many modules share.
         """
         mark = self._marks.of(module)
-        if (
-            mark is None
-            and next(itertools.chain(module.parameters(), module.buffers()), None) is None
+        if next(itertools.chain(module.parameters(), module.buffers()), None) is not None and (
+            mark is None or self._places[module] > 1 or self._shared_weight(module) is not None
         ):
-            return True
+            return False
         return (
-            mark is not None
-            and mark.enabled
+            (mark is None or mark.enabled)
             and not isinstance(module, DistributedModule)
-            and self._places[module] <= 1
-            and self._shared_weight(module) is None
             and self._kept_as_it_is(module) is None
             and (type(module) is nn.Linear or registration_of(module) is None)
         )
