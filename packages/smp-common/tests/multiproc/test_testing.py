@@ -5,10 +5,16 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError, run_ranks
+from smdistributed.modelparallel.common.testing import (
+    Launcher,
+    RanksFailedError,
+    jobs,
+    run_ranks,
+)
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -95,15 +101,20 @@ def seed_and_threads() -> tuple[int, str | None]:
 
 
 def test_a_setting_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    def found() -> tuple[Any, ...]:
+        return run_ranks(2, seed_and_threads, launcher="smprun-fork", timeout=60).results
+
+    copies = jobs.started["smprun-fork"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    first, second = run_ranks(2, seed_and_threads, launcher="smprun-fork", timeout=60).results
+    first, second = found()
     assert first[0] != second[0], "copies of one process have one seed"
-    assert first[1] == second[1] == "3"
+    assert first[1] == second[1] == "1"
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    first, second = run_ranks(2, seed_and_threads, launcher="smprun-fork", timeout=60).results
-    assert first == second == (first[0], "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    first, second = found()
+    assert first == second == (first[0], "3")
+    assert jobs.started["smprun-fork"] == copies, "copies lack the threads of what they import"
 
 
 def test_torchrun() -> None:

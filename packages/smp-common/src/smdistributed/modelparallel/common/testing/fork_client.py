@@ -92,7 +92,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program, *map(str, descriptors), *preload],
                 pass_fds=descriptors,
-                env={**ONE_THREAD, **os.environ},
+                env={**os.environ, **ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,

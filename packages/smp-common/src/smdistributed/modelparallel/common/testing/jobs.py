@@ -66,8 +66,8 @@ class Job:
     """Processes that a launcher started, with files for what they print.
 
     Args:
-        launcher: what starts them; copies have one seed of hashes, so where the environment asks
-            for others (``PYTHONHASHSEED=random``) what stands for it.
+        launcher: what starts them, or what stands for it where the environment asks for what copies
+            do not have.
         num_ranks: how many; 1 for ``python``.
         program: a script and its arguments.
         env: variables to set, or to unset where the value is None.
@@ -88,7 +88,7 @@ class Job:
             )
         self.num_ranks = num_ranks
         given = _environment(env)
-        if given.get("PYTHONHASHSEED") == "random":
+        if not _has_copies(given):
             launcher = without_copies(launcher, num_ranks)
         started[launcher] += num_ranks
         with contextlib.ExitStack() as stack:
@@ -194,6 +194,12 @@ def _launch(launcher: Launcher, num_ranks: int) -> list[str]:
         flags = ["--standalone", f"--nproc-per-node={num_ranks}"]
         return [sys.executable, "-m", "torch.distributed.run", *flags]
     return [sys.executable, "-u"]
+
+
+def _has_copies(environ: Mapping[str, str]) -> bool:
+    """Whether copies can have it: they share a seed of hashes, and lack the threads of imports."""
+    one_thread = fork_client.ONE_THREAD.items() <= environ.items()
+    return one_thread and environ.get("PYTHONHASHSEED") != "random"
 
 
 def _environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
