@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,6 +165,7 @@ class NewCalls:
             entry.draw = calls.current.next_draw(target)
         entry.work = meter.work_since(reading)
         entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
+        _check_out(entry, kwargs.get("out"), looks)
         others = {id(tensor) for tensor, before in looks if now.trace.note_change(tensor, before)}
         entry.repeats = bool(others)
         entry.changed = [
@@ -223,3 +225,18 @@ def _default_device() -> dict[str, torch.device]:
 
 def _holds_arrays(obj: Any) -> bool:
     return any(type(each).__module__ == "numpy" for each in opaque_objects(obj))
+
+
+def _check_out(entry: Entry, out: Any, looks: Sequence[tuple[torch.Tensor, Looks]]) -> None:
+    """Raises if a function has given the tensor another size that it was to write to.
+
+    PyTorch is about to refuse that too, but for empty ones. Other microbatches have the old size.
+    """
+    written = {id(each) for each in tensors_in(out)}
+    for tensor, before in looks:
+        now = tuple(tensor.shape)
+        if id(tensor) in written and math.prod(before.shape) and now != before.shape:
+            raise UnsupportedError(
+                f"{entry} was given out= of shape {before.shape}, and gives {now}: give a tensor "
+                "of that shape, or none, and use what is returned."
+            )
