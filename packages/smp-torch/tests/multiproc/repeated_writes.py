@@ -241,13 +241,19 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _result(code: str) -> torch.Tensor | None:
-    """Returns what writes make of a tensor, or None if they, or their gradients, cannot be."""
+    """Returns what writes make of a tensor, or None if they, or their gradients, cannot be.
+
+    What draws is for ``uses``: the library draws other numbers than plain PyTorch.
+    """
     base = torch.sigmoid(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_())
     part, by = base * 0.4 + 0.3, 1 - base
     before = part.detach().clone()
     names = {"torch": torch, "F": F, "nn": nn, "part": part, "by": by}
+    generator = torch.get_rng_state()
     try:
         exec(code, names)
+        if not torch.equal(generator, torch.get_rng_state()):
+            return None
         (part * by).sum().backward()
         is_written = part.shape == before.shape and not torch.equal(part, before)
         return part.detach() if is_written and bool(part.isfinite().all()) else None
