@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import sys
@@ -52,6 +54,30 @@ def test_results_come_back_by_rank(launcher: Launcher) -> None:
     outcome = run_ranks(2, rank_and, launcher=launcher, timeout=60, args=["x"])
     assert outcome.results == ((0, "x"), (1, "x"))
     assert outcome.exit_code == 0
+
+
+class Kept:
+    """Leaves a folder when it is taken apart, as late as that may be."""
+
+    def __init__(self, path: str) -> None:
+        self.leave = functools.partial(os.mkdir, path)
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+def say_goodbye(directory: str) -> None:
+    print("goodbye", end="")
+    atexit.register(Path(directory, f"handled {os.getpid()}").touch)
+    vars(sys)["kept"] = Kept(f"{directory}/taken apart {os.getpid()}")
+
+
+@pytest.mark.parametrize("launcher", ["fork", "smprun-fork"])
+def test_copies_run_their_exit_handlers_and_end(launcher: Launcher, tmp_path: Path) -> None:
+    outcome = run_ranks(2, say_goodbye, launcher=launcher, timeout=60, args=[str(tmp_path)])
+    assert outcome.stdout.count("goodbye") == 2
+    left = sorted(path.name.rstrip(" 0123456789") for path in tmp_path.iterdir())
+    assert left == ["handled"] * 2
 
 
 @pytest.mark.parametrize("launcher", ["smprun", "smprun-fork"])
