@@ -1,6 +1,6 @@
 """What processes of tests are forked with: all that ``smp.init`` and a first step import.
 
-Transformers, too, which takes a process seconds, where it is installed.
+What compiles, too, and Transformers where it is installed: each process would take seconds for it.
 
 Nothing may be computed here, for what has computed must not fork.
 """
@@ -12,12 +12,16 @@ import contextlib
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
-import torch.profiler  # noqa: F401
+import torch._inductor.compile_fx
+import torch._subclasses.schema_check_mode
+import torch.profiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
 
 with contextlib.suppress(ImportError, AttributeError):
+    import transformers.generation.utils
+    import transformers.modeling_layers
     import transformers.modeling_utils  # noqa: F401
     from transformers.utils import import_utils
 
@@ -25,5 +29,6 @@ with contextlib.suppress(ImportError, AttributeError):
     import_utils.create_import_structure_from_path.cache_clear()
     import_utils.define_import_structure.cache_clear()
 
-# The first one imports much more.
+# The first of these import much more.
 FakeTensorMode(allow_non_fake_inputs=True)
+torch._dynamo.list_backends()
