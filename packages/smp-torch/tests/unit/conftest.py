@@ -1,14 +1,19 @@
-"""What is imported before the tests stays: the many collections in them need not look at it."""
+"""What other files have imported stays: the many collections in tests need not look at it."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
 
 # The first one imports much more.
 FakeTensorMode(allow_non_fake_inputs=True)
-gc.collect()
-gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_what_was_there() -> None:
+    gc.collect()
+    gc.freeze()

@@ -14,10 +14,6 @@ from smdistributed.modelparallel.torch.record import strays
 from smdistributed.modelparallel.torch.record.trace import Trace
 
 
-class OfAClass:
-    stored: Any = None
-
-
 class Instance:
     stored: Any = None
 
@@ -27,6 +23,9 @@ class Slots:
 
 
 def in_a_class() -> tuple[Callable[[Any], None], Callable[[], Any]]:
+    class OfAClass:
+        stored: Any = None
+
     return lambda value: setattr(OfAClass, "stored", value), lambda: OfAClass.stored
 
 
