@@ -198,6 +198,20 @@ def test_a_search_path_wins_over_what_was_imported_before(
     assert pool.run(changed, value_of, "of_two_minds") == (2, 2)
 
 
+def test_what_copies_would_do_each_is_done_once(
+    pool: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "VALUE = os.getpid(), gc.get_freeze_count()"
+    code = f"import gc, os\ndef prepare():\n    global VALUE\n    {value}"
+    tmp_path.joinpath("prepared_once.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    world = World(2, launcher="fork", preload=("prepared_once",))
+    one, other = pool.run(world, value_of, "prepared_once")
+    assert one == other
+    assert one[0] not in pool.run(world, pid)
+    assert one[1] > 0
+
+
 def test_what_starts_threads_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     tmp_path.joinpath("busy_from_the_start.py").write_text(code)

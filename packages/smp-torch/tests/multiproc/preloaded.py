@@ -18,6 +18,7 @@ import torch.profiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
+from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 
 with contextlib.suppress(ImportError, AttributeError):
     import transformers.generation.utils
@@ -32,3 +33,8 @@ with contextlib.suppress(ImportError, AttributeError):
 # The first of these import much more.
 FakeTensorMode(allow_non_fake_inputs=True)
 torch._dynamo.list_backends()
+
+
+def prepare() -> None:
+    """Looks through all modules for caches, as the first recording of each process would."""
+    FunctionCaches().look_for_new()

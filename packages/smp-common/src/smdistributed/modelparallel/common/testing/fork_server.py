@@ -6,7 +6,9 @@ the launcher ``smprun-fork`` they are the ranks of a real job of smprun, see ``s
 what is safe to fork may be imported: PyTorch on the CPU and TensorFlow are, as long as nothing
 computes; MPI is not, nor what starts threads. All ranks have the server's hash seed, so what must
 not depend on the order of a set is tested under another launcher, and what a framework reads of its
-environment when it is imported is that of the server, with one thread for OpenMP.
+environment when it is imported is that of the server, with one thread for OpenMP. A module that is
+imported for them may have a function ``prepare``, for what each of them would do once: a copy that
+looks at all objects has its own pages of all.
 
 No rank outlives the server, and the server ends with the process that started it. A copy whose
 program has ended well runs its exit handlers and ends there: to take all apart that it was copied
@@ -242,14 +244,16 @@ def main() -> object:
     # Handlers run in the reverse order: this one after those of what is imported.
     atexit.register(_end_here, has_ended_well)
     link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    for name in sys.argv[3:]:
-        importlib.import_module(name)
+    preloaded = [importlib.import_module(name) for name in sys.argv[3:]]
+    gc.collect()
+    gc.freeze()
+    for module in preloaded:
+        if prepare := vars(module).get("prepare"):
+            prepare()
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(
             f"importing {', '.join(sys.argv[3:])} started threads: no copy has them."
         )
-    gc.collect()
-    gc.freeze()
     link.send(b"r")
     request = _Server(link, door).serve()
     if request is None:

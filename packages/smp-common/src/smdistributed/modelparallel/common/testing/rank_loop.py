@@ -76,9 +76,10 @@ def serve(address: str) -> None:
             reply, value = _attempt(task, rank)
             if task.is_setup:
                 prepare = value
-                # What was imported stays: the collections below need not look at it.
-                gc.collect()
-                gc.freeze()
+                if not gc.get_freeze_count():  # as it is in copies of a process
+                    # What was imported stays: the collections below need not look at it.
+                    gc.collect()
+                    gc.freeze()
             del value
             # Every rank forgets the models of a task at the same time.
             gc.collect()
