@@ -192,8 +192,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 
 def local_part(model: smp.DistributedModel, name: str, whole: torch.Tensor) -> torch.Tensor:
     """Returns what is here of a whole tensor that lies as a parameter does."""
-    own = {each: piece.part for each, _, piece in model.holder.in_pieces()}
-    return taken(whole, own[name]) if name in own else whole
+    return local_parts(model, {name: whole})[name]
+
+
+def local_parts(
+    model: smp.DistributedModel, wholes: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns what is here of whole tensors that lie as parameters do."""
+    own = {name: piece.part for name, _, piece in model.holder.in_pieces()}
+    return {
+        name: taken(whole, own[name]) if name in own else whole for name, whole in wholes.items()
+    }
 
 
 def slice_itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,14 +233,15 @@ def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, about: str,
 
 
 def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    of = max(each.grad.norm().item() for each in expected.values() if each.grad is not None)
+    gradients = {name: each.grad for name, each in reference.named_parameters()}
+    whole = {name: each for name, each in gradients.items() if each is not None}
+    of = max(each.norm().item() for each in whole.values())
+    expected = local_parts(model, whole)
     for name, parameter in model.local_named_parameters():
-        want = expected[name].grad
-        if want is None:
+        if gradients[name] is None:
             assert parameter.grad is None or not slice_itself(parameter.grad).any(), name
-            continue
-        assert_near(parameter.grad, local_part(model, name, want), name, of)
+        else:
+            assert_near(parameter.grad, expected[name], name, of)
 
 
 def drop_noise(*modules: nn.Module) -> None:

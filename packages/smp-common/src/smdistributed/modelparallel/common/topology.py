@@ -140,9 +140,9 @@ class Topology:
         """
         digit = {"P": pp, "T": tp, "D": rdp}
         for letter, value in digit.items():
-            if not 0 <= value < self._base(letter):
+            if not 0 <= value < self._bases[letter]:
                 raise ValueError(
-                    f"coordinate {letter} must be between 0 and {self._base(letter) - 1}, "
+                    f"coordinate {letter} must be between 0 and {self._bases[letter] - 1}, "
                     f"got {value}."
                 )
         return self._read("DPT", digit)
@@ -196,15 +196,16 @@ class Topology:
     def _fixed(group: CommGroup) -> str:
         return "".join(letter for letter in "DPT" if letter not in _VARYING[group])
 
-    def _base(self, letter: str) -> int:
-        """How many values the coordinate of this letter takes."""
-        return {"P": self.pp_size, "T": self.tp_size, "D": self.rdp_size}[letter]
+    @cached_property
+    def _bases(self) -> dict[str, int]:
+        """How many values the coordinate of each letter takes."""
+        return {"P": self.pp_size, "T": self.tp_size, "D": self.rdp_size}
 
     def _stride(self, letter: str) -> int:
         """Distance in global rank between two neighbours along this letter."""
         stride = 1
         for faster in self.word[self.word.index(letter) + 1 :]:
-            stride *= self._base(faster)
+            stride *= self._bases[faster]
         return stride
 
     def _digits(self, rank: int) -> dict[str, int]:
@@ -212,7 +213,7 @@ class Topology:
             raise ValueError(f"rank must be between 0 and {self.size - 1}, got {rank}.")
         digit = {}
         for letter in reversed(self.word):
-            rank, digit[letter] = divmod(rank, self._base(letter))
+            rank, digit[letter] = divmod(rank, self._bases[letter])
         return digit
 
     def _read(self, letters: str, digit: dict[str, int]) -> int:
@@ -220,13 +221,13 @@ class Topology:
         number = 0
         for letter in self.word:
             if letter in letters:
-                number = number * self._base(letter) + digit[letter]
+                number = number * self._bases[letter] + digit[letter]
         return number
 
     def _offsets(self, letters: str) -> list[int]:
         """Ranks reached from rank 0 by varying only these letters, ascending."""
         steps = [
-            range(0, self._base(letter) * self._stride(letter), self._stride(letter))
+            range(0, self._bases[letter] * self._stride(letter), self._stride(letter))
             for letter in self.word
             if letter in letters
         ]
