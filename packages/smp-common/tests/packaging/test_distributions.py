@@ -381,6 +381,7 @@ def test_an_incompatible_smp_common_is_refused(
     probe(environment, "smp-common")
 
 
+@pytest.mark.slow
 def test_all_editable(environment: CleanEnvironment) -> None:
     environment.install(*(word for package in PACKAGES for word in editable(package)))
     files = probe(environment, *PACKAGES)

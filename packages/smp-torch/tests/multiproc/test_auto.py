@@ -9,16 +9,11 @@ import auto_transformers
 import pytest
 import tensor_cases
 from test_tensor_parallel import LAYOUTS, WORLDS, split
-from world import run, world_of
+from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
-
-
-def quick(names: tuple[str, ...], chosen: tuple[str, ...]) -> list[object]:
-    """Returns parameters of which those that are not chosen are slow."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
 
 
 def run_trained() -> None:

@@ -29,7 +29,7 @@ from smdistributed.modelparallel.common.testing import Launcher, RanksFailedErro
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
-STEPS, SAVED = 50, 25
+STEPS, SAVED = 12, 6
 CONTENT = {"step": SAVED, "note": "text"}
 TOLERANCE = 1e-6
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from boxed import boxed
 from graph_cases import LAYERS, MOMENTS, NETS, compare, compare_turning
-from world import pipeline, replicas, run, world_of
+from world import pipeline, quick, replicas, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
 
@@ -18,10 +18,21 @@ WORLDS = {
     "interleaved": pipeline(2, launcher="fork"),
     "zero_bubble": boxed(2, pipeline="zero_bubble"),
 }
+#: Nets that differ in what they do to a pipeline. What a rank finds in its own modules it finds
+#: with one partition, where all are tried, as all are in a pipeline of halves.
+PASSED_ON = ("plain", "cache", "rebinds")
+#: Of the moments between steps, those that are tried in other worlds too: what a rank notices by
+#: itself it notices beside others.
+FEW_MOMENTS = MOMENTS[::4]
 
 
-@pytest.mark.parametrize("order", WORLDS)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    quick(
+        itertools.product(NETS, WORLDS),
+        [*itertools.product(NETS, ["zero_bubble"]), *itertools.product(PASSED_ON, WORLDS)],
+    ),
+)
 def test_models(worlds: Worlds, name: str, order: str) -> None:
     for same, _, _ in (found := run(worlds, WORLDS[order], compare, name, "nothing")):
         assert same
@@ -57,8 +68,14 @@ REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("kind", REPLICAS)
-@pytest.mark.parametrize("moment", ["nothing", "accumulated", "gradients_kept"])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    quick(
+        itertools.product(REPLICAS, ["nothing", "accumulated", "gradients_kept"]),
+        # In the others steps train without such a moment, too.
+        [("owners", "accumulated"), ("together", "gradients_kept")],
+    ),
+)
 def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
     found = run(worlds, REPLICAS[kind], compare, "normed", moment)
     for same, count, _ in found:
@@ -66,7 +83,7 @@ def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
         assert count > 0
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", quick(MOMENTS, FEW_MOMENTS))
 def test_between_steps(worlds: Worlds, moment: str) -> None:
     found = run(worlds, WORLDS["interleaved"], compare, "factor", moment)
     for same, count, _ in found:
@@ -81,12 +98,15 @@ def slices(num_ranks: int) -> World:
 
 
 ONE_PARTITION = {"alone": pipeline(1), "replicas": replicas(2, 1), "slices": slices(2)}
+#: Nets that slices are tried with: one that is captured, and one of each reason not to be.
+SLICED = {reason: name for name, (_, reason) in NETS.items()}.values()
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *itertools.product(NETS, ["alone", "slices"]),
+        *itertools.product(NETS, ["alone"]),
+        *quick(itertools.product(NETS, ["slices"]), [*itertools.product(SLICED, ["slices"])]),
         *itertools.product(LAYERS, ["slices"]),
         *itertools.product(["plain", "normed", "asks"], ["replicas"]),
     ],
@@ -107,10 +127,8 @@ def test_models_with_one_partition(worlds: Worlds, name: str, kind: str) -> None
     ("kind", "moment"),
     [
         *(("alone", moment) for moment in MOMENTS),
-        # What a rank notices by itself it notices in a group too.
-        *(
-            pytest.param("slices", moment, marks=() if number % 4 == 0 else pytest.mark.slow)
-            for number, moment in enumerate(MOMENTS)
+        *quick(
+            itertools.product(["slices"], MOMENTS), [*itertools.product(["slices"], FEW_MOMENTS)]
         ),
     ],
 )
@@ -143,15 +161,24 @@ def _on_one_rank(moment: str) -> tuple[bool, int, list[str]]:
     return compare("factor", moment, first_alone=True)
 
 
-@pytest.mark.parametrize("moment", ["nothing", "evaluated"])
+@pytest.mark.parametrize("moment", quick(["nothing", "evaluated"], ["evaluated"]))
 def test_slices_in_a_pipeline(worlds: Worlds, moment: str) -> None:
     for same, count, _ in run(worlds, slices(4), compare, "factor", moment):
         assert same
         assert count > 0
 
 
-@pytest.mark.parametrize("turn", ["way", "fails"])
-@pytest.mark.parametrize("name", ["plain", "normed", "averages", "dropout"])
+#: Nets of which something is written or drawn, turn about.
+TURNS = [
+    *itertools.product(["plain"], ["way", "fails"]),
+    *[("normed", "way"), ("averages", "fails"), ("dropout", "way")],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    quick(itertools.product(["plain", "normed", "averages", "dropout"], ["way", "fails"]), TURNS),
+)
 @pytest.mark.parametrize("world", ["interleaved", "alone"])
 def test_the_first_action_before_the_python_of_a_step(
     worlds: Worlds, world: str, name: str, turn: str

@@ -13,7 +13,7 @@ import soundness_cases
 import torch
 import transformers_cases
 from boxed import boxed
-from world import manual_pipeline, pipeline, replicas, run
+from world import manual_pipeline, pipeline, quick, replicas, run
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.testing import Worlds
@@ -41,26 +41,25 @@ _FEW = ("mlp", "tied_embedding_and_container_tensors", "skip_connections_and_reu
 
 #: What the larger worlds run; everything runs with one and two partitions.
 _LARGE = {
+    "pp2-copies": ("llama", "opt", "bloom", "neox"),  # others are among the architectures
+    "pp2": (*equality_cases.cases(), *soundness_cases.cases()),
     "pp4": (
-        *_FEW,
-        *("batch_norm", "blocks_with_dropout_left_out_at_random", "modules_that_a_forward_adds"),
-        *("two_models_in_one_step", "unused_module_and_frozen_parameters", "autocast"),
-        *("sum_of_losses_one_inside_the_pipeline", "state_after_three_steps"),
-        *("layer_dropped_at_random", "counter_in_forward"),
+        *("tied_embedding_and_container_tensors", "skip_connections_and_reuse", "dropout"),
+        *("modules_that_a_forward_adds", "two_models_in_one_step"),
+        *("sum_of_losses_one_inside_the_pipeline", "layer_dropped_at_random"),
     ),
     "pp2-halves": (),
     # What a V runs has halves too.
     "pp4-halves": (),
     "pp2-v": ("skip_connections_and_reuse", "convolutions"),
     "pp4-v": (
-        *("mlp", "tied_embedding_and_container_tensors", "dropout"),
-        *("state_after_three_steps", "gradients_add_up_without_zero_grad"),
-        *("backward_of_several_losses", "gpt2", "blocks_that_a_v_cuts"),
+        *("tied_embedding_and_container_tensors", "state_after_three_steps"),
+        *("backward_of_several_losses", "blocks_that_a_v_cuts"),
     ),
     "pp2-dp2-halves": (),
-    "pp2-dp2-v": ("mlp", "backward_passes_per_step"),
+    "pp2-dp2-v": ("backward_passes_per_step",),
     "pp2-dp2": (
-        *_FEW,
+        *("tied_embedding_and_container_tensors", "dropout"),
         *("batch_norm", "uneven_and_changing_batches", "state_after_three_steps"),
         *("gradients_add_up_without_zero_grad", "backward_passes_per_step"),
         "validation_alternates_with_training",
@@ -69,9 +68,6 @@ _LARGE = {
 
 
 def _marks(world: str, case: str) -> tuple[pytest.MarkDecorator, ...]:
-    if world == "pp2" and case in transformers_cases.NAMES:
-        # Each of its processes would import Transformers, which copies have from the start.
-        return (pytest.mark.slow,)
     return () if case in _LARGE.get(world, (case,)) else (pytest.mark.slow,)
 
 
@@ -172,7 +168,7 @@ def test_random_numbers_of_split_modules_do_not_depend_on_the_partition(
 
 
 @pytest.mark.parametrize(
-    "world", ["pp2-copies", "pp2-simple", "pp4", pytest.param("pp2", marks=pytest.mark.slow)]
+    "world", quick(["pp2-copies", "pp2-simple", "pp4", "pp2"], ["pp2-copies", "pp4"])
 )
 def test_dropout_masks_do_not_depend_on_the_partition(worlds: Worlds, world: str) -> None:
     call = (run_case, "equality_cases", "dropout")

@@ -28,10 +28,10 @@ GROUPS = {
 }
 #: What the larger worlds run of groups that a smaller one runs whole.
 FEW = {
-    "pp4": ("clip_imported_2.0", "clip_imported_inf", "a_rank_without_parameters", "scaler"),
+    "pp4": ("clip_imported_inf", "a_rank_without_parameters"),
     "pp2-dp2": (
-        *("reduction_defaults", "reduction_small_buckets", "unused_parameters"),
-        *("backward_passes_are_summed", "torchs_hooks", "join", "two_models_of_one_loss"),
+        *("reduction_small_buckets", "unused_parameters", "backward_passes_are_summed"),
+        *("join", "two_models_of_one_loss"),
         *gradient_cases.BOTH,
     ),
 }

@@ -48,7 +48,7 @@ def test_checkpointing_keeps_the_numbers_and_less_memory(
 
 
 def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
-    layers, width = 100, 1024
+    layers, width = 40, 1024
     tiny, large = (
         run_fresh(4, memory_cases.delayed_model, 4, size, layers, timeout=150)
         for size in (8, width)
@@ -60,7 +60,7 @@ def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
         assert rank["peak"] - without["peak"] < rank["own"] + 40 * 2**20, (rank, without)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_delayed_model_trains_saves_and_resumes_like_any_other(
     degree: int, tmp_path: Path
 ) -> None:

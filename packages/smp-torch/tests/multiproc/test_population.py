@@ -113,8 +113,9 @@ QUICK = {
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(0, STRIDES["uses"], 3)),
     # Halves are in a V too.
-    *(("v", kind, 1) for kind in ("uses", "layers", "loops", "order")),
-    *(("graphs", kind, 2) for kind in POPULATIONS if kind not in ONE_WORLD),
+    *(("v", kind, 1) for kind in ("uses", "order")),
+    # What is captured must not miss what is kept, written, used, or done around a step.
+    *(("graphs", kind, 2) for kind in ("state", "uses", "parameters", "writes", "around")),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
     *(("one-graphs", "around", part) for part in range(STRIDES["around"])),
     *(("compiled", kind, 3) for kind in ("uses", "order")),

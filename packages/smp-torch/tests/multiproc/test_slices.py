@@ -38,7 +38,7 @@ def test_slices_give_what_whole_batches_give(worlds: Worlds, world: str) -> None
 @pytest.mark.parametrize(("world", "first"), [("speed", 0), ("memory", 2)])
 def test_some_slices_give_what_whole_batches_give(worlds: Worlds, world: str, first: int) -> None:
     """A stride that meets each value of each option, and each batch."""
-    found = run(worlds, WORLDS[world], run_population, first, 5)
+    found = run(worlds, WORLDS[world], run_population, first, 7)
     assert len(set(map(str, found))) == 1
     assert found[0]["sliced"] > found[0]["whole"] > 0
 

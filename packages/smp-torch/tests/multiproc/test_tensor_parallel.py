@@ -11,7 +11,7 @@ import rest_reads
 import tensor_cases
 import tensor_transformers
 import weight_reads
-from world import run, world_of
+from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
 
@@ -194,9 +194,10 @@ def test_reads_of_other_split_modules(worlds: Worlds, module: str) -> None:
         assert found == {("others", "refused"): 8, ("harmless", "exact"): 8}
 
 
-def test_reads_in_compiled_modules(worlds: Worlds) -> None:
-    for found in run(worlds, WORLDS["tp2"], run_reads_of, "compiled"):
-        assert found == {("others", "refused"): 4, ("harmless", "exact"): 4}
+@pytest.mark.parametrize("place", quick(["parent", "sibling"], ["sibling"]))
+def test_reads_in_compiled_modules(worlds: Worlds, place: str) -> None:
+    for found in run(worlds, WORLDS["tp2"], run_reads_of, "compiled", place):
+        assert found == {("others", "refused"): 2, ("harmless", "exact"): 2}
 
 
 def test_between_steps_parameters_are_slices(worlds: Worlds) -> None:

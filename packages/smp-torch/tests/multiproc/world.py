@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.comm.transport import started_by_mpi
@@ -34,6 +35,22 @@ class Shape(NamedTuple):
 
 class NamedDict(dict[str, int]):
     """A dict of a class of its own, which every rank can import."""
+
+
+def quick(cases: Iterable[Any], chosen: Container[Any]) -> list[ParameterSet]:
+    """Returns parameters of a test, of which those that are not chosen are slow.
+
+    Args:
+        cases: values of a parameter; of several, tuples.
+        chosen: which of them every run tries.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in chosen else pytest.mark.slow,
+        )
+        for case in cases
+    ]
 
 
 def compute_here() -> None:
