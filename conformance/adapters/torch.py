@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import smdistributed.modelparallel.torch as smp
 from conformance.adapters.base import WIDTH, Adapter, Array
 from smdistributed.modelparallel.common.config import Config
+from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 
 
 class Net(nn.Module):
@@ -82,3 +83,8 @@ def make() -> TorchAdapter:
     # The first one imports much; forks of this process need not do it again.
     FakeTensorMode()
     return TorchAdapter()
+
+
+def prepare() -> None:
+    """Looks through all modules for caches, as the first recording of each copy would."""
+    FunctionCaches().look_for_new()

@@ -24,6 +24,8 @@ from smdistributed.modelparallel.common.testing.calls import Call
 
 #: Has a rank print the stacks of its threads.
 STACKS_SIGNAL = signal.SIGUSR1
+#: What a collection takes ten milliseconds to look at.
+_MANY_OBJECTS = 50_000
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ def serve(address: str) -> None:
             reply, value = _attempt(task, rank)
             if task.is_setup:
                 prepare = value
-                if not gc.get_freeze_count():  # as it is in copies of a process
-                    # What was imported stays: the collections below need not look at it.
-                    gc.collect()
+                gc.collect()
+                if len(gc.get_objects()) > _MANY_OBJECTS:
+                    # What was imported stays: the collections below need not look at it. Copies of
+                    # a process have most of it frozen already.
                     gc.freeze()
             del value
             # Every rank forgets the models of a task at the same time.
