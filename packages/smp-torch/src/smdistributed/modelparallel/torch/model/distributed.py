@@ -471,9 +471,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             NotPartitionedError: a loaded state, or delayed parameters, still wait for the
                 partition.
             CommError: a rank did not take part.
+            SMPError: called in a step function with more than one partition.
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
+        self._check_has_values("state_dict")
         if keep_vars:
             raise UnsupportedError("state_dict(keep_vars=True) is not supported; leave it False.")
         self.holder.check_nothing_waits()
@@ -535,15 +537,26 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             return None
         return self._state.load(state, strict=strict)
 
+    def _check_has_values(self, method: str) -> None:
+        if self._runtime.current_step is not None and self._runtime.topology.pp_size > 1:
+            raise SMPError(
+                f"{method} of a DistributedModel was called in a step function, in which "
+                "parameters have no values with more than one partition: call it between two steps."
+            )
+
     def cpu(self) -> DistributedModel:
         """Moves the model to the host, complete: with the tensors of all ranks.
 
         Collective: every rank of the PP_GROUP. For evaluation or export through ``get_module()``:
         what it gathers goes again with the next call of a step function.
 
+        Raises:
+            SMPError: called in a step function with more than one partition.
+
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
         check_not_sharded(self.holder)
+        self._check_has_values("cpu")
         super().cpu()
         if self.holder.is_partial:
             self._state.gather_tensors()
