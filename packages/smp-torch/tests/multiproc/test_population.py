@@ -93,7 +93,7 @@ ENDS_THE_STEP = {"v": {"buffer of a leaf counted in it"}}
 
 
 def mixed(names: Iterable[str]) -> list[str]:
-    """Returns names in an order by which no part has those alone that are refused for one reason."""
+    """Returns names in another order: no part has those alone that one reason refuses."""
     found = list(names)
     random.Random(5).shuffle(found)
     return found
