@@ -6,10 +6,11 @@ beside plain PyTorch, which differentiates the losses of all ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,14 +201,10 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(5)
-        options = {"auto": True} if case.model == "auto" else {}
-        with smp.tensor_parallelism(enabled=case.model != "replicas", **options):
-            net = Net()
-        # Ranks need not differentiate as often as each other.
-        self.model = smp.DistributedModel(net, overlapping_allreduce=False)
+        self.model = self.split()
         torch.manual_seed(5)
         with alone():
-            self.plain = Net()
+            self.plain = self.made()
         self.place = (0, 0)
         self._found: list[tuple[str, Any, Any]] = []
         training = self
@@ -219,6 +216,20 @@ class Training:
             return states.sum()
 
         self._train = train
+
+    def made(self) -> Net:
+        return Net()
+
+    def split(self) -> smp.DistributedModel:
+        options = {"auto": True} if self.case.model == "auto" else {}
+        with smp.tensor_parallelism(enabled=self.case.model != "replicas", **options):
+            net = self.made()
+        # Ranks need not differentiate as often as each other.
+        return smp.DistributedModel(net, overlapping_allreduce=False)
+
+    def states(self, step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        return torch.randn(8, WIDTH)
 
     def one_microbatch(self, states: torch.Tensor) -> None:
         net = self.model.get_module()
@@ -244,8 +255,7 @@ class Training:
                     (loss / smp.dp_size() / number).backward()
 
     def step(self, step: int) -> None:
-        torch.manual_seed(step)
-        states = torch.randn(8, WIDTH)
+        states = self.states(step)
         with alone():
             try:
                 self.expected(step, states)
@@ -270,7 +280,8 @@ class Training:
 
         Where one of them has done more than the others outside of steps, it is found there.
         """
-        self.case = Case(self.case.model, "alike", "alike", "always", False)
+        alike = {"forward": "alike", "passes": "alike", "is_outside": False}
+        self.case = dataclasses.replace(self.case, **alike)
         self.step(STEPS)
         for name, got, want in self._found:
             if want is None or got is None:
@@ -280,10 +291,10 @@ class Training:
                 torch.testing.assert_close(got, want, msg=name)
 
 
-def outcome(case: Case) -> str:
+def outcome(kind: type[Training], case: Case) -> str:
     """Returns what became of a case on this rank."""
     try:
-        training = Training(case)
+        training = kind(case)
         for step in range(STEPS):
             training.step(step)
         training.compare()
@@ -302,13 +313,20 @@ def outcome(case: Case) -> str:
     return "exact"
 
 
-def population(model: str, first: int, stride: int) -> dict[str, int]:
-    """Tries cases; returns how often all ranks came to which end."""
+def population_of(
+    kind: type[Training], cases: Sequence[Case], first: int, stride: int
+) -> dict[str, int]:
+    """Tries cases of a kind of training; returns how often all ranks came to which end."""
     found: Counter[str] = Counter()
-    for case in itertools.islice(cases(model), first, None, stride):
-        ends = set(smp.allgather(outcome(case), smp.WORLD))
+    for case in itertools.islice(cases, first, None, stride):
+        ends = set(smp.allgather(outcome(kind, case), smp.WORLD))
         end = ends.pop() if len(ends) == 1 else f"unlike: {sorted(ends | set())}"
         if end not in ("exact", "refused", "not in PyTorch"):
             print(f"{case}: {end}", flush=True)
         found[end.partition(":")[0]] += 1
     return dict(found)
+
+
+def population(model: str, first: int, stride: int) -> dict[str, int]:
+    """Tries cases; returns how often all ranks came to which end."""
+    return population_of(Training, cases(model), first, stride)

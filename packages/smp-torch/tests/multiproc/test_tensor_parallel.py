@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import other_passes
+import other_passes_inside
 import pytest
 import rest_reads
 import tensor_cases
@@ -38,6 +39,7 @@ WORLDS = {
     "tp4": split(4),
     "pp2-tp2": split(2, 4, pipeline_parallel_degree=2),
     "pp2-tp2-simple": split(2, 4, pipeline_parallel_degree=2, pipeline="simple"),
+    "pp2-tp2-halves": split(2, 4, pipeline_parallel_degree=2, pipeline="zero_bubble"),
     "pp2-tp2-dp2": split(2, 8, pipeline_parallel_degree=2),
     "pp2-tp2-prescaled": split(2, 4, pipeline_parallel_degree=2, prescaled_batch=True),
 }
@@ -49,6 +51,7 @@ FEW = {
     "tp4": (),
     "pp2-tp2": ("gpt2",),
     "pp2-tp2-simple": (),
+    "pp2-tp2-halves": (),
     "pp2-tp2-dp2": (),
     "pp2-tp2-prescaled": (),
 }
@@ -185,6 +188,29 @@ def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
 )
 def test_passes_of_ranks_that_differ(worlds: Worlds, model: str, first: int, stride: int) -> None:
     for found in run(worlds, WORLDS["tp2"], run_passes, model, first, stride, timeout=280):
+        assert set(found) <= {"exact", "refused", "not in PyTorch"}
+
+
+def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:
+    return other_passes_inside.population(model, first, stride)
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "first", "stride"),
+    [
+        ("pp2-tp2", "registered", 2, 59),
+        ("pp2-tp2", "auto", 12, 151),
+        *(
+            pytest.param(world, model, 0, 1, marks=pytest.mark.slow)
+            for world in ("pp2-tp2", "pp2-tp2-simple", "pp2-tp2-halves")
+            for model in ("registered", "auto")
+        ),
+    ],
+)
+def test_passes_that_differ_inside_modules_of_a_pipeline(
+    worlds: Worlds, world: str, model: str, first: int, stride: int
+) -> None:
+    for found in run(worlds, WORLDS[world], run_passes_inside, model, first, stride, timeout=280):
         assert set(found) <= {"exact", "refused", "not in PyTorch"}
 
 

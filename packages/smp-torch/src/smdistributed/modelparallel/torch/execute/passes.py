@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -26,11 +25,20 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
 )
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import (
+    BackwardPasses,
+    PassesAlone,
+    Roots,
+    Starts,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.noted import Noted
 
 #: For each microbatch, its tensor arguments and constants; None where this rank needs none.
 Inputs = Sequence[Sequence[torch.Tensor | None]]
 #: What leaves after an action.
 Outgoing = list[tuple[Message, torch.Tensor]]
+#: (what was exchanged, roots, starts), as of ``BackwardPasses.backward_of``
+_Backward = Callable[[Noted | None, Roots, Starts], None]
 
 
 class Passes:
@@ -41,6 +49,7 @@ class Passes:
         programs: for each microbatch, segment index -> function, for this rank's segments.
         itinerary: what this rank does.
         device: where it computes.
+        together: the backward passes of the ranks that compute modules with this one.
         frees_cuts: hold no memory of what comes in and goes out until the backward pass.
     """
 
@@ -50,6 +59,7 @@ class Passes:
         programs: Sequence[dict[int, Program]],
         itinerary: Itinerary,
         device: torch.device,
+        together: BackwardPasses | PassesAlone,
         *,
         frees_cuts: bool,
     ) -> None:
@@ -57,6 +67,7 @@ class Passes:
         self.programs = programs
         self.itinerary = itinerary
         self.device = device
+        self.together = together
         self.frees_cuts = frees_cuts
         self.values = [
             {value.index: value for segment in plan.segments for value in segment.outputs}
@@ -82,10 +93,17 @@ class Passes:
 
 @dataclass
 class _Saved:
-    """What a forward pass keeps for its backward pass."""
+    """What a forward pass keeps for its backward pass.
+
+    Attributes:
+        inputs: what comes in, by the index of its value.
+        outputs: what goes out.
+        exchanged: within modules, with the ranks that compute them together.
+    """
 
     inputs: list[tuple[int, torch.Tensor | Entrance]]
     outputs: list[tuple[int, torch.Tensor | GradientEdge]]
+    exchanged: Noted | None
 
 
 class Computation:
@@ -187,7 +205,8 @@ class Computation:
                 if value in plan.with_gradient:
                     cut_inputs.append((value.index, entered))
             arguments.append(tensor)
-        with torch.set_grad_enabled(has_backward):
+        noting = self._passes.together.noting() if has_backward else contextlib.nullcontext()
+        with torch.set_grad_enabled(has_backward), noting as exchanged:
             results = self._programs[m][segment.index].run(
                 self._inputs[m], self._carried[m], *arguments
             )
@@ -210,7 +229,7 @@ class Computation:
             if value in plan.readers:
                 activations[value.index] = detached
         if has_backward:
-            self._saved[segment.index, m] = _Saved(cut_inputs, cut_outputs)
+            self._saved[segment.index, m] = _Saved(cut_inputs, cut_outputs, exchanged)
         if len(self._programs[m]) > 1:
             self._watch_carried(action)
 
@@ -224,13 +243,13 @@ class Computation:
                 tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def _backward(self, action: Action) -> None:
-        self._differentiate(action, torch.autograd.backward)
+        self._differentiate(action, self._passes.together.backward_of)
 
     def _input_gradients(self, action: Action) -> None:
-        def backward(roots: Any, starts: Any) -> None:
+        def backward(exchanged: Noted | None, roots: Roots, starts: Starts) -> None:
             waiting = WaitingGradients(roots)
             with put_off_in(waiting):
-                torch.autograd.backward(roots, starts)
+                self._passes.together.backward_of(exchanged, roots, starts)
             self._waiting[action.segment, action.microbatch] = waiting
 
         self._differentiate(action, backward)
@@ -240,7 +259,7 @@ class Computation:
         if waiting is not None:
             waiting.compute()
 
-    def _differentiate(self, action: Action, backward: Callable[[Any, Any], None]) -> None:
+    def _differentiate(self, action: Action, backward: _Backward) -> None:
         m = action.microbatch
         self._segment = action.segment
         root_scale = self._root_scales[m]
@@ -259,9 +278,8 @@ class Computation:
             if gradient is not None:
                 tensors.append(left)
                 starts.append(gradient)
-        if tensors:
-            with _saying_what_is_in_progress():
-                backward(tensors, starts)
+        with _saying_what_is_in_progress():
+            backward(saved.exchanged, tensors, starts)
         for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
             _accumulate(gradients, index, gradient_at(entered))

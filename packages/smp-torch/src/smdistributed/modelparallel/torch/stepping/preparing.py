@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.plan.final_gradients import final_gradien
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
+from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
 
 #: Prepared mini-batches kept; each is a combination of plans, one a microbatch.
 _MOST_PREPARED = 32
@@ -101,6 +102,7 @@ class Preparation:
             [self._programs_of(plan) for plan in plans],
             itinerary,
             runtime.device,
+            runtime.tensor_group.passes or PassesAlone(),
             frees_cuts=runtime.config.offload_activations,
         )
         every = {index for plan in plans for index in range(len(plan.segments))}

@@ -7,6 +7,9 @@ ranks compare. Those that lack some start gradients of zeros there; then all hav
 same order, since autograd goes by the order of the forward pass. What is added up is what one
 process would add up.
 
+In a pipeline that is so for each segment and microbatch: the exchanges of its forward pass, whose
+graph ends where the segment does, are those that its backward pass may reach.
+
 It costs a word a pass, on the host, and a question to autograd an exchange.
 """
 
@@ -18,7 +21,6 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +30,23 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.compat.private.backward import (
     backward_pass_id,
     is_in_backward,
-    will_be_reached,
 )
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
     checkpointing_replaced,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes, pytree
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
+from smdistributed.modelparallel.torch.tensor_parallel.noted import Noted, Numbers
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     lift_in_this_pass,
     slices_as_they_are,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.words import Moment, Words
 
-Tensors = Sequence[torch.Tensor]
-#: Exchanges, by number: the same on all ranks.
-Numbers = frozenset[int]
+#: As ``torch.autograd.backward`` takes them.
+Roots = Sequence[torch.Tensor | GradientEdge]
+Starts = Sequence[torch.Tensor | None]
 Serving = Callable[[], contextlib.AbstractContextManager[object]]
 _RULE = "must differentiate the same modules in the same order, since they compute them together"
 _NO_PART = (
@@ -65,25 +67,6 @@ class _DifferError(Exception):
         self.missing = missing
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What an exchange has given, in a graph of autograd.
-
-    Attributes:
-        edge: where its gradient enters the graph, while there is one.
-        zeros: such a gradient.
-    """
-
-    edge: Callable[[], GradientEdge | None]
-    zeros: Callable[[], torch.Tensor]
-
-    @property
-    def node(self) -> Node | None:
-        """What has given it."""
-        edge = self.edge()
-        return None if edge is None else edge.node
-
-
 class PassesAlone:
     """The backward passes of a rank that computes its modules alone; see ``BackwardPasses``."""
 
@@ -95,6 +78,15 @@ class PassesAlone:
 
     def leave_microbatch(self) -> None:
         """See ``BackwardPasses.leave_microbatch``."""
+
+    def noting(self) -> contextlib.AbstractContextManager[None]:
+        """See ``BackwardPasses.noting``."""
+        return contextlib.nullcontext()
+
+    def backward_of(self, noted: Noted | None, roots: Roots, starts: Starts) -> None:
+        """See ``BackwardPasses.backward_of``."""
+        if roots:
+            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]
 
 
 class BackwardPasses:
@@ -110,15 +102,9 @@ class BackwardPasses:
         self._collectives = collectives
         self._words = words
         self._is_prescaled = is_prescaled
-        self._is_in_step = self._notes = self._is_left = False
-        self._results: dict[int, _Result] = {}
-        self._names: dict[int, str] = {}
-        self._count = 0
-        #: The passes of autograd that ranks have agreed on.
-        self._agreed: set[int] = set()
+        self._notes = self._is_left = False
+        self._noted = Noted(keeps_graphs=False)
         self._serving: Serving = contextlib.nullcontext
-        #: Exchanges whose part of a graph has been let go of by a pass.
-        self._spent: set[int] = set()
         self._is_called_again = False
         #: A pass is being started that ranks will agree on.
         self._is_starting = False
@@ -133,13 +119,13 @@ class BackwardPasses:
         Args:
             serving: a context for the passes that other ranks make alone.
         """
-        self._forget()
-        self._is_in_step, self._notes, self._serving = True, True, serving
+        self._forget(keeps_graphs=True)
+        self._notes, self._serving = True, serving
         try:
             yield
         finally:
-            self._is_in_step, self._notes, self._serving = False, False, contextlib.nullcontext
-            self._forget()
+            self._notes, self._serving = False, contextlib.nullcontext
+            self._forget(keeps_graphs=False)
 
     def leave_microbatch(self) -> None:
         """Takes note that the graphs so far are of no use to this rank any more."""
@@ -148,30 +134,36 @@ class BackwardPasses:
     def call(self) -> None:
         """Takes note that all ranks go on with a call."""
         if self._is_left and not is_in_backward():  # what is computed again belongs to a pass
-            self._forget()
+            self._forget(keeps_graphs=True)
 
     def called_outside(self) -> None:
         """Takes note that the model is called outside of steps: graphs live as long as they do."""
         self._notes = True
-        for number, result in list(self._results.items()):
-            if result.edge() is None:
-                del self._results[number]
+        self._noted.drop_dead()
 
     def note(self, result: torch.Tensor, name: str) -> None:
         """Takes note of what an exchange has given, of a module of a name."""
         if not self._notes or (is_in_backward() and not self._is_called_again):
             return
-        self._count += 1
-        self._names[self._count] = name
-        node = result.grad_fn
-        if node is None:
-            return
-        weak = weakref.ref(node)
-        self._results[self._count] = _Result(
-            _kept_edge(result) if self._is_in_step else _passing_edge(weak, result.output_nr),
-            functools.partial(torch.zeros, result.shape, dtype=result.dtype, device=result.device),
-        )
-        node.register_prehook(functools.partial(self._check, weak))
+        node = self._noted.add(result, name)
+        if node is not None:
+            node.register_prehook(functools.partial(self._check, weakref.ref(node)))
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[Noted]:
+        """Inside, a segment of a pipeline computes forward; gives what ``backward_of`` takes."""
+        noted = Noted(keeps_graphs=True, is_used_once=True)
+        with self._going_on_with(noted):
+            yield noted
+
+    @contextlib.contextmanager
+    def _going_on_with(self, noted: Noted) -> Iterator[None]:
+        former = self._notes, self._noted
+        self._notes, self._noted = True, noted
+        try:
+            yield
+        finally:
+            self._notes, self._noted = former
 
     def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
         """Has calls count that are made again in backward passes, and differentiated there."""
@@ -188,9 +180,9 @@ class BackwardPasses:
 
         def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
             def call(function: Callable[..., Any], *args: Any) -> Any:
-                before = self._count
+                before = self._noted.count
                 result = reentrant(again(function), *args)
-                if self._count > before:
+                if self._noted.count > before:
                     tensors = (
                         each
                         for each in pytree.tree_leaves(result)
@@ -203,25 +195,39 @@ class BackwardPasses:
 
         return checkpointing_replaced(replace)
 
-    def _forget(self) -> None:
+    def _forget(self, *, keeps_graphs: bool) -> None:
         self._is_left = False
-        self._results.clear()
-        self._names.clear()
-        self._agreed.clear()
-        self._spent.clear()
+        self._noted = Noted(keeps_graphs=keeps_graphs)
 
     # ------------------------------------------------------------------ backward passes
 
-    def backward(self, tensors: Tensors, starts: Sequence[torch.Tensor | None]) -> None:
+    def backward(self, roots: Roots, starts: Starts) -> None:
         """Does what ``torch.autograd.backward`` does, together. Collective: TP_GROUP.
 
         Raises:
             SMPError: the ranks differentiate what they cannot differentiate together.
         """
-        if self._results:
-            self._differentiate(tensors, starts, frozenset())
+        if self._noted.results:
+            self._differentiate(roots, starts, frozenset())
         else:
-            torch.autograd.backward(tensors, starts)
+            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]
+
+    def backward_of(self, noted: Noted | None, roots: Roots, starts: Starts) -> None:
+        """Does the same for a segment of a pipeline, if it has exchanges. Collective: TP_GROUP.
+
+        Args:
+            noted: what its forward pass has exchanged, if that was noted.
+            roots: as of ``torch.autograd.backward``; there may be none.
+            starts: the same.
+
+        Raises:
+            SMPError: the ranks differentiate what they cannot differentiate together.
+        """
+        if noted is not None and noted.count:
+            with self._going_on_with(noted):
+                self._differentiate(roots, starts, frozenset())
+        elif roots:
+            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]
 
     def _join(self) -> None:
         """Takes part in a pass of others with zeros. Collective: TP_GROUP."""
@@ -230,37 +236,34 @@ class BackwardPasses:
             with self._serving(), slices_as_they_are():
                 self._differentiate([], [], missing)
 
-    def _differentiate(
-        self, tensors: Tensors, starts: Sequence[torch.Tensor | None], zeros: Numbers
-    ) -> None:
-        nodes = [get_gradient_edge(each).node for each in tensors if each.requires_grad]
+    def _differentiate(self, roots: Roots, starts: Starts, zeros: Numbers) -> None:
+        noted = self._noted
+        nodes = [node for each in roots if (node := _node_of(each)) is not None]
         reached = None
         if not zeros:
             try:
-                reached = self._attempt(tensors, starts, nodes, retains=False)
+                reached = self._attempt(roots, starts, nodes, retains=False)
             except _DifferError as error:
                 zeros = error.missing
         while reached is None:
-            results = [self._results[number] for number in sorted(zeros)]
+            results = [noted.results[number] for number in sorted(zeros)]
             edges = [edge for each in results if (edge := each.edge()) is not None]
             assert len(edges) == len(results), "ranks agree on what is alive"
-            roots = [*nodes, *(each.node for each in edges)]
+            every = [*nodes, *(each.node for each in edges)]
             given = [*starts, *(each.zeros() for each in results)]
+            # Who differs now may come later to what the others do now.
+            retains = not noted.is_used_once
             try:
-                # Who differs now may come later to what the others do now.
-                self._attempt([*tensors, *edges], given, roots, retains=True)
-                return
+                reached = self._attempt([*roots, *edges], given, every, retains=retains)
             except _DifferError as error:
                 zeros = zeros | error.missing
-        self._spent |= reached
+            else:
+                if retains:
+                    return
+        noted.spent |= reached
 
     def _attempt(
-        self,
-        roots: Sequence[torch.Tensor | GradientEdge],
-        starts: Sequence[torch.Tensor | None],
-        nodes: Sequence[Node],
-        *,
-        retains: bool,
+        self, roots: Roots, starts: Starts, nodes: Sequence[Node], *, retains: bool
     ) -> Numbers:
         """Makes a pass if all ranks reach the same exchanges in it; returns these.
 
@@ -272,12 +275,13 @@ class BackwardPasses:
         def begin(gradients: object) -> None:
             if not reached:
                 self._is_starting = False
-                reached.append(self._reached(nodes))
-                missing = self._missing(reached[0])
-                if missing is not None:
-                    raise _DifferError(missing)
-                self._agreed.add(backward_pass_id())
+                reached.append(self._noted.reached(nodes))
+                self._agree(reached[0])
+                self._noted.agreed.add(backward_pass_id())
 
+        if not roots:  # no result of a segment has a gradient here
+            self._agree(frozenset())
+            return frozenset()
         hooks = [each.register_prehook(begin) for each in dict.fromkeys(nodes)]
         self._is_starting = True
         try:
@@ -288,29 +292,26 @@ class BackwardPasses:
                 hook.remove()
         return reached[0]
 
+    def _agree(self, reached: Numbers) -> None:
+        """Goes on if all ranks reach the same. Collective: TP_GROUP.
+
+        Raises:
+            _DifferError: they do not.
+        """
+        missing = self._missing(reached)
+        if missing is not None:
+            raise _DifferError(missing)
+
     def _check(self, first: Callable[[], Node | None], gradients: object) -> None:
         """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
-        if not self._is_starting and backward_pass_id() not in self._agreed:
+        noted = self._noted
+        if not self._is_starting and backward_pass_id() not in noted.agreed:
             node = first()
-            reached = self._reached([] if node is None else [node])
+            reached = noted.reached([] if node is None else [node])
             self._missing(reached, can_start_again=False)
-            self._spent |= reached
+            noted.spent |= reached
             lift_in_this_pass()
-            self._agreed.add(backward_pass_id())
-
-    def _reached(self, roots: Sequence[Node]) -> Numbers:
-        """Returns the exchanges that the pass in progress will reach.
-
-        Args:
-            roots: where it begins, of which autograd does not tell.
-        """
-        begins = set(roots)
-        found = ((number, result.node) for number, result in self._results.items())
-        return frozenset(
-            number
-            for number, node in found
-            if node is not None and (node in begins or will_be_reached(node))
-        )
+            noted.agreed.add(backward_pass_id())
 
     def _missing(self, reached: Numbers, *, can_start_again: bool = True) -> Numbers | None:
         """Returns what a pass lacks that those of other ranks reach; None if all reach the same.
@@ -322,7 +323,7 @@ class BackwardPasses:
         """
         own = sorted(reached)
         word = [zlib.crc32(repr(own).encode()), int(can_start_again)]
-        everyones = self._words.say(Moment.BACKWARD, self._named(reached), word)
+        everyones = self._words.say(Moment.BACKWARD, self._noted.names_of(reached), word)
         if all(each[0] == word[0] for each in everyones):
             return None
         if self._is_prescaled:
@@ -331,9 +332,7 @@ class BackwardPasses:
             self._refuse(
                 f"{_RULE}; start passes by model.backward, which makes up for less", reached
             )
-        alive = {number for number, result in self._results.items() if result.node is not None}
-        here = sorted(alive - self._spent)
-        texts = self._collectives.compare_texts(json.dumps([own, here]))
+        texts = self._collectives.compare_texts(json.dumps([own, sorted(self._noted.left)]))
         listed = [json.loads(each) for each in texts]
         union: Numbers = frozenset().union(*(each[0] for each in listed))
         if any(not union <= set(each[1]) for each in listed):
@@ -341,24 +340,11 @@ class BackwardPasses:
         return union - reached
 
     def _refuse(self, rule: str, reached: Numbers) -> None:
-        self._words.refuse(rule, self._named(reached))
-
-    def _named(self, reached: Numbers) -> str:
-        return ", ".join(dict.fromkeys(self._names[each] for each in sorted(reached))) or "nothing"
+        self._words.refuse(rule, self._noted.names_of(reached))
 
 
-def _kept_edge(result: torch.Tensor) -> Callable[[], GradientEdge]:
-    """Returns where a gradient enters a graph, which it keeps."""
-    with past_all_modes():
-        edge = get_gradient_edge(result)  # the node alone keeps no graph that Python is part of
-    return lambda: edge
-
-
-def _passing_edge(node: weakref.ref[Node], place: int) -> Callable[[], GradientEdge | None]:
-    """Returns where a gradient enters a graph for as long as there is one."""
-
-    def edge() -> GradientEdge | None:
-        found = node()
-        return None if found is None else GradientEdge(found, place)
-
-    return edge
+def _node_of(root: torch.Tensor | GradientEdge) -> Node | None:
+    """Returns where a pass begins; None if nothing is differentiated there."""
+    if isinstance(root, torch.Tensor):
+        return get_gradient_edge(root).node if root.requires_grad else None
+    return root.node
