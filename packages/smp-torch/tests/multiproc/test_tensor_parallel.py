@@ -198,8 +198,8 @@ def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("world", "model", "first", "stride"),
     [
-        ("pp2-tp2", "registered", 2, 59),
-        ("pp2-tp2", "auto", 12, 151),
+        ("pp2-tp2", "registered", 2, 236),
+        ("pp2-tp2", "auto", 12, 240),
         *(
             pytest.param(world, model, 0, 1, marks=pytest.mark.slow)
             for world in ("pp2-tp2", "pp2-tp2-simple", "pp2-tp2-halves")
