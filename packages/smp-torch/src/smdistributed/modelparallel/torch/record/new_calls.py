@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,7 +234,7 @@ def _check_out(entry: Entry, out: Any, looks: Sequence[tuple[torch.Tensor, Looks
     written = {id(each) for each in tensors_in(out)}
     for tensor, before in looks:
         now = tuple(tensor.shape)
-        if id(tensor) in written and math.prod(before.shape) and now != before.shape:
+        if id(tensor) in written and 0 not in before.shape and now != before.shape:
             raise UnsupportedError(
                 f"{entry} was given out= of shape {before.shape}, and gives {now}: give a tensor "
                 "of that shape, or none, and use what is returned."
