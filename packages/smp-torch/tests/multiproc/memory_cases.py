@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.compat.private.below import operated_by
 
 MICROBATCHES = 8
 #: Of malloc.h: blocks of at least so many bytes go back to the system when they are freed.
@@ -33,9 +34,10 @@ def _of_status(name: str) -> int:
 
 
 def num_bytes(tensors: Any) -> int:
-    """Returns the memory of tensors, what they share counted once."""
+    """Returns the memory of tensors that have any, what they share counted once."""
     with torch._C.DisableTorchFunctionSubclass():  # else that of what is elsewhere is not shown
-        storages = [each.untyped_storage() for each in tensors]
+        own = [each for each in tensors if operated_by(each) is None]
+        storages = [each.untyped_storage() for each in own]
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
