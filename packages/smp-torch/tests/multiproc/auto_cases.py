@@ -5,6 +5,7 @@ Long, since it is one list of models and cases.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable
@@ -200,6 +201,7 @@ def trained() -> None:
 
 def dropout_losses() -> list[float]:
     """Returns the losses of all microbatches of a model that drops, as one process has them."""
+    gc.collect()  # models that still live have a place in the keys of random numbers
     model = smp.DistributedModel(split(Own, 31) if smp.tp_size() > 1 else whole(Own, 31))
     train = tensor_cases.step_of(own_loss)
     size = smp.tp_size()
