@@ -321,10 +321,11 @@ API: dict[str, Input] = {
             ("hook", lambda m, x: m(x).register_hook(print), "hook"),
             ("data", lambda m, x: setattr(m(x), "data", x), "data"),
             ("retain_grad", lambda m, x: m(x).retain_grad(), "retain_grad"),
-            ("cpu", lambda m, x: m.cpu(), ""),
+            ("cpu", lambda m, x: m.cpu(), "between two steps"),
             ("half", lambda m, x: m.get_module().half(), "converted|moved"),
             ("autograd.backward", lambda m, x: torch.autograd.backward(m(x).mean()), "backward"),
-            ("state_dict", lambda m, x: m.state_dict(), ""),
+            ("state_dict", lambda m, x: m.state_dict(), "between two steps"),
+            ("out", lambda m, x: torch.sin(m(x).detach(), out=torch.ones(3)), "was given out="),
         )
     },
     # Communication.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.random.keys import StepRandom
+from smdistributed.modelparallel.torch.random.keys import StepRandom, draw_step_seed
 from smdistributed.modelparallel.torch.random.modules import RandomStreams
 from smdistributed.modelparallel.torch.record.costs import Draws
 
@@ -236,3 +236,11 @@ def test_what_a_capture_draws_on_the_host_is_put_back(error: Exception | None) -
     with pytest.raises(UnsupportedError if error is None else ZeroDivisionError):
         _drawing(StepRandom(torch.device("cpu")), error)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_seed_of_a_step_is_drawn_on_the_host_whatever_the_default_device() -> None:
+    torch.manual_seed(3)
+    expected = draw_step_seed()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        assert draw_step_seed() == expected
