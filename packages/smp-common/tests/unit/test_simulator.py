@@ -11,6 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smdistributed.modelparallel.common.errors import ScheduleDeadlock, ScheduleError
+from smdistributed.modelparallel.common.planning import simulator
+from smdistributed.modelparallel.common.planning.list_scheduling import (
+    PassGraph,
+    Policy,
+    list_schedule,
+)
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
@@ -244,6 +250,25 @@ def test_more_memory_is_never_slower() -> None:
     assert spans == sorted(spans, reverse=True)
 
 
+@pytest.mark.parametrize(("active", "is_best"), [(4, True), (1, False)])
+def test_nothing_else_is_tried_once_no_order_can_be_faster(
+    active: int, is_best: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Policy] = []
+
+    def run(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
+        tried.append(policy)
+        return list_schedule(graph, num_microbatches, policy)
+
+    monkeypatch.setattr(simulator, "list_schedule", run)
+    graph = chain(range(4))
+    timeline = build_schedule(graph, 8, "interleaved", active)
+    shortest = PassGraph(graph, CostModel()).shortest_time(8)
+    # A chain of equal passes has no better order than 1F1B, the first one, if it has the memory.
+    assert (timeline.makespan == pytest.approx(shortest)) == is_best
+    assert (len(tried) == 1) == is_best
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> SegmentGraph:
     num_ranks = draw(st.integers(1, 4))
@@ -300,6 +325,8 @@ def test_every_plan_is_valid(
         assert max(timeline.peak_active_microbatches) <= active
     if pipeline == "zero_bubble":
         assert max(timeline.peak_kept) <= active + 1e-6
+    shortest = PassGraph(graph, costs).shortest_time(num_microbatches)
+    assert shortest <= timeline.makespan + 1e-9
     assert simulate(graph, timeline.schedule, num_microbatches, costs) == timeline
     again = build_schedule(graph, num_microbatches, pipeline, active, costs)
     assert again.schedule.digest() == timeline.schedule.digest()

@@ -106,6 +106,27 @@ class PassGraph:
             )
         return starts
 
+    def shortest_time(self, num_microbatches: int) -> float:
+        """What no order takes less than: every rank has work to do, and some before and after."""
+        starts = self.earliest_starts()
+        left = [0.0] * len(self.passes)
+        for node in reversed(range(len(self.passes))):
+            for later, delay in self.successors[node]:
+                left[node] = max(left[node], delay + self.durations[later] + left[later])
+        soonest = [math.inf] * self.num_ranks
+        rest = [math.inf] * self.num_ranks
+        for node, rank in enumerate(self.ranks):
+            soonest[rank] = min(soonest[rank], starts[node])
+            rest[rank] = min(rest[rank], left[node])
+        return max(
+            (
+                begin + num_microbatches * load + end
+                for begin, load, end in zip(soonest, self.loads(), rest, strict=True)
+                if begin < math.inf
+            ),
+            default=0.0,
+        )
+
     def loads(self) -> list[float]:
         """The time that one microbatch takes of every rank."""
         loads = [0.0] * self.num_ranks
