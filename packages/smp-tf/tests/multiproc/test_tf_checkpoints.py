@@ -54,7 +54,7 @@ def test_what_save_model_wrote_takes_inputs_by_name(worlds: Worlds, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "world",
-    [pytest.param(ONE, id="one", marks=pytest.mark.slow), pytest.param(FOUR, id="four")],
+    [pytest.param(ONE, id="one"), pytest.param(FOUR, id="four", marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_is_restored_with_another_number_of_partitions(
     worlds: Worlds, saved: Any, world: World

@@ -75,7 +75,7 @@ WAYS = {
 #: together, and one of the two that are wrapped.
 QUICK = {
     "one": ("transformer",),
-    "pp4": ("zigzag", "shared_layer"),
+    "pp4": ("shared_layer",),
     "pp2": tuple(
         name for name in ALL if name not in ("mobilenet", "sequential", "cnn", "shared_layer")
     ),

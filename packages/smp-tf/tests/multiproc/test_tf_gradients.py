@@ -27,7 +27,7 @@ def test_gradients_are_those_of_tensorflow(worlds: Worlds, name: str) -> None:
     assert_same(worlds, getattr(tf_gradients, name), world=TWO_BY_HAND)
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("is_compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_tape_around_the_step_sees_it(worlds: Worlds, is_compiled: bool) -> None:
     assert_same(worlds, tf_gradients.outside, is_compiled, world=TWO_BY_HAND)
 

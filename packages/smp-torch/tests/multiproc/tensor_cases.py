@@ -724,7 +724,7 @@ PIPELINED = {
     name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
 } | {"different_ways": different_ways, "different_gradients": different_gradients}
 #: What is tried in a pipeline at each change; the rest has a test without one.
-QUICK = ("clipping", "delayed", "different_ways", "different_gradients")
+QUICK = ("clipping", "different_ways", "different_gradients")
 
 
 def dropout_losses() -> list[float]:

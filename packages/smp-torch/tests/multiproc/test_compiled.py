@@ -197,7 +197,6 @@ def train_all(ways: list[str | None], dropout: float, checkpointing: bool = Fals
         # Every way in halves, which are a pipeline, and those that differ in shards.
         ("halves", list(WAYS)),
         ("shards", ["each_block_wrapped", "whole", "distributed", "late_blocks"]),
-        ("pp2-shards", ["part_of_each_block"]),
         *(
             pytest.param(world, list(WAYS), marks=pytest.mark.slow)
             for world in ("one", "pp2", "shards", "pp2-shards")

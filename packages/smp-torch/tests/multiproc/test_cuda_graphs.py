@@ -19,8 +19,8 @@ WORLDS = {
     "zero_bubble": boxed(2, pipeline="zero_bubble"),
 }
 #: Nets that differ in what they do to a pipeline. What a rank finds in its own modules it finds
-#: with one partition, where all are tried, as all are in a pipeline of halves.
-PASSED_ON = ("plain", "cache", "rebinds")
+#: with one partition, where all are tried.
+PASSED_ON = ("plain", "normed", "cache", "dropout", "rebinds", "asks")
 #: Of the moments between steps, those that are tried in other worlds too: what a rank notices by
 #: itself it notices beside others.
 FEW_MOMENTS = MOMENTS[::4]
@@ -30,7 +30,7 @@ FEW_MOMENTS = MOMENTS[::4]
     ("name", "order"),
     quick(
         itertools.product(NETS, WORLDS),
-        [*itertools.product(NETS, ["zero_bubble"]), *itertools.product(PASSED_ON, WORLDS)],
+        [("plain", "interleaved"), *itertools.product(PASSED_ON, ["zero_bubble"])],
     ),
 )
 def test_models(worlds: Worlds, name: str, order: str) -> None:
@@ -55,7 +55,8 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("kind", HALF)
+# Losses are scaled in fp16.
+@pytest.mark.parametrize("kind", quick(HALF, ["fp16"]))
 def test_half_precision(worlds: Worlds, kind: str) -> None:
     for same, count, told in run(worlds, HALF[kind], compare, "plain", "nothing"):
         assert same
@@ -72,8 +73,8 @@ REPLICAS = {
     ("kind", "moment"),
     quick(
         itertools.product(REPLICAS, ["nothing", "accumulated", "gradients_kept"]),
-        # In the others steps train without such a moment, too.
-        [("owners", "accumulated"), ("together", "gradients_kept")],
+        # In the other steps train without such a moment, too; without a pipeline, see below.
+        [("owners", "accumulated")],
     ),
 )
 def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
@@ -83,7 +84,7 @@ def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
         assert count > 0
 
 
-@pytest.mark.parametrize("moment", quick(MOMENTS, FEW_MOMENTS))
+@pytest.mark.parametrize("moment", quick(MOMENTS, FEW_MOMENTS[2:]))
 def test_between_steps(worlds: Worlds, moment: str) -> None:
     found = run(worlds, WORLDS["interleaved"], compare, "factor", moment)
     for same, count, _ in found:
@@ -98,8 +99,8 @@ def slices(num_ranks: int) -> World:
 
 
 ONE_PARTITION = {"alone": pipeline(1), "replicas": replicas(2, 1), "slices": slices(2)}
-#: Nets that slices are tried with: one that is captured, and one of each reason not to be.
-SLICED = {reason: name for name, (_, reason) in NETS.items()}.values()
+#: Nets that slices are tried with: one that is captured, one that is not, and one that draws.
+SLICED = ("cache", "dropout", "rebinds")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ SLICED = {reason: name for name, (_, reason) in NETS.items()}.values()
     [
         *itertools.product(NETS, ["alone"]),
         *quick(itertools.product(NETS, ["slices"]), [*itertools.product(SLICED, ["slices"])]),
-        *itertools.product(LAYERS, ["slices"]),
+        *quick(itertools.product(LAYERS, ["slices"]), [("layers that drop", "slices")]),
         *itertools.product(["plain", "normed", "asks"], ["replicas"]),
     ],
 )
@@ -128,7 +129,8 @@ def test_models_with_one_partition(worlds: Worlds, name: str, kind: str) -> None
     [
         *(("alone", moment) for moment in MOMENTS),
         *quick(
-            itertools.product(["slices"], MOMENTS), [*itertools.product(["slices"], FEW_MOMENTS)]
+            itertools.product(["slices"], MOMENTS),
+            [*itertools.product(["slices"], FEW_MOMENTS[1::2])],
         ),
     ],
 )
@@ -141,10 +143,13 @@ def test_between_steps_with_one_partition(worlds: Worlds, kind: str, moment: str
 #: What may be done on one rank of a tensor-parallel group alone: it concerns its examples alone.
 @pytest.mark.parametrize(
     ("moment", "num_ranks"),
-    [
-        *itertools.product(["gradients_kept", "attribute", "module_hooked", "memory"], [2]),
-        ("attribute", 4),
-    ],
+    quick(
+        [
+            *itertools.product(["gradients_kept", "attribute", "module_hooked", "memory"], [2]),
+            ("attribute", 4),
+        ],
+        [("module_hooked", 2), ("attribute", 4)],
+    ),
 )
 def test_ranks_of_a_tensor_parallel_group_decide_together(
     worlds: Worlds, num_ranks: int, moment: str
@@ -161,17 +166,19 @@ def _on_one_rank(moment: str) -> tuple[bool, int, list[str]]:
     return compare("factor", moment, first_alone=True)
 
 
-@pytest.mark.parametrize("moment", quick(["nothing", "evaluated"], ["evaluated"]))
+# Every run tries slices in a pipeline of which one rank alone does something.
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["nothing", "evaluated"])
 def test_slices_in_a_pipeline(worlds: Worlds, moment: str) -> None:
     for same, count, _ in run(worlds, slices(4), compare, "factor", moment):
         assert same
         assert count > 0
 
 
-#: Nets of which something is written or drawn, turn about.
+#: Nets of which nothing is written or drawn, something is written, and something is drawn.
 TURNS = [
     *itertools.product(["plain"], ["way", "fails"]),
-    *[("normed", "way"), ("averages", "fails"), ("dropout", "way")],
+    *[("averages", "fails"), ("dropout", "way")],
 ]
 
 

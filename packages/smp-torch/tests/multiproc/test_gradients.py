@@ -30,8 +30,7 @@ GROUPS = {
 FEW = {
     "pp4": ("clip_imported_inf", "a_rank_without_parameters"),
     "pp2-dp2": (
-        *("reduction_small_buckets", "unused_parameters", "backward_passes_are_summed"),
-        *("join", "two_models_of_one_loss"),
+        *("reduction_small_buckets", "join", "two_models_of_one_loss"),
         *gradient_cases.BOTH,
     ),
 }

@@ -16,9 +16,9 @@ PROGRAM = Path(__file__).parents[1] / "stress" / "kill_and_resume.py"
 @pytest.mark.parametrize(
     ("kills", "options"),
     [
-        (2, ["--asynchronous"]),
+        (1, ["--asynchronous"]),
         # Every operation of a save is killed in smp-common's tests, which hold for both.
-        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(1, [], marks=pytest.mark.slow),
         pytest.param(20, [], marks=pytest.mark.slow),
         pytest.param(20, ["--asynchronous"], marks=pytest.mark.slow),
     ],

@@ -24,6 +24,7 @@ WORLDS = {
     "slices": two(tensor_parallel_degree=2, microbatches=2, optimize="speed"),
     "shards": two(
         sharded_data_parallel_degree=2,
+        microbatches=2,
         sdp_param_persistence_threshold=2,
         sdp_max_live_parameters=80,
         sdp_reduce_bucket_size=40,

@@ -24,7 +24,7 @@ def run_checkpointing(case: str) -> Any:
 #: What is tried over other numbers of partitions than two.
 FEW = {
     1: ("functions_in_glue", "a_region_over_all_partitions", "native_sequential"),
-    3: ("a_region_over_all_partitions",),
+    3: (),
 }
 
 

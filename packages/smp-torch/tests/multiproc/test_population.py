@@ -48,10 +48,10 @@ STRIDES = {
     "roads": 20,
     "writes": 160,
     "order": 240,
-    "views": 720,
-    "repeated": 230,
+    "views": 1080,
+    "repeated": 345,
     "recomputed": 240,
-    "around": 6,
+    "around": 9,
 }
 
 
@@ -127,8 +127,8 @@ QUICK = {
     # What is captured must not miss what is kept, written, used, or done around a step.
     *(("graphs", kind, 2) for kind in ("state", "uses", "parameters", "writes", "around")),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
-    *(("one-graphs", "around", part) for part in range(STRIDES["around"])),
-    *(("compiled", kind, 3) for kind in ("uses", "order")),
+    *(("one-graphs", "around", part) for part in range(0, STRIDES["around"], 3)),
+    ("compiled", "uses", 3),
 }
 PARTS = [
     (world, kind, part) for world in WORLDS for kind in POPULATIONS for part in range(STRIDES[kind])

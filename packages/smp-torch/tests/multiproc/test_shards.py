@@ -45,7 +45,7 @@ QUICK = {
     # By three, sums are not divided before they are complete.
     "sdp3": ("momentum_clipped",),
     "sdp2-dp2": ("momentum_clipped",),
-    "pp2-sdp2": ("momentum_clipped", "a_state_comes_back"),
+    "pp2-sdp2": ("momentum_clipped",),
     "tp2-sdp2": ("momentum_clipped",),
 }
 

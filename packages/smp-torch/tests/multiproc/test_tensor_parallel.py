@@ -111,7 +111,7 @@ def run_reads_of(name: str, *args: str) -> Any:
     return getattr(weight_reads, name)(*args)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 11])
 def test_reads_of_weights_are_exact_or_refused(worlds: Worlds, stride: int) -> None:
     for found in run(worlds, WORLDS["tp2"], run_reads, 0, stride):
         assert set(found) == {("others", "refused"), ("harmless", "exact")}
@@ -198,7 +198,7 @@ def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("world", "model", "first", "stride"),
     [
-        ("pp2-tp2", "registered", 2, 236),
+        # What registered modules do there is tried by training, below.
         ("pp2-tp2", "auto", 12, 240),
         *(
             pytest.param(world, model, 0, 1, marks=pytest.mark.slow)
@@ -243,7 +243,7 @@ def losses_with_dropout() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "size"), [("tp2", 2), ("pp2-tp2", 2), pytest.param("tp4", 4, marks=pytest.mark.slow)]
+    ("world", "size"), quick([("tp2", 2), ("pp2-tp2", 2), ("tp4", 4)], [("tp2", 2)])
 )
 def test_dropout_is_that_of_one_process(worlds: Worlds, world: str, size: int) -> None:
     one = world_of(1, {"microbatches": tensor_cases.MICROBATCHES * size, "ddp": True})
