@@ -18,6 +18,7 @@ import torch.profiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
+from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 
 with contextlib.suppress(ImportError, AttributeError):
@@ -36,5 +37,9 @@ torch._dynamo.list_backends()
 
 
 def prepare() -> None:
-    """Looks through all modules for caches, as the first recording of each process would."""
+    """Does what the first recording of each process would, and its first absent parameter.
+
+    That looks through all modules for caches, and registers with each operation of torch.
+    """
     FunctionCaches().look_for_new()
+    without_memory((), torch.float32, torch.device("cpu"))
