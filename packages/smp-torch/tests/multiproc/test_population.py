@@ -48,10 +48,10 @@ STRIDES = {
     "roads": 20,
     "writes": 160,
     "order": 240,
-    "views": 1080,
-    "repeated": 345,
+    "views": 720,
+    "repeated": 230,
     "recomputed": 240,
-    "around": 9,
+    "around": 6,
 }
 
 
