@@ -12,7 +12,12 @@ from torch.nn import functional as F
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.module import Slice, taken
+from smdistributed.modelparallel.torch.tensor_parallel.module import (
+    Slice,
+    distributed_modules_in,
+    distributed_modules_on_trial,
+    taken,
+)
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
@@ -216,3 +221,44 @@ def test_flags_of_many_models_are_told_in_one_word() -> None:
     told = group.end_step(flags)
     assert len(told) == 200
     assert [place for place, flag in enumerate(told) if flag] == [0, 2, 50, 95]
+
+
+class NobodyElse:
+    """A group of two whose other rank is elsewhere: it takes part in nothing."""
+
+    size, rank = 2, 1
+
+
+MODULES = {
+    "linear": lambda: (smp.nn.DistributedLinear(6, 4), torch.randn(3, 5, 6)),
+    "embedding": lambda: (smp.nn.DistributedEmbedding(8, 6), torch.randint(8, (3, 5))),
+    "attention": lambda: (
+        smp.nn.DistributedAttentionLayer(**SIZES),
+        (torch.randn(3, 5, 10), torch.zeros(3, 1, 1, 5)),
+    ),
+    "layers": lambda: (
+        smp.nn.DistributedTransformer(num_layers=2, intermediate_size=8, **SIZES),
+        (torch.randn(3, 5, 10), torch.zeros(3, 1, 1, 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_prescaled", [False, True])
+@pytest.mark.parametrize("keeps_gathered", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_rank_tries_modules_out_by_itself(
+    kind: str, keeps_gathered: bool, is_prescaled: bool
+) -> None:
+    nobody: Any = NobodyElse()
+    group = TensorGroup(nobody, is_prescaled=is_prescaled, keeps_gathered=keeps_gathered)
+    with distributed_modules_in(group):
+        module, given = MODULES[kind]()
+        with distributed_modules_on_trial():
+            found = module(given)
+            tensor = found[0] if isinstance(found, tuple) else found
+            tensor.square().sum().backward()
+        with pytest.raises(AttributeError, match="compare"):
+            module(given)
+    assert tensor.shape[0] == 3
+    assert tensor.isfinite().all()
+    assert all(each.grad is not None for each in module.parameters())

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
-from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.compat.private.layers import all_modules_are_hooked
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
 from smdistributed.modelparallel.torch.nn.blocks import Block
@@ -79,7 +78,7 @@ class LayersInTurn(nn.Sequential):
             return _one_by_one(layers, input)
         hidden, mask = input
         group = first.tensor_group
-        if group.size == 1 or group.is_prescaled or is_fake(hidden):
+        if group.size == 1 or group.is_prescaled or group.makes_shapes(hidden):
             return _one_by_one(layers, input)
         with group.examples(first.place, hidden, [four_dims(mask)], can_slice=self.can_slice()) as (
             sizes,

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of,
 from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.writes import note_writes
+from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_on_trial
 
 _SEED = 0
 
@@ -67,6 +68,8 @@ def run_on_random_numbers(
     with (
         past_recording(),
         past_dispatch_modes(),
+        # Peers may know what this rank records anew.
+        distributed_modules_on_trial(),
         _same_numbers_everywhere(devices),
         # First: of a module with real parameters it would put those back too.
         _kept_tensors(module),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from smdistributed.modelparallel.torch.collectives.alike import AsIfAlike
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream
@@ -75,6 +76,7 @@ class TensorGroup:
         is_prescaled: the ranks bring the same examples.
         keeps_gathered: keep what was gathered for the backward pass, else gather it again.
         stream: where the exchanges run.
+        is_trial: nobody but this rank makes its calls, for their shapes.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class TensorGroup:
         is_prescaled: bool = False,
         keeps_gathered: bool = True,
         stream: ExchangeStream | None = None,
+        is_trial: bool = False,
     ) -> None:
         self._collectives = collectives
+        self._is_trial = is_trial
         self.random = random
         self.size = 1 if collectives is None else collectives.size
         self.rank = 0 if collectives is None else collectives.rank
@@ -108,6 +112,22 @@ class TensorGroup:
             return self
 
         self.handle: Handle = handle
+
+    def for_trials(self) -> TensorGroup:
+        """Returns what stands for this group in calls that others do not make at the time."""
+        if self.size == 1:
+            return self
+        return TensorGroup(
+            AsIfAlike(self.size, self.rank),
+            self.random,
+            is_prescaled=self.is_prescaled,
+            keeps_gathered=self.keeps_gathered,
+            is_trial=True,
+        )
+
+    def makes_shapes(self, *tensors: torch.Tensor) -> bool:
+        """Whether a call with tensors is made for the shapes of its results, by this rank alone."""
+        return self._is_trial or any(map(is_fake, tensors))
 
     @property
     def share_of_gradient(self) -> float:
@@ -230,7 +250,7 @@ class TensorGroup:
         found = list(masks)
         if self._known and self._known[-1].sizes[self.rank] == own:
             known = self._known[-1]
-        elif self.size == 1 or is_fake(tensor):
+        elif self.size == 1 or self.makes_shapes(tensor):
             known = _Known((own,) * self.size, False, False)
         else:
             known, found = self._find(who, tensor, masks, about, can_slice)

@@ -266,3 +266,8 @@ def distributed_modules_in(group: TensorGroup) -> Iterator[None]:
         yield
     finally:
         DistributedModule._group = former
+
+
+def distributed_modules_on_trial() -> contextlib.AbstractContextManager[None]:
+    """Has this rank call distributed modules by itself, for the shapes of what they return."""
+    return distributed_modules_in(DistributedModule._group.for_trials())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
@@ -72,7 +71,7 @@ def agreed(
     """
     tensors = call.tensors
     own = tuple(tuple(each.shape) for each in tensors)
-    if any(map(is_fake, tensors)):
+    if group.makes_shapes(*tensors):
         return [LaneCall(call, own)] * group.size, has_changed
     sizes = [size for each in own for size in each]
     about = zlib.crc32(repr((who, training, torch.is_grad_enabled())).encode())

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
     agreed,
@@ -177,13 +176,13 @@ class ClosedGroup(DistributedModule):
         """
         group = self.tensor_group
         call = Call((args, kwargs))
-        is_fake_run = any(map(is_fake, call.tensors))
-        changed = [] if is_fake_run else self._smp_seen.changed()
+        makes_shapes = group.makes_shapes(*call.tensors)
+        changed = [] if makes_shapes else self._smp_seen.changed()
         lanes, has_any_changed = agreed(
             group, self.place, call, training=self.training, has_changed=bool(changed)
         )
-        if is_fake_run:
-            proofs = [self._proof_of_fakes(lane) for lane in lanes]
+        if makes_shapes:
+            proofs = [self._proof_for_shapes(lane) for lane in lanes]
         else:
             proofs = self._proofs(lanes, changed, has_any_changed=has_any_changed)
         given = exchanged(group, self.place, call, lanes)
@@ -206,7 +205,7 @@ class ClosedGroup(DistributedModule):
                     results.append(Call(super().forward(*own_args, **own_kwargs)))
                 finally:
                     self._smp_gate.is_open = False
-        if is_fake_run:
+        if makes_shapes:
             proofs = [self._smp_found.proof_like(results[0], proofs[0])] * group.size
         return self._own(results, [proofs[number] for number in numbers])
 
@@ -268,7 +267,7 @@ class ClosedGroup(DistributedModule):
         enabled = torch.is_grad_enabled()
         return key_of(lane.call, lane.forms, training=self.training, grad_enabled=enabled)
 
-    def _proof_of_fakes(self, lane: LaneCall) -> Proof:
+    def _proof_for_shapes(self, lane: LaneCall) -> Proof:
         """Returns a proof of a call that cannot be proven, as it is recorded; the real one will."""
         proofs = self._smp_found.proofs
         return proofs.get(self._key_of(lane)) or next(iter(proofs.values()))
