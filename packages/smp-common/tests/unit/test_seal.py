@@ -75,6 +75,9 @@ class _Wire(Transport):
     ) -> list[bytes | bytearray]:
         return [self._arriving]
 
+    def report(self, words: bytes) -> None:
+        pass
+
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         release()
 

@@ -9,7 +9,7 @@ import pytest
 
 from smdistributed.modelparallel.common.comm.presence import Presence
 from smdistributed.modelparallel.common.comm.transport import SingleProcessTransport
-from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.runtime import departures as departures_module
 from smdistributed.modelparallel.torch.runtime.departures import Departures, last_words
@@ -18,11 +18,20 @@ ALL = (0, 1, 2)
 
 
 class Said(SingleProcessTransport):
-    """Peers that have said farewell."""
+    """Peers that have said farewell, or reported."""
 
-    def __init__(self, words: Mapping[int, bytes]) -> None:
+    def __init__(
+        self, words: Mapping[int, bytes], reported: Mapping[int, bytes] | None = None
+    ) -> None:
         super().__init__()
         self.words, self.asked = words, 0
+        self.reported, self.own = reported or {}, b""
+
+    def report(self, words: bytes) -> None:
+        self.own = words
+
+    def reports(self) -> Mapping[int, bytes]:
+        return self.reported
 
     def farewells(self) -> Mapping[int, bytes]:
         self.asked += 1
@@ -86,3 +95,35 @@ def test_the_watch_ends_and_leaves_the_last_words() -> None:
     with peers.blaming([0, 2], "joining"):
         pass
     assert json.loads(departures.stop()) == [[[0, 2], 1]]
+
+
+@pytest.mark.parametrize("ranks", [ALL, (1,)])
+def test_what_a_rank_reports_ends_whoever_waits(ranks: tuple[int, ...]) -> None:
+    peers, errors = Peers(0, [Presence.own()] * 3), list[BaseException]()
+    said = Said({}, {2: b"ValueError: a large number"})
+    departures = Departures(0, said, peers, lambda _, error: errors.append(error))
+    departures.check()
+    assert errors == []  # nobody waits
+    with peers.blaming(ranks, "receiving from"):
+        departures.check()
+    (error,) = errors
+    assert isinstance(error, CommError)
+    assert error.missing_ranks == (2,)
+    assert str(error).endswith("the step has failed on rank 2: ValueError: a large number")
+
+
+def test_who_has_failed_within_a_step_takes_no_other() -> None:
+    said = Said({})
+    departures = Departures(0, said, Peers(0, [Presence.own()] * 3))
+    departures.check_intact()
+    departures.report(ValueError("much " * 1000))
+    assert len(said.own) < 1300
+    with pytest.raises(SMPError, match=r"no step can follow.*ValueError: much"):
+        departures.check_intact()
+
+
+def test_who_has_failed_because_of_others_does_not_report() -> None:
+    said = Said({})
+    departures = Departures(0, said, Peers(0, [Presence.own()] * 3))
+    departures.report(CommError("rank 1 is gone", rank=0, missing_ranks=[1]))
+    assert said.own == b""

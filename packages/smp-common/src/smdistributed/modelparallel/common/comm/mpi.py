@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SPIN_SECONDS = 500e-6
 _FIRST_SLEEP_SECONDS = 20e-6
 _LONGEST_SLEEP_SECONDS = 2e-3
+_FAREWELL, _REPORT = 0, 1
 
 
 class MPITransport(Transport):
@@ -60,6 +61,7 @@ class MPITransport(Transport):
         self.local_rank, self.local_size = host.rank, host.size
         host.Free()
         self._ended: dict[int, bytes] = {}
+        self._reports: dict[int, bytes] = {}
 
     def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
         """See ``Transport.post``."""
@@ -99,9 +101,20 @@ class MPITransport(Transport):
 
     def farewells(self) -> Mapping[int, bytes]:
         """See ``Transport.farewells``."""
-        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
-            self._hear_farewells()
+        self._hear_if_any_thread_may()
         return dict(self._ended)
+
+    def report(self, words: bytes) -> None:
+        """See ``Transport.report``."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                buffer = [words, self._mpi.BYTE]
+                self._farewell.Isend(buffer, dest=rank, tag=_REPORT).Free()
+
+    def reports(self) -> Mapping[int, bytes]:
+        """See ``Transport.reports``."""
+        self._hear_if_any_thread_may()
+        return dict(self._reports)
 
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""
@@ -111,7 +124,7 @@ class MPITransport(Transport):
             return
         peers = {rank for rank in range(self.size) if rank != self.rank}
         buffer = [last_words, self._mpi.BYTE]
-        sent = [self._farewell.Isend(buffer, dest=rank) for rank in peers]
+        sent = [self._farewell.Isend(buffer, dest=rank, tag=_FAREWELL) for rank in peers]
         release_at = time.monotonic() + FAREWELL_SECONDS
         released = False
         pause = _Pause()
@@ -150,12 +163,17 @@ class MPITransport(Transport):
                         sorted(waiting), f"did not answer within {timeout_seconds:g} s"
                     )
 
+    def _hear_if_any_thread_may(self) -> None:
+        if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
+            self._hear_farewells()
+
     def _hear_farewells(self) -> Mapping[int, bytes]:
         status = self._mpi.Status()
         while (message := self._farewell.Improbe(status=status)) is not None:
             words = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([words, self._mpi.BYTE])
-            self._ended[status.Get_source()] = bytes(words)
+            said = self._ended if status.Get_tag() == _FAREWELL else self._reports
+            said[status.Get_source()] = bytes(words)
         return self._ended
 
 

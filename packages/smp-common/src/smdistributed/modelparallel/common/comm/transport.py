@@ -87,6 +87,21 @@ class Transport(ABC):
         return {}
 
     @abstractmethod
+    def report(self, words: bytes) -> None:
+        """Tells all peers why this rank does not go on with what they may wait for; never waits.
+
+        Args:
+            words: for ``reports`` of the others; at most ``largest_alone`` bytes.
+        """
+
+    def reports(self) -> Mapping[int, bytes]:
+        """Returns what ranks have reported, as far as it has come here; usable as ``farewells``.
+
+        Of several that do at a time, one may be all that is known.
+        """
+        return {}
+
+    @abstractmethod
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """Says farewell to all peers and ends.
 
@@ -114,6 +129,9 @@ class SingleProcessTransport(Transport):
     ) -> list[bytes | bytearray]:
         """See ``Transport.receive``."""
         self._refuse(sources)
+
+    def report(self, words: bytes) -> None:
+        """See ``Transport.report``; nobody waits."""
 
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""

@@ -149,6 +149,16 @@ class Peers:
             missing_ranks=list(gone),
         )
 
+    def without(self, failed: int, reason: str, ranks: Sequence[int], doing: str) -> CommError:
+        """Returns the error of an exchange that cannot be, since a rank's step has failed."""
+        others = [rank for rank in ranks if rank != self._rank]
+        return CommError(
+            f"rank {self._rank}: {doing} {_listed(others)} cannot complete: the step has failed on "
+            f"rank {failed}: {reason}",
+            rank=self._rank,
+            missing_ranks=[failed],
+        )
+
     def _ended(self, ranks: Sequence[int]) -> bool:
         return "ended" in absent(self._presences, ranks).values()
 
@@ -172,6 +182,10 @@ class Blaming:
     def departed(self, gone: Sequence[int]) -> CommError:
         """See ``Peers.departed``."""
         return self._peers.departed(gone, self.ranks, self._doing)
+
+    def without(self, failed: int, reason: str) -> CommError:
+        """See ``Peers.without``."""
+        return self._peers.without(failed, reason, self.ranks, self._doing)
 
     def __enter__(self) -> None:
         self._peers.enter(self)

@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.runtime.joining import Store
 
 #: Above every channel's two tags.
 _FAREWELL_TAG = 1 << 20
+_REPORT_KEY = "smp/report"
 
 
 class TorchTransport(Transport):
@@ -109,6 +110,20 @@ class TorchTransport(Transport):
                 if rank != self.rank and store.check([_farewell_key(rank)]):
                     found[rank] = store.get(_farewell_key(rank))
         return found
+
+    def report(self, words: bytes) -> None:
+        """See ``Transport.report``; the first one is kept."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(_REPORT_KEY, "", f"{self.rank} {words.decode()}")
+
+    def reports(self) -> Mapping[int, bytes]:
+        """See ``Transport.reports``."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([_REPORT_KEY]):
+                rank, _, words = self._store.get(_REPORT_KEY).decode().partition(" ")
+                return {} if int(rank) == self.rank else {int(rank): words.encode()}
+        return {}
 
     def close(self, release: Callable[[], None], last_words: bytes = b"") -> None:
         """See ``Transport.close``."""

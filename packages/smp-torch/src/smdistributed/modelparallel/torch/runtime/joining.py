@@ -30,6 +30,9 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """Returns the value of a key that has one."""
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Gives a key a value, if it has the expected one, or none where that is empty."""
+
     def check(self, keys: list[str]) -> bool:
         """Returns whether all of these keys have values."""
 

@@ -107,6 +107,7 @@ class PipelinedStep:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
+        self.runtime.departures.check_intact()
         for model in models_of(self.runtime):
             model.refresh()
         try:
@@ -121,26 +122,15 @@ class PipelinedStep:
             passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
-        written_to = [each.graph.written for each in passed]
-        self._inputs.check_written(batch, written_to)
+        self._inputs.check_written(batch, [each.graph.written for each in passed])
         prepared = self._preparation.of(tuple(each.plan for each in passed))
         constants = [each.constants_read() for each in passed]
-        given = self._inputs.exchange(
-            batch, prepared.needed_inputs, {position for each in written_to for position in each}
-        )
-        tensors = [[*arguments, *read] for arguments, read in zip(given, constants, strict=True)]
         scales = _scales(passed, batch.weights)
         trained = self._models_of(prepared.differentiated)
-        self._absent_gradients.begin(prepared, trained)
-        made = self._execute(prepared, batch, tensors, scales)
-        self._inputs.sent()
-        runtime = self.runtime
-        results, written = share_results(
-            runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
-        )
-        self._inputs.write(batch, written)
-        for model in trained:
-            model.data_parallel.end_step()
+        with self._telling_others():
+            results = self._computed(prepared, batch, passed, constants, scales)
+            for model in trained:
+                model.data_parallel.end_step()
         self._absent_gradients.end(prepared, trained)
         for model in models_of(self.runtime):
             model.rest_slices()
@@ -192,6 +182,38 @@ class PipelinedStep:
         ]
 
     # ------------------------------------------------------------------ execution
+
+    @contextlib.contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Inside, others may wait for this rank, and learn of it if it fails."""
+        try:
+            yield
+        except Exception as error:
+            if self.runtime.topology.pp_size > 1:
+                self.runtime.departures.report(error)
+            raise
+
+    def _computed(
+        self,
+        prepared: Prepared,
+        batch: MiniBatch,
+        passed: Sequence[Passed],
+        constants: Sequence[Sequence[torch.Tensor]],
+        scales: Sequence[Scale],
+    ) -> list[Any]:
+        """Returns the results of a mini-batch's microbatches. Collective: PP_GROUP."""
+        runtime = self.runtime
+        written_to = {position for each in passed for position in each.graph.written}
+        given = self._inputs.exchange(batch, prepared.needed_inputs, written_to)
+        tensors = [[*arguments, *read] for arguments, read in zip(given, constants, strict=True)]
+        self._absent_gradients.begin(prepared, self._models_of(prepared.differentiated))
+        made = self._execute(prepared, batch, tensors, scales)
+        self._inputs.sent()
+        results, written = share_results(
+            runtime.links, runtime.coordinates.pp_rank, runtime.device, passed, tensors, made
+        )
+        self._inputs.write(batch, written)
+        return results
 
     def _execute(
         self,
