@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import together
 import torch
 from torch import nn
 from world import pipeline, run, run_fresh
@@ -406,3 +408,49 @@ def average() -> None:
 def test_what_a_later_microbatch_changes_is_an_error_with_its_remedy() -> None:
     with pytest.raises(RanksFailedError, match=r"self.x = self.x \+ y"):
         run_fresh(2, average)
+
+
+def run_together(first: int, stride: int) -> dict[str, int]:
+    return together.population(first, stride)
+
+
+@pytest.mark.parametrize(
+    ("degree", "first", "stride"),
+    [(2, 1, 16), *(pytest.param(each, 0, 1, marks=pytest.mark.slow) for each in (2, 4))],
+)
+def test_what_ranks_call_together_is_refused_where_one_runs_alone(
+    worlds: Worlds, degree: int, first: int, stride: int
+) -> None:
+    world = pipeline(degree, 2, ddp=True)
+    for found in run(worlds, world, run_together, first, stride, timeout=280):
+        assert set(found) == {"right"}
+
+
+class Bounded(nn.Linear):
+    """Refuses large numbers, which only the rank that computes it has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if bool((x.abs() > 50).any()):
+                raise ValueError("a number is too large")
+        return super().forward(x)
+
+
+def fails_within_a_step() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "communication_timeout": 60})
+    model = smp.DistributedModel(nn.Sequential(*(Bounded(WIDTH, WIDTH) for _ in range(4))))
+    train(model)
+    x = torch.ones(4, WIDTH)
+    x[3] = 1000
+    with contextlib.suppress(ValueError):
+        train(model, x=x)
+    expect(SMPError, "no step can follow", lambda: train(model))
+    smp.barrier()  # the other rank does not come
+
+
+@pytest.mark.parametrize("launcher", ["fork", "smprun-fork"])
+def test_who_waits_for_a_rank_whose_step_has_failed_learns_why(launcher: Any) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_fresh(2, fails_within_a_step, launcher=launcher)
+    words = "the step has failed on rank 0: ValueError: a number is too large"
+    assert words in caught.value.outcome.stderr

@@ -70,3 +70,17 @@ class RuntimeSlot(Generic[R]):
                 "smp.init() before anything else of smp."
             )
         return self._runtime
+
+    def together(self, call: str) -> R:
+        """Returns the runtime, for what all processes call.
+
+        Args:
+            call: what is called, for the message.
+
+        Raises:
+            NotInitializedError: ``smp.init`` has not run.
+            SMPError: the others do not come to this call; see ``Reach``.
+        """
+        runtime = self.get()
+        runtime.communicator.reach.check(call, range(runtime.topology.size))
+        return runtime

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smdistributed.modelparallel.common.comm.reach import Reach
 from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE, Seal, SealError
 from smdistributed.modelparallel.common.comm.transport import (
     PeersMissingError,
@@ -50,6 +51,10 @@ class Communicator:
         seal: how messages prove that they are this job's; by default with the secret that the
             launcher left in the environment.
 
+    Attributes:
+        reach: with whom this rank can exchange at present. ``tell`` and ``hear``, by which ranks
+            run one after the other, do not ask it.
+
     Source: smd_model_parallel_common_api.rst, Communication API.
     """
 
@@ -65,6 +70,7 @@ class Communicator:
         self._topology = topology
         self._timeout_seconds = timeout_seconds
         self._codec = codec or Codec()
+        self.reach = Reach()
         self._seal = seal or Seal.of(os.environ)
         self._calls = dict.fromkeys(CommGroup, 0)
         self._told: deque[tuple[str, Posted]] = deque()
@@ -119,6 +125,7 @@ class Communicator:
         """
         call = f"broadcast(..., {_name(group, CommGroup)})"
         others = [rank for rank in self._members(group) if rank != self._transport.rank]
+        self.reach.check(call, others)
         self._send(call, self._encode(call, obj), others, _P2P_CHANNEL)
 
     def allgather(self, obj: object, group: CommGroup, purpose: str = "") -> list[Any]:
@@ -257,6 +264,7 @@ class Communicator:
     ) -> Sequence[bytes]:
         """Collects one byte string of every member at every member, or at the first alone."""
         members = self._members(group)
+        self.reach.check(call, members)
         self.settle(group)
         self._calls[group] += 1
         if len(members) == 1:
@@ -394,6 +402,7 @@ class Communicator:
                 f"{call}: the rank is the caller itself, which would wait for itself for ever; "
                 "keep the object instead."
             )
+        self.reach.check(call, [members[rank]])
         return members[rank]
 
 

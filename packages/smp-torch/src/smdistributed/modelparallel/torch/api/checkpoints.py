@@ -66,7 +66,7 @@ def save_checkpoint(
     Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
     """
     return saving.save_checkpoint(
-        slot.get(),
+        slot.together("smp.save_checkpoint"),
         path,
         tag,
         partial=partial,
@@ -138,7 +138,7 @@ def resume_from_checkpoint(
             "translate_function is for full checkpoints: pass partial=False, or leave it out."
         )
     return resuming.resume_from_checkpoint(
-        slot.get(),
+        slot.together("smp.resume_from_checkpoint"),
         path,
         tag,
         partial=partial,

@@ -148,7 +148,7 @@ class DistributedModel(BaseModel):
     ) -> None:
         _check_tracing(trace_device, trace_execution_times)
         super().__init__(
-            slot.get(),
+            slot.together("smp.DistributedModel"),
             module,
             DataParallelOptions(
                 overlapping_allreduce=overlapping_allreduce,
@@ -234,7 +234,7 @@ def clip_grad_norm_(
 
     Source: model-parallel-customize-training-script-pt.md, Important Considerations.
     """
-    slot.get()
+    slot.together("smp.clip_grad_norm_")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -176,8 +176,7 @@ def running(shards: Sequence[Shards | None]) -> Iterator[SavingHooks]:
 
 def is_outside_step(runtime: TorchRuntime) -> bool:
     """Tells whether a backward pass that runs now belongs to no step function."""
-    is_inside = runtime.current_step is not None or runtime.random.is_active
-    return runtime.topology.pp_size == 1 and not is_inside
+    return runtime.topology.pp_size == 1 and not runtime.is_in_step
 
 
 def _method_or_false(method: Callable[[], bool]) -> Callable[[], bool]:

@@ -75,7 +75,7 @@ class Absence:
         Raises:
             SMPError: it is.
         """
-        if self._runtime.current_step is None and not self._runtime.random.is_active:
+        if not self._runtime.is_in_step:
             raise SMPError(
                 f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
                 "partitions of this model, so it cannot run here by itself: call the "

@@ -519,6 +519,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
+        self._check_has_values("load_state_dict")
         state = copy.copy(state_dict)  # keeps torch's metadata
         is_partial = state.pop(PARTIAL_KEY, False)  # type: ignore[attr-defined]
         if is_partial and same_partition_load:
@@ -538,7 +539,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         return self._state.load(state, strict=strict)
 
     def _check_has_values(self, method: str) -> None:
-        if self._runtime.current_step is not None and self._runtime.topology.pp_size > 1:
+        if self._runtime.is_in_step and self._runtime.topology.pp_size > 1:
             raise SMPError(
                 f"{method} of a DistributedModel was called in a step function, in which "
                 "parameters have no values with more than one partition: call it between two steps."

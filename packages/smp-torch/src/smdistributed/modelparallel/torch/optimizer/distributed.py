@@ -218,7 +218,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             UnsupportedError: FusedLamb or FusedNovoGrad with masters, which take norms of whole
                 tensors, has parameters that are split over tensor-parallel ranks.
         """
-        if self._runtime.current_step is not None:
+        if self._runtime.is_in_step:
             raise SMPError(
                 "optimizer.step was called inside a step function, which runs once for each "
                 "microbatch; call it after the step function has returned."

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
@@ -22,6 +23,7 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     stops_early,
 )
 from smdistributed.modelparallel.torch.compat.private.compiled import run_eagerly
+from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
@@ -56,6 +58,14 @@ class Listener(Protocol):
 
     def note_backward_code(self) -> None:
         """Hears of code of the user's that will run in a backward pass."""
+
+    def note_exchange(self, name: str, group: ProcessGroup | None) -> None:
+        """Hears of a call of a function of ``torch.distributed``.
+
+        Args:
+            name: of the function.
+            group: that exchanges; None for that of all processes.
+        """
 
 
 @contextlib.contextmanager
@@ -106,6 +116,7 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             transformers_as_in_a_real_run(),
             _checkpoints_seen(listener),
             _saved_tensors_hooks_seen(listener),
+            collectives_seen(listener.note_exchange),
             _real_tensors_from_memory(),
         ):
             yield

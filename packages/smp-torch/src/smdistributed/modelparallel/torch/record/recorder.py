@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.distributed import exchanges
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     OpOverload,
@@ -52,6 +54,7 @@ from smdistributed.modelparallel.torch.record.new_calls import NewCalls
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.refusals import exchanges_stand_ins
 from smdistributed.modelparallel.torch.record.regions import Again, BuffersWatched
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -76,6 +79,7 @@ class Recorder(TorchFunctionMode):
         random: the random numbers of the step.
         meter: counts what the run does.
         number_ways: gives each new way a number.
+        companions: global ranks of those that have the same modules.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Recorder(TorchFunctionMode):
         random: Randomness,
         meter: Meter,
         number_ways: Callable[[], int],
+        companions: Collection[int] = (),
     ) -> None:
         super().__init__()
         state = RunState(bool(scene.open))
@@ -95,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self._context = Context(scene, mode, device, random, meter, positions(), state, self._calls)
         self._attributes = LeafAttributes(scene, state, self._deed_of)
         self._number_ways = number_ways
+        self._companions = frozenset(companions)
         self._call_of_modules = nn.Module.__call__
         self._is_active = False
 
@@ -316,6 +322,8 @@ class Recorder(TorchFunctionMode):
         for span in opened.spans:
             if span not in chosen and not span.is_inside(set(chosen)):
                 self._scene.check_hooks(span.module)
+                if span.exchanged:
+                    raise exchanges_stand_ins(span.exchanged, span.entry.name)
         log = collapsed(opened.log, chosen)
         kept = {id(entry.outputs[0][1]) for entry in log if entry.kind is EntryKind.NUMBER}
         passed.pending[:] = [each for each in passed.pending if id(each.tensor) in kept]
@@ -368,6 +376,8 @@ class Recorder(TorchFunctionMode):
             entry = self._known.match(EntryKind.CALL, func, args, kwargs)
             if entry is not None:
                 return self._known.answer(entry, lambda: func(*args, **kwargs))
+        if exchanges(func):
+            self.note_exchange(func.__name__, kwargs.get("group"))
         self._refuse(func, args)
         if isinstance(func, OpOverload):
             return self._new.call_operator(func, args, kwargs)
@@ -421,6 +431,24 @@ class Recorder(TorchFunctionMode):
     def note_backward_code(self) -> None:
         """Notes that code of the user's will run in a backward pass."""
         self._state.backward_code += 1
+
+    def note_exchange(self, name: str, group: ProcessGroup | None) -> None:
+        """Notes that a function of ``torch.distributed`` is called.
+
+        Raises:
+            UnsupportedError: with ranks that have other modules; or by code that gives it stand-ins
+                and is not run with tensors.
+        """
+        state = self._state
+        if state.paused and not state.runs_for_real:
+            return
+        ranks = get_process_group_ranks(group)
+        is_alone = not self._companions.issuperset(ranks)
+        is_between = not state.runs_for_real and (state.is_glue or self._now.span is None)
+        if is_alone or (is_between and not state.leaf_depth):
+            raise exchanges_stand_ins(name, self._calls.where())
+        if self._now.span is not None:
+            self._now.span.exchanged = name
 
     def call_module(
         self,

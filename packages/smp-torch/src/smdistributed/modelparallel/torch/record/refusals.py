@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
+
 _HOOKS = "hooks of tensors would see the stand-ins of a recording, not the gradients"
 _FIX = "Do it inside one module, or put the modules that it concerns on one partition."
 
@@ -50,3 +52,17 @@ def refusal(function: Any, kwargs: Mapping[str, Any], where: str) -> str:
     fix = _LATER if reason == _EARLY else _FIX
     name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
     return f"{name} was called in {where} while a pipelined step runs: {reason}. {fix}"
+
+
+def exchanges_stand_ins(name: str, where: str) -> UnsupportedError:
+    """Returns the error of a function of ``torch.distributed`` between the modules that stay whole.
+
+    Args:
+        name: of the function.
+        where: who calls, for the message.
+    """
+    return UnsupportedError(
+        f"torch.distributed.{name} was called in {where} while a pipelined step runs: it would "
+        "exchange the stand-ins of a recording, which have no values. Return the tensor from the "
+        "step function and exchange it after the call, or do it inside one module that stays whole."
+    )

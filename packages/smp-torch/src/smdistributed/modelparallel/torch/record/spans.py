@@ -39,6 +39,7 @@ class Span:
         failed: it raised, and code around it went on.
         written: tensors that belong to no model and that it changes, with copies from before.
         left_behind: why it cannot be a leaf, for what it leaves outside of its result.
+        exchanged: the function of ``torch.distributed`` that its own code called; "" if none.
     """
 
     module: nn.Module
@@ -53,6 +54,7 @@ class Span:
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     left_behind: Exception | None = None
+    exchanged: str = ""
 
     def is_inside(self, spans: set[Span]) -> bool:
         """Whether it was made from one of some calls."""

@@ -132,6 +132,11 @@ class TorchRuntime(Runtime):
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step function runs: its Python, or what its modules compute."""
+        return self.current_step is not None or self.random.is_active
+
     def add_model(self, model: Model) -> tuple[int, int]:
         """Takes note of a new DistributedModel.
 

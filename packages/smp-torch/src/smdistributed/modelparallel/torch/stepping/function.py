@@ -90,7 +90,7 @@ class StepFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
         runtime = self._slot.get()
-        if runtime.current_step is not None:
+        if runtime.is_in_step:
             raise SMPError(
                 f"step function {self._function.__name__} was called from inside another step "
                 "function; call one after the other, or undecorate the inner one."

@@ -248,7 +248,12 @@ class Lockstep:
     @contextlib.contextmanager
     def _on_fakes(self) -> Iterator[Recorder]:
         runtime, scene = self._runtime, self._scene_now()
-        with self._tracing.metered(models_of(runtime), scene) as meter:
+        name = getattr(self._function, "__name__", str(self._function))
+        where = f"in step function {name}, whose Python each rank runs at a time of its own"
+        with (
+            runtime.communicator.reach.only([runtime.rank], where),
+            self._tracing.metered(models_of(runtime), scene) as meter,
+        ):
             recorder = Recorder(
                 scene,
                 runtime.fake_mode,
@@ -256,6 +261,7 @@ class Lockstep:
                 runtime.random,
                 meter,
                 self._numbers.__next__,
+                runtime.topology.members(CommGroup.DP_GROUP, runtime.rank),
             )
             with self._inside(recorder), recorder.on_fakes():
                 yield recorder

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
@@ -29,6 +30,7 @@ from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
+from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.replay import Replay
@@ -248,6 +250,7 @@ class PipelinedStep:
                 without_autocast(("cpu", self.runtime.device.type)),
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(prepared, saving),
+                self._in_modules(),
             ):
                 acting = self._acting(prepared, batch, models, inputs, scales)
                 with prepared.passes.putting_off():
@@ -261,6 +264,23 @@ class PipelinedStep:
                     model.drawing.learn()
         self._ran = prepared.executor, marks
         return acting.results
+
+    @contextlib.contextmanager
+    def _in_modules(self) -> Iterator[None]:
+        """Inside, code of modules runs, which those that have other modules do not run."""
+        runtime = self.runtime
+        if runtime.topology.pp_size == 1:
+            yield
+            return
+        reach, partition = runtime.communicator.reach, runtime.coordinates.pp_rank
+
+        def see(name: str, group: dist.ProcessGroup) -> None:
+            reach.check(f"torch.distributed.{name}", dist.get_process_group_ranks(group))
+
+        others = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+        where = f"in a module, or a hook, that the ranks of partition {partition} run alone"
+        with reach.only(others, where), collectives_seen(see):
+            yield
 
     def _acting(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch._C._distributed_c10d import (
     _compute_bucket_assignment_by_size,
 )
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch.distributed import distributed_c10d as functions
 
 
 def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
@@ -64,3 +67,34 @@ def gradient_buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> list
     reducer = Reducer(list(parameters), indices[::-1], limits[::-1], no_peers, dense, cap_bytes)
     reducer._remove_autograd_hooks()
     return list(reducer._get_zeros_like_grad_buckets())
+
+
+def exchanges(function: object) -> bool:
+    """Whether a function that a mode sees is one of ``torch.distributed``: it exchanges tensors."""
+    return getattr(function, "__module__", "") == functions.__name__
+
+
+@contextlib.contextmanager
+def collectives_seen(see: Callable[[str, ProcessGroup], None]) -> Iterator[None]:
+    """Tells of the calls of ``torch.distributed`` that ranks of a group make together.
+
+    Each of its functions asks whether this process is in the group before it does anything, and
+    those that exchange something, with others, can warn that it is not.
+
+    Args:
+        see: is told the name of the function, and the group.
+    """
+    is_outside = functions._rank_not_in_group
+
+    def ask(group: ProcessGroup | None) -> bool:
+        found, caller = group or functions.GroupMember.WORLD, sys._getframe(1).f_code
+        takes_part = functions._warn_not_in_group.__name__ in caller.co_names
+        if takes_part and isinstance(found, ProcessGroup) and found.size() > 1:
+            see(caller.co_name, found)
+        return is_outside(group)
+
+    functions._rank_not_in_group = ask
+    try:
+        yield
+    finally:
+        functions._rank_not_in_group = is_outside

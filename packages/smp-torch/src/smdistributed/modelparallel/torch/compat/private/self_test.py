@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as native_checkpoint
@@ -46,7 +48,11 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     leaves_of_this_pass,
     run_eagerly,
 )
-from smdistributed.modelparallel.torch.compat.private.distributed import gradient_buckets, is_future
+from smdistributed.modelparallel.torch.compat.private.distributed import (
+    exchanges,
+    gradient_buckets,
+    is_future,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     FakeTensor,
@@ -98,6 +104,7 @@ def self_test() -> list[str]:
             _many_tensors,
             _optimizers,
             _buckets,
+            _collectives,
             _ends_of_backward_passes,
             _subclasses,
             _tensors_without_memory,
@@ -316,6 +323,15 @@ def _buckets() -> None:
     ]
     _expect(sum(each.numel() for each in found) == 6, "gradients have places in buckets")
     _expect(is_future(torch.futures.Future()), "futures are known")
+
+
+def _collectives() -> None:
+    asked = inspect.unwrap(dist.barrier).__code__.co_names
+    _expect(
+        {"_rank_not_in_group", "_warn_not_in_group"} <= {*asked},
+        "functions of torch.distributed ask whether this process is in their group",
+    )
+    _expect(exchanges(dist.all_reduce), "functions of torch.distributed are known")
 
 
 class _Doubled(torch.autograd.Function):
