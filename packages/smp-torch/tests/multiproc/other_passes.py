@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ended_jobs import check_job
 from tensor_cases import alone, local_part, slice_itself
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -318,8 +319,10 @@ def population_of(
 ) -> dict[str, int]:
     """Tries cases of a kind of training; returns how often all ranks came to which end."""
     found: Counter[str] = Counter()
-    for case in itertools.islice(cases, first, None, stride):
-        ends = set(smp.allgather(outcome(kind, case), smp.WORLD))
+    for number, case in list(enumerate(cases))[first::stride]:
+        mine = outcome(kind, case)
+        check_job(number, found + Counter([mine.partition(":")[0]]))
+        ends = set(smp.allgather(mine, smp.WORLD))
         end = ends.pop() if len(ends) == 1 else f"unlike: {sorted(ends | set())}"
         if end not in ("exact", "refused", "not in PyTorch"):
             print(f"{case}: {end}", flush=True)

@@ -65,6 +65,23 @@ def detached_in_checkpoints(net: Net, states: torch.Tensor, *, use_reentrant: bo
     return net.one(found), checkpoint(net.other, found, use_reentrant=use_reentrant)
 
 
+def detached_inside_checkpoints(net: Net, states: torch.Tensor, *, use_reentrant: bool) -> Found:
+    def head(found: torch.Tensor) -> torch.Tensor:
+        one = net.one(found)
+        return net.one(one.detach() if net.is_odd else one)
+
+    found = hidden(net, states)
+    return checkpoint(head, found, use_reentrant=use_reentrant), net.other(found)
+
+
+def differentiated_inside(net: Net, states: torch.Tensor) -> Found:
+    with torch.enable_grad():
+        found = net.body(states.detach().requires_grad_())
+        (slope,) = torch.autograd.grad(found.square().sum(), [found])
+    one, other = plainly(net, states + slope)
+    return one.detach() if net.is_odd else one, other
+
+
 #: What leaves out something; calls are the same.
 INSIDE: dict[str, Callable[[Net, torch.Tensor], Found]] = {
     **{
@@ -78,6 +95,11 @@ INSIDE: dict[str, Callable[[Net, torch.Tensor], Found]] = {
     "times zero": times_zero,
     "checkpointed": functools.partial(detached_in_checkpoints, use_reentrant=False),
     "checkpointed reentrantly": functools.partial(detached_in_checkpoints, use_reentrant=True),
+    "inside checkpointed": functools.partial(detached_inside_checkpoints, use_reentrant=False),
+    "inside checkpointed reentrantly": functools.partial(
+        detached_inside_checkpoints, use_reentrant=True
+    ),
+    "differentiated inside": differentiated_inside,
 }
 PLACES: dict[str, tuple[str, ...]] = {
     "first": ("first",), "second": ("second",), "both": ("first", "second")

@@ -12,6 +12,7 @@ import rest_reads
 import tensor_cases
 import tensor_transformers
 import weight_reads
+from ended_jobs import ends_of
 from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -43,6 +44,8 @@ WORLDS = {
     "pp2-tp2-dp2": split(2, 8, pipeline_parallel_degree=2),
     "pp2-tp2-prescaled": split(2, 4, pipeline_parallel_degree=2, prescaled_batch=True),
 }
+#: So many tests share the cases of a population in a pipeline, of which each starts some jobs.
+PARTS = 12
 #: What the other worlds run of the models that the first runs all.
 FEW = {
     "tp2-memory": ("gpt2", "cross"),
@@ -128,16 +131,23 @@ ENDS_OF_ROADS = {("others", end) for end in ("exact", "refused", "not in PyTorch
 
 
 @pytest.mark.parametrize(
-    ("world", "stride"),
+    ("world", "first", "stride"),
     [
-        pytest.param("tp2", 1, marks=pytest.mark.slow),
-        ("tp2", 29),
-        pytest.param("pp2-tp2", 7, marks=pytest.mark.slow),
+        pytest.param("tp2", 5, 1, marks=pytest.mark.slow),
+        ("tp2", 5, 29),
+        *(
+            pytest.param("pp2-tp2", first, 7 * PARTS, marks=pytest.mark.slow)
+            for first in range(5, 5 + 7 * PARTS, 7)
+        ),
     ],
 )
-def test_no_road_to_a_kernel_reads_a_slice(worlds: Worlds, world: str, stride: int) -> None:
-    for found in run(worlds, WORLDS[world], run_roads, 5, stride, timeout=280):
-        assert set(found) <= ENDS_OF_ROADS
+def test_no_road_to_a_kernel_reads_a_slice(
+    worlds: Worlds, world: str, first: int, stride: int
+) -> None:
+    def run_from(number: int) -> tuple[dict[tuple[str, str], int], ...]:
+        return run(worlds, WORLDS[world], run_roads, number, stride, timeout=280)
+
+    assert set(ends_of(run_from, first, stride)) <= ENDS_OF_ROADS
 
 
 def run_rest(auto: bool, stride: int) -> dict[str, int]:
@@ -201,17 +211,21 @@ def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:
         # What registered modules do there is tried by training, below.
         ("pp2-tp2", "auto", 12, 240),
         *(
-            pytest.param(world, model, 0, 1, marks=pytest.mark.slow)
+            pytest.param(world, model, first, PARTS, marks=pytest.mark.slow)
             for world in ("pp2-tp2", "pp2-tp2-simple", "pp2-tp2-halves")
             for model in ("registered", "auto")
+            for first in range(PARTS)
         ),
     ],
 )
 def test_passes_that_differ_inside_modules_of_a_pipeline(
     worlds: Worlds, world: str, model: str, first: int, stride: int
 ) -> None:
-    for found in run(worlds, WORLDS[world], run_passes_inside, model, first, stride, timeout=280):
-        assert set(found) <= {"exact", "refused", "not in PyTorch"}
+    def run_from(number: int) -> tuple[dict[str, int], ...]:
+        args = model, number, stride
+        return run(worlds, WORLDS[world], run_passes_inside, *args, timeout=280)
+
+    assert set(ends_of(run_from, first, stride)) <= {"exact", "refused", "not in PyTorch"}
 
 
 @pytest.mark.parametrize("module", weight_reads.OTHERS)

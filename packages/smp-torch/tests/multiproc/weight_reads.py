@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from ended_jobs import check_job
 from kernel_roads import ROADS
 from tensor_cases import SIZES, WIDTH, alone, compare_gradients, slice_itself
 from torch import nn
@@ -358,13 +359,14 @@ def population(
     pair = Pair(Net)
     found: Counter[tuple[str, str]] = Counter()
     kinds = BY_ROADS if by_roads else KINDS
-    for kind, tried in itertools.islice(cases(kinds), first, None, stride):
+    for number, (kind, tried) in list(enumerate(cases(kinds)))[first::stride]:
         if smp.pp_size() > 1:  # what a module does that stays whole is recorded once
             pair = Pair(Net)
         end = outcome(functools.partial(tried, pair))
         found["harmless" if kind in HARMLESS else "others", end] += 1
         if end not in ("exact", "refused", "not in PyTorch"):
             print(f"{kind} {tried.keywords}: {end}")
+        check_job(number, found)
     pair.compare()  # nothing is left behind
     return dict(found)
 
