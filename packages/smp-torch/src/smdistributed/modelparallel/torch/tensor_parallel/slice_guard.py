@@ -269,8 +269,8 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
                 continue
-            # Fakes have no numbers; shards and what comes later are read by way of their class.
-            if kind is nn.Parameter and not tensor.is_meta:
+            # Fakes have a shape alone; shards and what comes later are read by way of their class.
+            if (kind is nn.Parameter or issubclass(kind, FakeTensor)) and not tensor.is_meta:
                 vacant = _vacant(shape, tensor.dtype, tensor.device)
                 vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
             tensor.__class__ = _guarded(kind)
