@@ -102,12 +102,12 @@ def _examples(collectives: Collectives, tensor: torch.Tensor, sizes: Sizes) -> t
     return torch.cat(collectives.swap(parts, [shape] * collectives.size), dim=-1)
 
 
-def _mark(ctx: Any, tensor: torch.Tensor) -> None:
-    """Saves a tensor, of no size, for ``_meet_again``."""
+def mark(ctx: Any, tensor: torch.Tensor) -> None:
+    """Saves a tensor, of no size, for ``meet_again``."""
     ctx.save_for_backward(tensor.new_empty(0))
 
 
-def _meet_again(ctx: Any) -> None:
+def meet_again(ctx: Any) -> None:
     """Has activation checkpointing compute again, before the first exchange, what this is part of.
 
     That calls modules, on all ranks. Else it would come with the first tensor that is needed, which
@@ -119,111 +119,111 @@ def _meet_again(ctx: Any) -> None:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives, ctx.sizes = handle().collectives, sizes
         return ctx.collectives.gather(tensor, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return ctx.collectives.scatter_sum(gradient, ctx.sizes), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives, ctx.sizes = handle().collectives, sizes
         return ctx.collectives.scatter_sum(tensor, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return ctx.collectives.gather(gradient, ctx.sizes), None, None
 
 
 class _ToChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives, ctx.sizes = handle().collectives, sizes
         return _channels(ctx.collectives, tensor, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return _examples(ctx.collectives, gradient, ctx.sizes), None, None
 
 
 class _ToExamples(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives, ctx.sizes = handle().collectives, sizes
         return _examples(ctx.collectives, tensor, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return _channels(ctx.collectives, gradient, ctx.sizes), None, None
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives = handle().collectives
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return ctx.collectives.sum(gradient), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         return handle().collectives.sum(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return gradient, None
 
 
 class _TakeChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives = handle().collectives
         return _share(ctx.collectives, tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         return _joined(ctx.collectives, gradient), None
 
 
 class _JoinChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
-        _mark(ctx, tensor)
+        mark(ctx, tensor)
         ctx.collectives = handle().collectives
         return _joined(ctx.collectives, tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         # Every rank has the same gradient of the same examples.
         return _share(ctx.collectives, gradient), None
 
@@ -231,14 +231,14 @@ class _JoinChannels(torch.autograd.Function):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slice_: torch.Tensor, handle: Handle) -> Any:
-        _mark(ctx, slice_)
+        mark(ctx, slice_)
         ctx.group = handle()
         return _joined(ctx.group.collectives, slice_)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _meet_again(ctx)
+        meet_again(ctx)
         collectives = ctx.group.collectives
         if ctx.group.is_prescaled:
             return _share(collectives, gradient), None

@@ -15,7 +15,13 @@ import torch
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import in_memory
-from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter, leave, to_examples
+from smdistributed.modelparallel.torch.tensor_parallel.exchange import (
+    enter,
+    leave,
+    mark,
+    meet_again,
+    to_examples,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import no_view
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
@@ -85,29 +91,34 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
 class _ToLanes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, shapes: Shapes) -> Any:
+        mark(ctx, tensor)
         ctx.collectives = handle().collectives
         return _gathered(ctx.collectives, tensor, shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        meet_again(ctx)
         return _scattered(ctx.collectives, gradients), None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, *lanes: torch.Tensor) -> torch.Tensor:
+        mark(ctx, lanes[0])
         ctx.collectives = handle().collectives
         ctx.shapes = tuple(tuple(each.shape) for each in lanes)
         return _scattered(ctx.collectives, lanes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        meet_again(ctx)
         return None, *_gathered(ctx.collectives, gradient, ctx.shapes)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, dim: int, *lanes: torch.Tensor) -> torch.Tensor:
+        mark(ctx, lanes[0])
         ctx.collectives, ctx.dim = handle().collectives, dim
         ctx.shapes = [each.shape for each in lanes]
         own = lanes[ctx.collectives.rank].shape
@@ -116,5 +127,6 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        meet_again(ctx)
         slices = gradient.chunk(ctx.collectives.size, dim=ctx.dim)
         return None, None, *ctx.collectives.swap(slices, ctx.shapes)
