@@ -5,8 +5,8 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
     torchrun --nproc-per-node 2 benchmarks/torch/gpt_step.py --size 1.3b smp 1f1b smp 1f1b
 
 Every word names a run; they share the processes, so that their ratio means something. What stands
-behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:graphs``
-(``smp.step(cuda_graphs=True)``), ``smp:compile`` and ``1f1b:compile`` (each block by
+behind a colon changes it: ``smp:static`` (``smp.step(static=True)``), ``smp:eager``
+(``smp.step(cuda_graphs=False)``), ``smp:compile`` and ``1f1b:compile`` (each block by
 ``torch.compile``), ``smp:loss`` (``smp.step(compile=True)``) and ``1f1b:loss`` (the loss by
 ``torch.compile``). With ``--trace`` orders follow from measured costs, and ``predicted_ms`` is
 what the library expects of a step. ``--replicas`` pipelines share the processes; each trains on a
@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
 
-KINDS = {"smp": ("static", "graphs", "compile", "loss"), "1f1b": ("compile", "loss")}
+KINDS = {"smp": ("static", "eager", "compile", "loss"), "1f1b": ("compile", "loss")}
 #: What the last norm and the head cost, in blocks.
 _HEAD_BLOCKS = 2.5
 
@@ -94,7 +94,7 @@ class Bench:
 
         @smp.step(
             static="static" in self.changes,
-            cuda_graphs="graphs" in self.changes,
+            cuda_graphs=False if "eager" in self.changes else "auto",
             compile="loss" in self.changes,
         )
         def train(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

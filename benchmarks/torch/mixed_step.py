@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="examples of the whole job")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of the passes")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs of the passes")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
@@ -89,7 +89,7 @@ def main() -> None:
         torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
     )
 
-    @smp.step(cuda_graphs=options.graphs)
+    @smp.step(cuda_graphs=False if options.eager else "auto")
     def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         model.backward(loss)

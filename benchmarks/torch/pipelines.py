@@ -49,19 +49,19 @@ def works(*, tiny: bool) -> list[Work]:
     chain = ("gpt_step.py", "--size", gpt)
     whole = ("transformers_step.py", "--trace", "--model")
     v_shaped = ("--pipeline", "zero_bubble_v")
-    ours = (*chain, "--trace", *v_shaped, "--partition", "auto", "smp:compile:loss:graphs")
+    ours = (*chain, "--trace", *v_shaped, "--partition", "auto", "smp:compile:loss")
     return [
         Work("GPT, blocks compiled", "Schedule1F1B", ((*chain, "1f1b:compile"), ours)),
         Work("the same", "Schedule1F1B, its loss compiled", ((*chain, "1f1b:compile:loss"), ours)),
         Work(
             "GPT-2 XL as it is",
             "half of one GPU",
-            ((*whole, xl, "--pipeline", "zero_bubble", "one", "smp:loss:graphs"),),
+            ((*whole, xl, "--pipeline", "zero_bubble", "one", "smp:loss"),),
         ),
         Work(
             "Llama as it is",
             "half of one GPU",
-            ((*whole, llama, *v_shaped, "one", "smp:loss:graphs"),),
+            ((*whole, llama, *v_shaped, "one", "smp:loss"),),
         ),
     ]
 

@@ -7,7 +7,7 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 ``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
 behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
-(``smp.step(static=True)``), ``graphs`` (``smp.step(cuda_graphs=True)``), ``loss``
+(``smp.step(static=True)``), ``eager`` (``smp.step(cuda_graphs=False)``), ``loss``
 (``smp.step(compile=True)``). The library decides the partition; with ``--trace`` by measured costs,
 and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
 tokens. Times are medians of device events, the slowest rank's.
@@ -143,7 +143,9 @@ class Bench:
         optimizer = smp.DistributedOptimizer(self.optimizer(model))
 
         @smp.step(
-            static="static" in changes, cuda_graphs="graphs" in changes, compile="loss" in changes
+            static="static" in changes,
+            cuda_graphs=False if "eager" in changes else "auto",
+            compile="loss" in changes,
         )
         def train(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
@@ -193,7 +195,7 @@ def run_name(word: str) -> str:
         ValueError: there is none of that name.
     """
     kind, *changes = word.split(":")
-    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "graphs", "loss"}:
+    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "eager", "loss"}:
         return word
     raise ValueError(word)
 

@@ -120,6 +120,7 @@ class Layers(nn.Module):
         return hidden.reshape(x.shape)
 
 
+ANOTHER_WAY = "the Python of its modules did something else"
 #: By name: the model, and why a rank does not run it as captured; "" if both do.
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (lambda: _around(nn.Linear(WIDTH, WIDTH)), ""),
@@ -127,11 +128,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "averages": (lambda: _around(Own(_averaging)), ""),
     "cache": (lambda: WithCache(Caching(WIDTH, WIDTH) for _ in range(4)), ""),
     "dropout": (lambda: _around(nn.Dropout(0.5)), "of the host are not captured"),
-    "counts": (lambda: _around(Own(_counted)), "has changed while its passes ran"),
-    "rebinds": (lambda: _around(Own(_rebinding)), "has changed while its passes ran"),
+    "counts": (lambda: _around(Own(_counted)), ANOTHER_WAY),
+    "rebinds": (lambda: _around(Own(_rebinding)), ANOTHER_WAY),
     "asks": (lambda: _around(Own(_asking)), "decides by numbers"),
     "draws on the host": (lambda: _around(Own(_on_the_host)), "decides by numbers"),
-    "draws in Python": (lambda: _around(Own(_in_python)), "Python or NumPy"),
+    "draws in Python": (lambda: _around(Own(_in_python)), ANOTHER_WAY),
 }
 
 
@@ -166,7 +167,8 @@ class Moments:
     def view_kept(self, number: int) -> None:
         """The same of views."""
         if number % 3 == 1:
-            self.kept.append([each.grad[:1] for _, each in self.model.local_named_parameters()])
+            parameters = self.model.local_named_parameters()
+            self.kept.append([each.grad.view(-1) for _, each in parameters])
 
     def attribute(self, number: int) -> None:
         """Changes what a module computes with."""
@@ -235,6 +237,8 @@ class Moments:
         """Leaves gradients there, as zeros; see ``trained``."""
 
 
+#: Moments after which code of the script runs in backward passes.
+RUN_BACKWARD = ("hook_reads", "backward_hook")
 MOMENTS = [name for name in vars(Moments) if not name.startswith("_")]
 
 

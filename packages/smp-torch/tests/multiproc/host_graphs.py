@@ -56,6 +56,8 @@ class HostGraph:
 class HostGraphs:
     """See ``execute.graphs.Graphs``."""
 
+    has_room = True
+
     def __init__(self) -> None:
         self._made: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,6 +105,8 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            raise RuntimeError("operation not permitted: numbers of the host come to the device")
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         if func is torch.ops.aten.set_data.default:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from boxed import boxed
-from graph_cases import LAYERS, MOMENTS, NETS, compare, compare_turning
+from graph_cases import ANOTHER_WAY, LAYERS, MOMENTS, NETS, RUN_BACKWARD, compare, compare_turning
 from world import pipeline, quick, replicas, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -87,9 +87,9 @@ def test_replicas(worlds: Worlds, kind: str, moment: str) -> None:
 @pytest.mark.parametrize("moment", quick(MOMENTS, FEW_MOMENTS[2:]))
 def test_between_steps(worlds: Worlds, moment: str) -> None:
     found = run(worlds, WORLDS["interleaved"], compare, "factor", moment)
-    for same, count, _ in found:
+    for same, count, told in found:
         assert same
-        assert count > 0
+        assert count > 0 or _runs_backward(moment, told)
 
 
 def slices(num_ranks: int) -> World:
@@ -121,7 +121,7 @@ def test_models_with_one_partition(worlds: Worlds, name: str, kind: str) -> None
     assert any(reason in line for line in told) if reason else not told, told
     for same, count, _ in found:
         assert same
-        assert count == (0 if reason else 5)
+        assert count > 0 if reason == ANOTHER_WAY else count == (0 if reason else 5)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,15 @@ def test_models_with_one_partition(worlds: Worlds, name: str, kind: str) -> None
     ],
 )
 def test_between_steps_with_one_partition(worlds: Worlds, kind: str, moment: str) -> None:
-    for same, count, _ in run(worlds, ONE_PARTITION[kind], compare, "factor", moment):
+    for same, count, told in run(worlds, ONE_PARTITION[kind], compare, "factor", moment):
         assert same
-        assert count > 0
+        assert count > 0 or _runs_backward(moment, told)
+
+
+def _runs_backward(moment: str, told: list[str]) -> bool:
+    """Whether passes were not captured since code of the script runs in backward passes."""
+    reasons = ("runs in a backward pass", "BackwardHookFunction")
+    return moment in RUN_BACKWARD and any(each in line for line in told for each in reasons)
 
 
 #: What may be done on one rank of a tensor-parallel group alone: it concerns its examples alone.

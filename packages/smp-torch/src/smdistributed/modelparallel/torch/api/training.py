@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
     static: bool = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | Literal["auto"] = "auto",
     compile: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
@@ -44,12 +44,12 @@ def step(
             modules that are split, does the same in every call with such arguments and needs not
             run: with several partitions it runs in one call of a hundred. Where it asks about data,
             or is given objects with state, it runs in every call.
-        cuda_graphs: an addition of this library, a promise that what the Python inside modules that
-            are not split does depends on nothing but their state and their arguments: on GPUs their
-            kernels are captured in the third call of a kind, and launched by themselves after that.
-            With one partition, too: the function is then recorded, as it is with several, and
-            ``detach_outputs`` must be True. What cannot be captured runs as it is, and a warning
-            says why.
+        cuda_graphs: an addition of this library: on GPUs the kernels of each pass are captured in
+            the third call of a kind, and launched at once after that, where the Python of the pass,
+            which runs in every call, does the same. "auto" captures with several partitions, and
+            where as much memory is free again as a step needs; True also with one, for which
+            the function is then recorded as it is with several (``detach_outputs`` must be True),
+            and a warning says what runs as it is; False never.
         compile: an addition of this library: where the function is recorded, what it and modules
             that are split compute between modules, such as a loss, is compiled; a dictionary gives
             options of ``torch.compile``. Modules run compiled if you compile them. What the

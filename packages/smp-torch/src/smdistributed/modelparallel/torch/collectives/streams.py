@@ -15,6 +15,16 @@ import torch
 
 from smdistributed.modelparallel.torch.collectives.delegating import DelegatingCollectives
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.compat.between import effect
+
+
+class Mark:
+    """Tells when all is done that was started on the stream until some moment."""
+
+    #: Each pass has its own, see ``tape``.
+    lives_for_a_pass = True
+
+    event: torch.cuda.Event | None = None
 
 
 class ExchangeStream:
@@ -28,6 +38,9 @@ class ExchangeStream:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._other: torch.cuda.Stream | None = None
+        self._is_entered = False
+        #: By calls of ``beside`` in progress, what was current before.
+        self._before: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             # What it runs is short, and others wait for it.
             self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
@@ -44,31 +57,58 @@ class ExchangeStream:
         Args:
             given: what the work reads.
         """
-        stream = self._stream
-        if stream is None or self.is_current:
+        if self.is_current:
             yield
             return
-        other = self._other = torch.cuda.current_stream(self._device)
-        stream.wait_stream(other)
-        _used_on(stream, given)
-        with torch.cuda.stream(stream):
+        self._enter(*given)
+        self._is_entered = True
+        try:
             yield
+        finally:
+            self._is_entered = False
+            self._leave()
 
-    def mark(self) -> torch.cuda.Event | None:
+    @effect
+    def _enter(self, *given: torch.Tensor) -> None:
+        assert self._stream is not None
+        self._other = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(self._other)
+        _used_on(self._stream, given)
+        torch.cuda.set_stream(self._stream)
+
+    @effect
+    def _leave(self) -> None:
+        assert self._other is not None
+        torch.cuda.set_stream(self._other)
+
+    def mark(self) -> Mark | None:
         """Returns what tells that all that was started on the stream until now is done."""
-        return None if self._stream is None else self._stream.record_event()
+        if self._stream is None:
+            return None
+        mark = Mark()
+        self._record(mark)
+        return mark
 
-    def wait(self, mark: torch.cuda.Event | None, made: Sequence[torch.Tensor] = ()) -> None:
+    @effect
+    def _record(self, mark: Mark) -> None:
+        assert self._stream is not None
+        mark.event = self._stream.record_event()
+
+    def wait(self, mark: Mark | None, made: Sequence[torch.Tensor] = ()) -> None:
         """What is started from now on runs after a mark of the stream.
 
         Args:
             mark: the mark.
             made: what was made on the stream, and is used now.
         """
-        if mark is None or self.is_current:
-            return
+        if mark is not None and not self.is_current:
+            self._await(mark, *made)
+
+    @effect
+    def _await(self, mark: Mark, *made: torch.Tensor) -> None:
+        assert mark.event is not None
         other = torch.cuda.current_stream(self._device)
-        other.wait_event(mark)
+        other.wait_event(mark.event)
         _used_on(other, made)
 
     @contextlib.contextmanager
@@ -78,21 +118,32 @@ class ExchangeStream:
         A checkpointed call may be repeated by an exchange, in its backward pass; what it makes is
         then used on both.
         """
-        stream = self._stream
-        if stream is None:
+        if self._stream is None:
             yield
             return
-        is_current = self.is_current
-        other = self._other if is_current else torch.cuda.current_stream(self._device)
-        assert other is not None
-        if is_current:
-            other.wait_stream(stream)
+        self._part()
         try:
-            with torch.cuda.stream(other):
-                yield
+            yield
         finally:
-            other.wait_stream(stream)
-            stream.wait_stream(other)
+            self._meet()
+
+    @effect
+    def _part(self) -> None:
+        assert self._stream is not None
+        current = torch.cuda.current_stream(self._device)
+        self._before.append(current)
+        if current == self._stream:
+            assert self._other is not None
+            self._other.wait_stream(current)
+            torch.cuda.set_stream(self._other)
+
+    @effect
+    def _meet(self) -> None:
+        assert self._stream is not None
+        other = torch.cuda.current_stream(self._device)
+        other.wait_stream(self._stream)
+        self._stream.wait_stream(other)
+        torch.cuda.set_stream(self._before.pop())
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -108,7 +159,9 @@ class ExchangeStream:
     @property
     def is_current(self) -> bool:
         """Whether what is started now has its place in the order of exchanges."""
-        return self._stream is None or torch.cuda.current_stream(self._device) == self._stream
+        if self._stream is None or self._is_entered:
+            return True
+        return torch.cuda.current_stream(self._device) == self._stream
 
 
 class OnOneStream(DelegatingCollectives):

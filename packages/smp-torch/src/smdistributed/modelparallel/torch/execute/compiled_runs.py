@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import compiler_errors
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class CompiledRun:
         self._function = function
         self._call = torch.compile(function, **options)
 
+    @atomic
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Computes it."""
         try:

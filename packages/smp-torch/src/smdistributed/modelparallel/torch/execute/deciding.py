@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
 from smdistributed.modelparallel.torch.record.reach import OF_MODULES
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 
@@ -41,6 +42,10 @@ class known_changes:  # noqa: N801 - reads as a function
         self._before: Snapshot | None = None
 
     def __enter__(self) -> None:
+        with past_function_modes():
+            self._begin()
+
+    def _begin(self) -> None:
         # It costs more to look at everything than to see that nothing has changed since.
         if self._before is None or self._before.note_changes():
             own = self._module.parameters()
@@ -50,7 +55,8 @@ class known_changes:  # noqa: N801 - reads as a function
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is not None or self._before is None:
             return
-        changes = self._before.note_changes()
+        with past_function_modes():
+            changes = self._before.note_changes()
         unknown = [each for each in changes if not self._is_known(each)]
         if changes:
             self._before = None

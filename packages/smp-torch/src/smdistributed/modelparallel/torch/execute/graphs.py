@@ -16,6 +16,9 @@ from smdistributed.modelparallel.torch.compat.private.memory import (
     reuse_while_capturing,
 )
 
+#: Of the memory that there is; the rest is lost between tensors.
+_USABLE = 0.9
+
 
 class Graph(Protocol):
     """What was captured."""
@@ -26,6 +29,10 @@ class Graph(Protocol):
 
 class Graphs(Protocol):
     """Captures what is done on a device. What is captured is not done."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for graphs, and beside it for all that was done until now."""
 
     def session(self) -> contextlib.AbstractContextManager[None]:
         """Inside, several things are captured that are done again in the same order."""
@@ -53,6 +60,15 @@ class DeviceGraphs:
         self._pool: Any = None
         #: Those that there are.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    @property
+    def has_room(self) -> bool:
+        """See ``Graphs``: what graphs keep is at most what was needed besides what is there now."""
+        device = self._stream.device
+        free, _ = torch.cuda.mem_get_info(device)
+        most = torch.cuda.max_memory_allocated(device)
+        kept = most - torch.cuda.memory_allocated(device)
+        return most + kept <= _USABLE * (free + torch.cuda.memory_reserved(device))
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

@@ -67,6 +67,8 @@ class Passes:
         self.programs = programs
         self.itinerary = itinerary
         self.device = device
+        #: Types of those that autocast may be on for.
+        self.devices = tuple(dict.fromkeys(("cpu", device.type)))
         self.together = together
         self.frees_cuts = frees_cuts
         self.values = [
@@ -131,7 +133,7 @@ class Computation:
         self._activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self._gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
-        self._carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
+        self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._waiting: dict[tuple[int, int], WaitingGradients] = {}
         #: Tensors that segments left in objects with state, by their identity.
@@ -164,17 +166,32 @@ class Computation:
         itinerary = self._passes.itinerary
         action = itinerary.actions[position]
         for message, tensor in arrived:
-            self._take(message, tensor)
+            self.take(message, tensor)
         self._compute[action.kind](action)
+        outgoing = self.outgoing(position)
+        self.end_forwards(position)
+        return outgoing
+
+    def outgoing(self, position: int) -> Outgoing:
+        """Returns the messages that leave after an action; lets go of what nobody needs."""
+        itinerary = self._passes.itinerary
         outgoing = [(message, self._wire(message)) for message in itinerary.sends[position]]
         for value, microbatch in itinerary.releases[position]:
             self._activations[microbatch].pop(value, None)
-        for microbatch in itinerary.last_forwards[position]:
-            self._carried[microbatch].clear()
-            self._left[microbatch].clear()
         return outgoing
 
-    def _take(self, message: Message, arrived: torch.Tensor) -> None:
+    def end_forwards(self, position: int) -> None:
+        """Lets go of the objects of microbatches whose forward passes are over with an action."""
+        for microbatch in self._passes.itinerary.last_forwards[position]:
+            self.carried[microbatch].clear()
+            self._left[microbatch].clear()
+
+    def held(self, microbatch: int) -> list[dict[int, torch.Tensor]]:
+        """Returns what passes of a microbatch have left for later ones: values and gradients."""
+        return [self._activations[microbatch], self._gradients[microbatch]]
+
+    def take(self, message: Message, arrived: torch.Tensor) -> None:
+        """Takes a message that has arrived."""
         value = self._passes.values[message.microbatch][message.value]
         tensor = value.from_wire(arrived)
         if message.kind is Kind.FORWARD:
@@ -191,25 +208,59 @@ class Computation:
         return self._passes.values[m][message.value].wire(tensor)
 
     def _forward(self, action: Action) -> None:
+        arguments, entered = self.enter(action)
+        with self.computing(action) as exchanged:
+            results = self.run(action, arguments)
+        self.leave(action, entered, exchanged, results)
+
+    def enter(
+        self, action: Action
+    ) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor | Entrance]]]:
+        """Returns what a forward pass is given, and where gradients of that arrive."""
+        plan = self._plans[action.microbatch]
+        segment = plan.segments[action.segment]
+        arguments = []
+        entrances: list[tuple[int, torch.Tensor | Entrance]] = []
+        for value in segment.inputs:
+            tensor = self._activations[action.microbatch][value.index]
+            if value.requires_grad and segment.index in plan.backward:
+                tensor, entered = enter(tensor, frees=self._passes.frees_cuts)
+                if value in plan.with_gradient:
+                    entrances.append((value.index, entered))
+            arguments.append(tensor)
+        return arguments, entrances
+
+    @contextlib.contextmanager
+    def computing(self, action: Action) -> Iterator[Noted | None]:
+        """Inside, a forward pass is computed; yields what it exchanges within modules."""
+        has_backward = action.segment in self._plans[action.microbatch].backward
+        noting = self._passes.together.noting() if has_backward else contextlib.nullcontext()
+        with torch.set_grad_enabled(has_backward), noting as exchanged:
+            yield exchanged
+
+    def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Returns what a forward pass gives, by the Python of its modules."""
+        m = action.microbatch
+        return self._programs[m][action.segment].run(self._inputs[m], self.carried[m], *arguments)
+
+    def leave(
+        self,
+        action: Action,
+        entrances: list[tuple[int, torch.Tensor | Entrance]],
+        exchanged: Noted | None,
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        """Keeps what a forward pass has given.
+
+        Args:
+            action: the pass.
+            entrances: where its gradients arrive.
+            exchanged: what it exchanged within modules.
+            results: what it gave.
+        """
         m = action.microbatch
         plan = self._plans[m]
         segment = plan.segments[action.segment]
-        activations = self._activations[m]
-        has_backward = segment.index in plan.backward
-        arguments = []
-        cut_inputs: list[tuple[int, torch.Tensor | Entrance]] = []
-        for value in segment.inputs:
-            tensor = activations[value.index]
-            if value.requires_grad and has_backward:
-                tensor, entered = enter(tensor, frees=self._passes.frees_cuts)
-                if value in plan.with_gradient:
-                    cut_inputs.append((value.index, entered))
-            arguments.append(tensor)
-        noting = self._passes.together.noting() if has_backward else contextlib.nullcontext()
-        with torch.set_grad_enabled(has_backward), noting as exchanged:
-            results = self._programs[m][segment.index].run(
-                self._inputs[m], self._carried[m], *arguments
-            )
         cut_outputs: list[tuple[int, torch.Tensor | GradientEdge]] = []
         for value, tensor in zip(segment.outputs, results, strict=True):
             if tensor.shape != value.shape or tensor.dtype is not value.dtype:
@@ -227,16 +278,16 @@ class Computation:
             if value.index in self._passes.returned[m]:
                 self.results[m][value.index] = detached
             if value in plan.readers:
-                activations[value.index] = detached
-        if has_backward:
-            self._saved[segment.index, m] = _Saved(cut_inputs, cut_outputs, exchanged)
+                self._activations[m][value.index] = detached
+        if segment.index in plan.backward:
+            self._saved[segment.index, m] = _Saved(entrances, cut_outputs, exchanged)
         if len(self._programs[m]) > 1:
             self._watch_carried(action)
 
     def _watch_carried(self, action: Action) -> None:
         """Has the gradients of what a segment left in objects with state stay in its own pass."""
         left = self._left[action.microbatch]
-        for tensor in self._carried[action.microbatch].tensors():
+        for tensor in self.carried[action.microbatch].tensors():
             if tensor.grad_fn is not None and id(tensor) not in left:
                 left[id(tensor)] = tensor
                 check = functools.partial(self._check_segment, action.segment)

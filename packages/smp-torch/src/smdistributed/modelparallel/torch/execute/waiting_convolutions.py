@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     Waiting,
     add,
@@ -32,6 +33,7 @@ class _Options(NamedTuple):
     groups: int
 
 
+@atomic
 def convolution(
     num_dims: int,
     input: Any,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
     Waiting,
@@ -22,6 +23,7 @@ plain_linear = torch.nn.functional.linear
 plain_addmm = torch.addmm
 
 
+@atomic
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """Stands for ``torch.nn.functional.linear``."""
     if not may_wait(input, weight, bias, dim=2):
@@ -29,6 +31,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return _multiply(input, weight, bias, is_linear=True)
 
 
+@atomic
 def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
     """Stands for ``torch.addmm``; options that change the sum do not wait."""
     if options or not may_wait(mat1, mat2, input, dim=2) or mat1.dim() != 2:

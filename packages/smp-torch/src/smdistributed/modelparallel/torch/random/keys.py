@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +40,21 @@ from smdistributed.modelparallel.torch.compat.private.modes import past_all_mode
 _Key = tuple[str, int, int]
 #: How many calls there have been, and draws in the innermost if these are counted.
 Place = tuple[collections.Counter[tuple[str, int]], int | None]
+
+
+class SeesDraws(Protocol):
+    """Who stands between Python and torch in a pass."""
+
+    def drawing(
+        self,
+        key: _Key,
+        lane: int,
+        seeded: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> contextlib.AbstractContextManager[None]:
+        """Stands around a draw, for which ``seeded`` seeds the generators."""
+
+    def has_drawn(self, has: Callable[[], bool]) -> bool:
+        """Tells whether the innermost draw has drawn numbers, which ``has`` tells, too."""
 
 
 def draw_step_seed() -> int:
@@ -167,6 +183,7 @@ class StepRandom:
         self.device = device
         self.draws: list[int] = []
         self.captured: CapturedDraws | None = None
+        self._between: SeesDraws | None = None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])
@@ -322,6 +339,44 @@ class StepRandom:
         return self._calls if self._repeated_calls is None else self._repeated_calls
 
     def _seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
+        if self._between is not None:
+            return self._seen(key, lane, self._between)
+        return self.seeded(key, lane)
+
+    @contextlib.contextmanager
+    def _seen(self, key: _Key, lane: int, between: SeesDraws) -> Iterator[None]:
+        # Nobody may have seeded generators: other lanes go by the draw that is under way.
+        self.under_way.append(key)
+        try:
+            with between.drawing(key, lane, functools.partial(self.seeded, key, lane)):
+                yield
+        finally:
+            self.under_way.pop()
+
+    @contextlib.contextmanager
+    def seen_by(self, between: SeesDraws) -> Iterator[None]:
+        """Inside, draws go by who stands between Python and torch."""
+        former, self._between = self._between, between
+        try:
+            yield
+        finally:
+            self._between = former
+
+    def has_drawn(self, before: list[bytes]) -> bool:
+        """Whether the innermost draw has drawn numbers, since the generators were at ``before``."""
+
+        def has() -> bool:
+            return before != self.state()
+
+        return has() if self._between is None else self._between.has_drawn(has)
+
+    def seeded(self, key: _Key, lane: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, numbers have a key, whoever stands between.
+
+        Args:
+            key: of the numbers.
+            lane: whose they are.
+        """
         if self.captured is not None:
             return self.captured.drawing(key, lane)
         seeded = _Seeded(self._generators, self.seed_of(key, lane), key, self.under_way)
@@ -481,7 +536,7 @@ class DrawByDraw(TorchFunctionMode):
         with self._random.drawing(self._name, self._call, self.draws):
             before = self._random.state()
             result = func(*args, **kwargs)
-            if before != self._random.state():
+            if self._random.has_drawn(before):
                 self.draws += 1
                 self.drew.add(func)
         return result

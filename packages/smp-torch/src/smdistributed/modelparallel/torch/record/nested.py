@@ -175,8 +175,8 @@ def _is_of_module(obj: Any) -> bool:
     return isinstance(obj, types.MethodType) and isinstance(obj.__self__, torch.nn.Module)
 
 
-def placeholders(obj: Any, kind: type) -> Iterator[Any]:
-    """Yields the placeholders of class ``kind`` in a template, in order."""
+def placeholders(obj: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """Yields the placeholders of class ``kind``, or of several classes, in a template, in order."""
     if isinstance(obj, kind):
         yield obj
     elif isinstance(obj, Container):

@@ -105,11 +105,6 @@ class Reach:
         self._walk()
         self._walk_what_is_named()
 
-    @property
-    def sees_any_module(self) -> bool:
-        """Whether code reaches modules of Python by names that it makes up; not all are taken."""
-        return self._made_up.modules
-
     def _hold(self, kind: holders.Kind, obj: Any, owner: Owner | None, path: str) -> None:
         self.holders.append(Holder(obj, owner, path, *kind, kind.read(obj)))
 

@@ -10,7 +10,10 @@ pass runs code, is tried out on fakes: forward, backward, forward again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib.metadata
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.backward import hooks_after_accumulation
+from smdistributed.modelparallel.torch.compat.private.compiled import is_made_by_torch
 from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.writes import writes_of
@@ -30,10 +34,10 @@ _STATISTICS = (nn.modules.batchnorm._NormBase,)
 #: Nodes of autograd that keep those, and the names by which they do.
 _KEEPING_STATISTICS = "BatchNorm"
 _NAMES_OF_STATISTICS = ("_saved_running_mean", "_saved_running_var")
-#: Packages whose code knows nothing of the user's modules: ours, torch's and what it is built on.
-_PACKAGES = {"torch", "numpy", "sympy", "mpmath", "smdistributed", *sys.stdlib_module_names} - {
-    "__main__"
-}
+#: Packages whose code knows nothing of the user's modules: ours, torch's and the standard library.
+_PACKAGES = {"torch", "numpy", "mpmath", "smdistributed", *sys.stdlib_module_names} - {"__main__"}
+#: Of torch.
+_COMPILERS = ("torch._inductor", "torch._functorch", "torch._dynamo")
 #: Where an import begins.
 _IMPORTS = "importlib._bootstrap"
 
@@ -52,7 +56,16 @@ def keeps_state(stateful: Mapping[nn.Module, set[str]]) -> bool:
 
 def is_code_of_others(module: str) -> bool:
     """Whether a function of a Python module may know of the user's modules."""
-    return module.partition(".")[0] not in _PACKAGES
+    package = module.partition(".")[0]
+    return package not in _PACKAGES and package not in _below_torch()
+
+
+@functools.cache
+def _below_torch() -> frozenset[str]:
+    """Returns the packages that torch is built on."""
+    needed = importlib.metadata.requires("torch") or []
+    names = (re.split(r"[^\w.-]", each)[0] for each in needed)
+    return frozenset(each.lower().replace("-", "_") for each in names)
 
 
 def differentiate(module: nn.Module, arguments: Any, result: Any) -> bool:
@@ -67,13 +80,13 @@ def differentiate(module: nn.Module, arguments: Any, result: Any) -> bool:
         return False
     starts = [torch.ones_like(each) for each in outputs]
     # In this thread, where the modes of fakes, the listener and the profiler are.
-    with torch.autograd.set_multithreading_enabled(False), _code_of_others_seen() as seen:
+    with torch.autograd.set_multithreading_enabled(False), code_of_others_seen() as seen:
         torch.autograd.grad(outputs, inputs, starts, retain_graph=True, allow_unused=True)
     return bool(seen)
 
 
 @contextlib.contextmanager
-def _code_of_others_seen() -> Iterator[set[str]]:
+def code_of_others_seen() -> Iterator[set[str]]:
     """Yields the Python modules, if they may know of the user's, whose code runs meanwhile.
 
     What runs at a moment of Python's own choosing is none of them, for it would be seen on one
@@ -83,10 +96,10 @@ def _code_of_others_seen() -> Iterator[set[str]]:
     before, collects = sys.getprofile(), gc.isenabled()
 
     def look(frame: types.FrameType, event: str, argument: object) -> None:
-        module = frame.f_globals.get("__name__", "")
-        # Torch makes named tuples, whose constructors are in modules of no package.
-        is_tuple = module.startswith("namedtuple_")
-        if event != "call" or is_tuple or not is_code_of_others(module):
+        module = _module_of(frame)
+        # Torch makes named tuples, whose constructors are in modules of no package, and functions.
+        is_made = module.startswith("namedtuple_") or is_made_by_torch(frame.f_code)
+        if event != "call" or is_made or not is_code_of_others(module):
             return
         if not _is_imported(frame):
             seen.add(module)
@@ -99,6 +112,19 @@ def _code_of_others_seen() -> Iterator[set[str]]:
         sys.setprofile(before)
         if collects:
             gc.enable()
+
+
+def _module_of(frame: types.FrameType) -> str:
+    """Returns the name of the Python module that a frame runs code of; "" for code of none.
+
+    Torch's compilers, and what they are built on, make functions of texts, and call them.
+    """
+    name: str = frame.f_globals.get("__name__", "")
+    if not name and frame.f_back is not None:
+        caller: str = frame.f_back.f_globals.get("__name__", "")
+        is_compiler = caller.startswith(_COMPILERS) or caller.partition(".")[0] in _below_torch()
+        return caller if is_compiler else ""
+    return name
 
 
 def _is_imported(frame: types.FrameType | None) -> bool:

@@ -8,7 +8,6 @@ be put back; where such an object shows that it has moved on, the leaf is refuse
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,9 +87,6 @@ class Snapshot:
         code: other functions.
         apart_from: modules that are not looked into.
         moved: identities of tensors that the library itself moves, and that do not count.
-
-    Attributes:
-        sees_any_module: see ``Reach``.
     """
 
     def __init__(
@@ -103,7 +99,6 @@ class Snapshot:
         modules = dict.fromkeys(modules)
         reach = Reach(modules, code, apart_from, moved)
         self._holders = reach.holders
-        self.sees_any_module = reach.sees_any_module
         #: What has changed, and what is in it now.
         self._changed: list[tuple[Holder, Any]] = []
         self._outer = [
@@ -130,11 +125,6 @@ class Snapshot:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""
         return [each.obj for each in self._holders if isinstance(each.obj, torch.Tensor)]
-
-    def ordered(self) -> list[collections.OrderedDict[Any, Any]]:
-        """Returns the dicts whose order may change while what is in them stays."""
-        objects = (each.obj for each in self._holders)
-        return [each for each in objects if isinstance(each, collections.OrderedDict)]
 
     def places(self) -> set[Place]:
         """Returns where all of it is."""
@@ -191,40 +181,6 @@ class Snapshot:
         if looked_at is self._outer and not found and not apart_from:
             self._unchanged = holders.in_one_go(self._outer)
         return found
-
-    def first_other(self, device: torch.device) -> str:
-        """Returns the path of the first thing that is another now; "" if there is none.
-
-        Args:
-            device: what is written in tensors there does not count.
-        """
-        for holder in self._holders:
-            if isinstance(holder.obj, torch.Tensor) and holder.obj.device == device:
-                continue
-            if not holders.same(holder.before, holder.read(holder.obj)):
-                return holder.path
-        return ""
-
-    def put_back_all(self, device: torch.device) -> list[Growth]:
-        """Puts back what is another now, but for what is written in tensors on a device.
-
-        Returns:
-            what was added to shared containers.
-
-        Raises:
-            UnsupportedError: something cannot be put back.
-        """
-        self.note_changes()
-        for holder, now in self._changed:
-            if isinstance(holder.obj, torch.Tensor) and holder.obj.device != device:
-                before = holder.before
-                if not before[1] or before[0][1] != now[0][1]:
-                    raise UnsupportedError(
-                        f"{holder.path} is a tensor on the host, and a module that was tried out "
-                        "wrote to it, which cannot be put back. Keep it on the device, or leave "
-                        "out cuda_graphs."
-                    )
-        return self.put_back()
 
     def _named(self, holder: Holder, now: Any) -> Iterator[Change]:
         if holder.owner is not None and holder.owner.attribute == "":

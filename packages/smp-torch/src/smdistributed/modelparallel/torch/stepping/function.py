@@ -10,7 +10,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.microbatch import (
@@ -52,7 +52,7 @@ class StepFunction:
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors.
         static: the Python of the function is promised to do the same in every call.
-        cuda_graphs: passes are captured as CUDA graphs.
+        cuda_graphs: passes are captured as CUDA graphs; "auto": with several partitions.
         compiling: options of ``torch.compile``, if what lies between modules is compiled.
 
     Raises:
@@ -68,7 +68,7 @@ class StepFunction:
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
         static: bool,
-        cuda_graphs: bool,
+        cuda_graphs: bool | Literal["auto"],
         compiling: Mapping[str, Any] | None,
     ) -> None:
         check_function(function)
@@ -101,7 +101,7 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
         given = runtime, self._function, self._rules, self._detach_outputs
-        replays = replays_of(runtime, self.name) if self._cuda_graphs else None
+        replays = replays_of(runtime, self.name, self._cuda_graphs)
         if runtime.topology.pp_size == 1 and replays is None:
             return EagerStep(*given)
         return PipelinedStep(*given, self._static, replays, self._compiling)
@@ -153,11 +153,13 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
     static: bool = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | Literal["auto"] = "auto",
     compile: bool | Mapping[str, Any] = False,
 ) -> Any:
     """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
     compiling = _options_of(compile)
+    if cuda_graphs not in (True, False, "auto"):
+        raise ConfigError(f'cuda_graphs is True, False or "auto"; received {cuda_graphs!r}.')
 
     def decorate(function: Callable[..., Any]) -> StepFunction:
         return StepFunction(

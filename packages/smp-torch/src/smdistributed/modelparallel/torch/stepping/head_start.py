@@ -15,7 +15,6 @@ from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.torch.execute.executor import Executor
-from smdistributed.modelparallel.torch.execute.premises import Premises
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
@@ -34,14 +33,12 @@ class _Expected:
         kind: of its call.
         executor: of it.
         replay: what ran.
-        premises: of that.
         parameters: that got gradients.
     """
 
     kind: CallKind
     executor: Executor
     replay: Replay
-    premises: Premises
     parameters: Sequence[nn.Parameter]
 
 
@@ -68,7 +65,7 @@ class HeadStart:
         replay = expected.replay
         is_in_use = any(each.grad is not None for each in expected.parameters) or replay.is_held
         # Its parameters may lie elsewhere now: what it would read may be gone.
-        if not (is_in_use or takes_part() or expected.premises.broken_by()):
+        if not (is_in_use or takes_part() or replay.has_moved):
             tensors = tensors_in(batch.calls[0])
             expected.executor.start(lambda: replay.start(tensors))
             self._done = batch, replay
@@ -83,7 +80,6 @@ class HeadStart:
         prepared: Prepared,
         models: Sequence[DistributedModel],
         replay: Replay,
-        premises: Premises,
         parameters: Sequence[nn.Parameter],
     ) -> None:
         """Takes note of a mini-batch that runs as captured.
@@ -93,13 +89,12 @@ class HeadStart:
             prepared: its kind.
             models: whose modules it calls.
             replay: what runs.
-            premises: of that.
             parameters: that get gradients.
         """
         sets_buffers = any(model.data_parallel.sets_buffers for model in models)
         if self._can_begin and not sets_buffers and _is_unseen(prepared, replay):
             executor = prepared.executor
-            self._expected = _Expected(batch.header.kind, executor, replay, premises, parameters)
+            self._expected = _Expected(batch.header.kind, executor, replay, parameters)
 
 
 def _is_unseen(prepared: Prepared, replay: Replay) -> bool:

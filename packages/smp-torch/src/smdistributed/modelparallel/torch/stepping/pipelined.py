@@ -256,7 +256,7 @@ class PipelinedStep:
                 with prepared.passes.putting_off():
                     marks = prepared.executor.run(acting, enter_pass)
             if self._replays is not None and isinstance(acting, Computation):
-                self._replays.note_draws(prepared)
+                self._replays.note(prepared, acting)
         finally:
             if not random.end():
                 # A module drew that was not known to: it is found in the next step.
@@ -291,17 +291,16 @@ class PipelinedStep:
         scales: Sequence[Scale],
     ) -> Computation | Replay:
         """Returns what computes a mini-batch: its Python, or what was captured of it."""
-        if self._replays is not None:
-            random = self.runtime.random
+        if self._replays is None:
+            return Computation(prepared.passes, inputs, scales)
+        random = self.runtime.random
 
-            def enter_pass(kind: Kind, microbatch: int) -> None:
-                random.enter_pass(microbatch, backward=kind.is_backward)
+        def enter_pass(kind: Kind, microbatch: int) -> None:
+            random.enter_pass(microbatch, backward=kind.is_backward)
 
-            replay = self._replays.of(batch, prepared, models, inputs, scales, enter_pass)
-            if replay is not None:
-                return replay
-            random.begin(batch.header.seed)  # a capture that failed has counted calls
-        return Computation(prepared.passes, inputs, scales)
+        acting = self._replays.of(batch, prepared, models, inputs, scales, enter_pass)
+        random.begin(batch.header.seed)  # a capture counts passes
+        return acting
 
     def _offloaded(
         self, prepared: Prepared, saving: SavingHooks

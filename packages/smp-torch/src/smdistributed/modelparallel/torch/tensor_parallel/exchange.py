@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
+from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 
@@ -65,6 +66,7 @@ def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
     return _apply(group, _Whole, slice_)
 
 
+@atomic
 @run_as_written
 def gathered(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """Own examples -> all examples, of what needs no gradient, such as tokens."""

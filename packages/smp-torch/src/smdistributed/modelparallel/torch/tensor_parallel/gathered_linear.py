@@ -29,6 +29,9 @@ class Together:
     All of the products must be differentiated when one is.
     """
 
+    #: Each pass has its own, see ``tape``.
+    lives_for_a_pass = True
+
     def __init__(self) -> None:
         self._products = 0
         self._left = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from smdistributed.modelparallel.torch.collectives.alike import AsIfAlike
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
 from smdistributed.modelparallel.torch.collectives.streams import ExchangeStream
+from smdistributed.modelparallel.torch.compat.between import when_real
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import BackwardPasses
 from smdistributed.modelparallel.torch.tensor_parallel.words import Moment, Words
@@ -169,8 +171,30 @@ class TensorGroup:
     def exchanged(self, result: torch.Tensor) -> torch.Tensor:
         """Takes note of the result of an exchange, which has one of gradients; returns it."""
         if self.passes is not None:
-            self.passes.note(result, self._calling)
+            when_real(result, functools.partial(self.passes.note, name=self._calling))
         return result
+
+    @contextlib.contextmanager
+    def confirming(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Inside, Python confirms a pass; ``leave`` is called where another's goes another way."""
+        if self.words is None:
+            yield
+            return
+        self.words.leave = leave
+        try:
+            yield
+        finally:
+            self.words.leave = None
+
+    def leave(self) -> None:
+        """Says that the Python of this rank goes another way. Collective: TP_GROUP."""
+        if self.words is not None:
+            self.words.say(Moment.OTHER_WAY, "", [])
+
+    def confirmed(self) -> None:
+        """Says that it came to the end of a pass as recorded. Collective: TP_GROUP."""
+        if self.words is not None:
+            self.words.say(Moment.CONFIRMED, "", [])
 
     def like_others(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns own examples, which need a gradient if those of another rank do."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.compat.between import no_call
 
 #: Numbers that a word has beside what it is about.
 LENGTH = 43
@@ -25,6 +26,8 @@ class Moment(enum.IntEnum):
     CALL = 2
     BACKWARD = 3
     END = 4
+    CONFIRMED = 5
+    OTHER_WAY = 6
 
 
 _DOING = {
@@ -32,6 +35,8 @@ _DOING = {
     Moment.CALL: "calls {}",
     Moment.BACKWARD: "differentiates {}",
     Moment.END: "ends the step",
+    Moment.CONFIRMED: "ends a pass that it runs as captured",
+    Moment.OTHER_WAY: "goes another way than in the pass that was captured",
 }
 
 
@@ -43,16 +48,20 @@ class Words:
 
     Attributes:
         join: takes part in a backward pass of others, of which this rank has nothing.
+        leave: computes a pass as it is, since the Python of another rank goes another way.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self.join: Callable[[], Any] | None = None
+        self.leave: Callable[[], Any] | None = None
 
+    @no_call
     def say(self, moment: Moment, about: str, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all ranks, as many from each. Collective: TP_GROUP.
 
-        A rank that does something else while others differentiate takes part in that first.
+        A rank that does something else while others differentiate takes part in that first. One
+        that confirms a pass computes it where another goes another way.
 
         Args:
             moment: what comes next.
@@ -69,6 +78,12 @@ class Words:
             moments = {each[0] for each in everyones}
             if len(moments) == 1:
                 return [each[1:] for each in everyones]
+            if Moment.OTHER_WAY in moments and self.leave is not None:
+                if moment is not Moment.OTHER_WAY:
+                    self.leave()
+                if moment in (Moment.OTHER_WAY, Moment.CONFIRMED):
+                    return []
+                continue
             if Moment.BACKWARD not in moments:
                 self.refuse(
                     "must do the same, since they compute modules together",

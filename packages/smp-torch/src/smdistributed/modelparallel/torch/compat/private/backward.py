@@ -62,6 +62,12 @@ def backward_pass_id() -> int:
     return _C._current_graph_task_id()
 
 
+def number_of_node(tensor: torch.Tensor) -> int:
+    """Returns a number of what computed a tensor, for autograd; -1 for a leaf."""
+    node: Any = tensor.grad_fn
+    return -1 if node is None else int(node._sequence_nr())
+
+
 def hooks_on_gradient(tensor: torch.Tensor) -> tuple[Callable[..., Any], ...]:
     """Returns the hooks that get the gradient of a tensor."""
     return tuple((tensor._backward_hooks or {}).values())
@@ -128,3 +134,29 @@ def applied_alone(function: type[torch.autograd.Function]) -> Callable[..., Any]
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls a function at the end of the backward pass in progress."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def applications_replaced(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Inside, another function does what all autograd functions come to by ``apply``.
+
+    Also those that were looked up before.
+
+    Args:
+        stand_in: gets torch's own, bound to the function, and its arguments.
+    """
+    kind: Any = torch.autograd.function._SingleLevelFunction
+    real: Any = _C._FunctionBase.__dict__["apply"]
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return stand_in(real.__get__(None, function), *args, **kwargs)
+
+    former = kind.__dict__.get("apply")
+    kind.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if former is None:
+            del kind.apply
+        else:
+            kind.apply = former

@@ -26,6 +26,15 @@ def _wrapper_class() -> Any:
     return () if compiler is None else compiler.OptimizedModule
 
 
+#: How the names of the files begin that such code says it is from.
+_MADE_BY_TORCH = ("<eval_with_key>", *torch.__path__)
+
+
+def is_made_by_torch(code: CodeType) -> bool:
+    """Whether torch has made code, as that of compiled functions, which may be of no module."""
+    return code.co_filename.startswith(_MADE_BY_TORCH)
+
+
 def written(module: nn.Module) -> nn.Module:
     """Returns the module that the wrapper of a compiled one was made of; any other itself."""
     return module._orig_mod if isinstance(module, _wrapper_class()) else module
@@ -225,6 +234,38 @@ def run_eagerly(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for each, forward in zip(wrappers, former, strict=True):
             vars(each)["forward"] = forward
+
+
+@contextlib.contextmanager
+def compiled_calls_replaced(
+    are_left_alone: Callable[[], bool], stand_in: Callable[[nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Inside, another function makes the calls of modules that run as compiled code.
+
+    Args:
+        are_left_alone: whether calls are made as ever.
+        stand_in: gets the module, and the arguments of the call.
+    """
+    if not is_compiler_loaded():
+        yield
+        return
+    real: Any = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if compiled_call(module) is None or are_left_alone():
+            return real(module, *args, **kwargs)
+        return stand_in(module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = real  # type: ignore[method-assign]
+
+
+def call_as_written(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a module as it is written that runs as compiled code."""
+    return written(module)._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

@@ -156,6 +156,20 @@ def without_function_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def function_modes_left() -> Iterator[None]:
+    """Leaves all function modes but the one that knows the default device."""
+    with contextlib.ExitStack() as stack:
+        while _num_function_modes() and not isinstance(_innermost_mode(), DeviceContext):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def function_modes_work() -> bool:
+    """Whether function modes are told of functions of torch."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
 def past_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Does something that no dispatch mode of torch sees."""
     return _disable_current_modes()
@@ -168,18 +182,23 @@ def past_subclass_functions() -> contextlib.AbstractContextManager[Any]:
 
 def is_watched() -> bool:
     """Whether operations go to somebody else before they go to autograd: modes, transforms."""
-    return bool(_num_function_modes() or _is_watched_below())
+    return bool(_num_function_modes() or is_watched_below())
 
 
 def is_watched_by_others() -> bool:
     """The same, but for the mode by which PyTorch keeps the default device."""
     modes = map(_function_mode, range(_num_function_modes()))
-    return _is_watched_below() or not all(isinstance(each, DeviceContext) for each in modes)
+    return is_watched_below() or not all(isinstance(each, DeviceContext) for each in modes)
 
 
-def _is_watched_below() -> bool:
+def is_watched_below(num_own: int = 0) -> bool:
+    """Whether somebody sees operations who does not see functions of torch.
+
+    Args:
+        num_own: how many dispatch modes do not count.
+    """
     return bool(
-        _num_dispatch_modes()
+        _num_dispatch_modes() > num_own
         or _innermost_transform() is not None
         or forward_ad._current_level >= 0
         or _tracing_state() is not None

@@ -108,3 +108,14 @@ def work_of(function: Callable[..., Any]) -> CellType:
         f"torch {torch.__version__} defines {function!r} in a way that this version of smp-torch "
         "does not know, so it cannot take norms over partitions: use a torch that it was made for."
     )
+
+
+def become(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Has an object be another tensor, for everybody who holds it, and the other way round.
+
+    ``torch.utils.swap_tensors`` refuses where somebody has a weak reference, which stays with the
+    object.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)

@@ -1,0 +1,160 @@
+"""Mini-batches whose passes are taken down on tapes, or computed from them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from smdistributed.modelparallel.common.planning.schedule import Action, Kind
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.execute.passes import (
+    Computation,
+    Inputs,
+    Outgoing,
+    Passes,
+)
+from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
+from smdistributed.modelparallel.torch.tape.confirming import Confirming
+from smdistributed.modelparallel.torch.tape.recording import Recording
+from smdistributed.modelparallel.torch.tape.running import Keyed, run
+from smdistributed.modelparallel.torch.tape.tape import Earlier, Tape
+
+#: The tapes of forward passes, by segment and microbatch.
+Tapes = Mapping[tuple[int, int], Tape]
+
+
+class Draws(Keyed, Protocol):
+    """The random numbers of a step."""
+
+    def seen_by(self, between: Recording | Confirming) -> contextlib.AbstractContextManager[None]:
+        """Inside, draws go by who stands between Python and torch."""
+
+
+class TapedComputation(Computation):
+    """Computes a mini-batch as it is, and takes its forward passes down.
+
+    Args:
+        passes: of its kind.
+        inputs: of its microbatches.
+        root_scales: for each microbatch, the gradient that its losses start with.
+        random: of the step.
+        fakes: of what compiled modules are given.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        inputs: Inputs,
+        root_scales: Sequence[Scale],
+        random: Draws,
+        fakes: FakeTensorMode,
+    ) -> None:
+        super().__init__(passes, inputs, root_scales)
+        self._fakes = fakes
+        self._random = random
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        #: Whose code the backward pass in progress has run.
+        self._seen: set[str] = set()
+
+    @property
+    def tapes(self) -> Tapes:
+        """Those of the passes that were computed."""
+        return {key: each.tape for key, each in self._recordings.items()}
+
+    def end_forwards(self, position: int) -> None:
+        """See ``Computation``."""
+        super().end_forwards(position)
+        over = self._passes.itinerary.last_forwards[position]
+        for (_, microbatch), each in self._recordings.items():
+            if microbatch in over:
+                each.forget()
+
+    def act(self, position: int, arrived: Outgoing) -> Outgoing:
+        """See ``Computation``."""
+        action = self._passes.itinerary.actions[position]
+        if action.kind is Kind.FORWARD:
+            return super().act(position, arrived)
+        # In this thread, where the profiler is.
+        with torch.autograd.set_multithreading_enabled(False), code_of_others_seen() as seen:
+            self._seen = seen
+            outgoing = super().act(position, arrived)
+        if seen:
+            self._recordings[action.segment, action.microbatch].tape.refuse(
+                f"code of {', '.join(sorted(seen))} runs in a backward pass"
+            )
+        return outgoing
+
+    def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a checkpointed function whose own code does not count in backward passes."""
+
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            before = set(self._seen)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._seen.intersection_update(before)
+
+        return recompute
+
+    def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """See ``Computation``."""
+        m = action.microbatch
+        earlier = [each for (_, of), each in self._recordings.items() if of == m]
+        recording = Recording(
+            self._passes.device,
+            self._passes.devices,
+            [*self._inputs[m], *arguments],
+            earlier,
+            self._recomputed,
+            self._fakes,
+        )
+        self._recordings[action.segment, m] = recording
+        with self._random.seen_by(recording), recording.recording():
+            results = super().run(action, arguments)
+        recording.end(results)
+        nodes = self._plans[m].segments[action.segment].nodes
+        if recording.tape.has_regions and any(each.stateful for each in nodes):
+            # Its Python runs again in backward passes, and a graph does not run it.
+            recording.tape.refuse("a module keeps state, and is computed again")
+        return results
+
+
+class ComputationOfTapes(Computation):
+    """Computes a mini-batch from the tapes of its forward passes, without their Python.
+
+    Args:
+        passes: of its kind.
+        inputs: of its microbatches.
+        root_scales: for each microbatch, the gradient that its losses start with.
+        tapes: of the passes.
+        random: of the step.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        inputs: Inputs,
+        root_scales: Sequence[Scale],
+        tapes: Tapes,
+        random: Keyed,
+    ) -> None:
+        super().__init__(passes, inputs, root_scales)
+        self._tapes = tapes
+        self._random = random
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """See ``Computation``."""
+        tape = self._tapes[action.segment, action.microbatch]
+        given = [*self._inputs[action.microbatch], *arguments]
+        results, kept = run(tape, given, self._earlier, self._random, self._passes.devices)
+        self._kept |= {(id(tape), number): tensor for number, tensor in kept.items()}
+        found: tuple[torch.Tensor, ...] = results
+        return found
+
+    def _earlier(self, reference: Earlier) -> torch.Tensor:
+        return self._kept[id(reference.tape), reference.number]

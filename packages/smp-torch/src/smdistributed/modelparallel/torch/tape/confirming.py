@@ -1,0 +1,490 @@
+"""Python that runs again, answered from its tape."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
+
+from smdistributed.modelparallel.torch.compat.between import standing_between
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+    stops_early,
+)
+from smdistributed.modelparallel.torch.compat.private.compiled import call_as_written
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    function_modes_left,
+    is_watched_below,
+)
+from smdistributed.modelparallel.torch.record.nested import (
+    map_tensors,
+    retemplate,
+    same,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.tape.promises import keep, promise
+from smdistributed.modelparallel.torch.tape.running import Keyed, Running, pairs
+from smdistributed.modelparallel.torch.tape.settings import Settings
+from smdistributed.modelparallel.torch.tape.tape import (
+    Call,
+    CastsForgotten,
+    DrawBegins,
+    DrawEnds,
+    Earlier,
+    Event,
+    Made,
+    OnHost,
+    Own,
+    RegionBegins,
+    RegionEnds,
+    Tape,
+    filled,
+)
+
+_Drawing = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Others(Protocol):
+    """The ranks that compute a pass with this one, each with Python of its own."""
+
+    def confirming(self, leave: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Inside, Python confirms a pass; ``leave`` is called where another's goes another way."""
+
+    def leave(self) -> None:
+        """Says that the Python of this rank goes another way. Collective: TP_GROUP."""
+
+    def confirmed(self) -> None:
+        """Says that it came to its end as recorded. Collective: TP_GROUP."""
+
+
+class _Nobody:
+    """No other ranks."""
+
+    def confirming(self, leave: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def leave(self) -> None:
+        pass
+
+    def confirmed(self) -> None:
+        pass
+
+
+class Promised:
+    """A tape with a promise for each of its tensors.
+
+    Args:
+        tape: the tape.
+        earlier: those of earlier passes of the microbatch, by their tapes.
+
+    Attributes:
+        tape: the tape.
+        promises: by their numbers.
+        numbers: theirs, by identity.
+        events: those of the tape, with promises in the places of references.
+        results: what the pass gives.
+    """
+
+    def __init__(self, tape: Tape, earlier: dict[int, Promised]) -> None:
+        self.tape = tape
+        self._earlier = earlier
+        self.renew()
+
+    def renew(self) -> None:
+        """Makes new promises in place of those that were kept."""
+        self.promises = [promise(each) for each in self.tape.looks]
+        self.numbers = {id(each): number for number, each in enumerate(self.promises)}
+        self.events = [self._with_promises(each) for each in self.tape.events]
+        self.results = filled(self.tape.results, self._promise)
+        self._counts = self._users()
+
+    def given(self, start: int, count: int) -> list[torch.Tensor]:
+        """Returns what stands for tensors that the pass is given."""
+        return self.promises[start : start + count]
+
+    def are_held(self, apart_from: Sequence[torch.Tensor]) -> bool:
+        """Whether somebody holds a promise whose pass has come to its end.
+
+        Args:
+            apart_from: tensors that may be held: they are in objects that later passes get.
+        """
+        now = self._users()
+        if now == self._counts:
+            return False
+        allowed = set(map(id, apart_from))
+        return any(
+            count != before and id(each) not in allowed
+            for each, count, before in zip(self.promises, now, self._counts, strict=True)
+        )
+
+    def _users(self) -> list[int]:
+        return list(map(sys.getrefcount, self.promises))
+
+    def _promise(self, reference: Made | Earlier | Own) -> Any:
+        assert not isinstance(reference, Own)
+        if isinstance(reference, Earlier):
+            return self._earlier[id(reference.tape)].promises[reference.number]
+        return self.promises[reference.number]
+
+    def _with_promises(self, event: Event) -> Event:
+        if not isinstance(event, Call):
+            return event
+        args, kwargs, result = retemplate(
+            (event.args, event.kwargs, event.result), (Made, Earlier), self._promise
+        )
+        inside = None if event.inside is None else Promised(event.inside, {})
+        return Call(event.function, args, kwargs, event.settings, result, event.is_fixed, inside)
+
+
+class Confirming(TorchFunctionMode):
+    """Answers the calls of a pass from its tape, as long as they are those of the tape.
+
+    Args:
+        promised: the tape.
+        device: where the pass is computed.
+        devices: the types of those that autocast may be on for.
+        random: of the step.
+        give: gives the tensors that the pass is given, when they are needed.
+        others: the ranks that compute the pass with this one.
+        is_as_written: compiled modules run as they are written.
+
+    Attributes:
+        is_off: Python has gone another way; everything is computed as it is called.
+        is_inside: a call is in progress: what that calls is part of it.
+    """
+
+    def __init__(
+        self,
+        promised: Promised,
+        device: torch.device,
+        devices: tuple[str, ...],
+        random: Keyed,
+        give: Callable[[], Sequence[torch.Tensor | None]],
+        others: Others,
+        *,
+        is_as_written: bool = False,
+    ) -> None:
+        super().__init__()
+        self._promised = promised
+        self._events = promised.events
+        self._at = 0
+        self._device = device
+        self._device_type = device.type
+        self._is_as_written = is_as_written
+        self._devices = devices
+        self._random = random
+        self._give = give
+        self._others = others
+        #: What is done with tensors of the pass, once there are any, and with which.
+        self._later: list[tuple[int, Callable[[torch.Tensor], None]]] = []
+        self._open: list[_Draw] = []
+        #: Objects that this pass has made for itself, by their numbers.
+        self._owned: dict[int, Any] = {}
+        self.is_off = False
+        self.is_inside = False
+
+    @contextlib.contextmanager
+    def confirming(self) -> Iterator[None]:
+        """Inside, calls are compared and answered."""
+        regions = checkpointing_replaced(self._regions_compared)
+        with (
+            standing_between(self),
+            regions,
+            self,
+            self._others.confirming(self._leave_with_others),
+        ):
+            yield
+
+    def _regions_compared(self, around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+        def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+            self._pass_by_casts()
+            event = None if self._at == len(self._events) else self._events[self._at]
+            stops = stops_early((function, *args))
+            is_known = isinstance(event, RegionBegins) and event.stops_early == stops
+            if self.is_off or not is_known or args[1] is not noop_context_fn:
+                self.leave_if_on()
+                yield from around(function, *args, **kwargs)
+                return
+            self._at += 1
+            yield
+            self._pass_by_casts()
+            if not self.is_off:
+                is_over = self._at < len(self._events) and isinstance(
+                    self._events[self._at], RegionEnds
+                )
+                self._at += is_over
+                if not is_over:
+                    self.leave()
+
+        def other(*args: Any) -> Any:
+            self.leave_if_on()
+            return reentrant(*args)
+
+        return region, other
+
+    def leave_if_on(self) -> None:
+        """Leaves the tape, if that has not been done."""
+        if not self.is_off:
+            self.leave()
+
+    def end(self, results: Sequence[torch.Tensor]) -> None:
+        """Compares what the pass gives; goes off the tape if that is not over, or gives others."""
+        if self.is_off:
+            return
+        self._pass_by_casts()
+        is_over = self._at == len(self._events)
+        if not (is_over and same(self._promised.results, tuple(results), self._is_like)):
+            self.leave()
+
+    # ------------------------------------------------------------------ calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        event = self._expected(func, args, kwargs or {})
+        if event is None:
+            return self._other(func, args, kwargs or {})
+        self._at += 1
+        return event.result if event.is_fixed else filled(event.result, self._own)
+
+    def _expected(self, function: Any, args: Any, kwargs: Any) -> Call | None:
+        """Returns the next call of the tape, if it is this one."""
+        if self.is_off or self._at == len(self._events) or is_watched_below():
+            return None
+        event = self._events[self._at]
+        if (
+            type(event) is Call
+            and (function is event.function or function == event.function)
+            and same(event.args, args, self._is_like)
+            and same(event.kwargs, kwargs, self._is_like)
+            and event.settings == Settings.now(self._devices)
+        ):
+            return event
+        return None
+
+    def take_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See ``Between``: Python runs as it is written, and is compared with what it called."""
+        if self._is_as_written and not self.is_off:
+            return call_as_written(module, args, kwargs)
+        with self.aside():
+            event = self._expected(module, args, kwargs)
+            if event is None:
+                return self._other(module, args, kwargs)
+            inside: Promised = event.inside
+            given = tensors_in((args, kwargs))
+            own = _with_others((tuple(args), dict(kwargs)), inside.given(0, len(given)))
+            confirming = self._confirming_inside(inside, given)
+        with confirming.confirming():
+            result = call_as_written(module, *own)
+            del own
+            confirming.end(tensors_in(result))
+        if not confirming.is_off and not self.is_off:
+            del result
+            if not inside.are_held([]):
+                self._at += 1
+                return event.result if event.is_fixed else filled(event.result, self._own)
+            confirming.leave()
+            result = None
+        with self.aside():
+            if result is None or not confirming.is_off:
+                result = module(*args, **kwargs)
+            inside.renew()
+        return result
+
+    def _confirming_inside(self, inside: Promised, given: list[torch.Tensor]) -> Confirming:
+        def give() -> list[torch.Tensor]:
+            self.leave_if_on()
+            # Others of their own, since promises become them.
+            return [each.view_as(each) for each in given]
+
+        return Confirming(
+            inside, self._device, self._devices, self._random, give, _Nobody(), is_as_written=True
+        )
+
+    def take(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See ``Between``."""
+        if self.is_off:
+            return function(*args, **kwargs)
+        with self.aside():
+            return self.__torch_function__(function, (), args, kwargs)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See ``Between``."""
+        former, self.is_inside = self.is_inside, True
+        try:
+            with function_modes_left():
+                yield
+        finally:
+            self.is_inside = former
+
+    def when_real(self, tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
+        """See ``Between``."""
+        if self.is_off:
+            with self.aside():
+                do(tensor)
+        else:
+            # Nobody holds a promise who does not want to keep it.
+            self._later.append((self._promised.numbers[id(tensor)], do))
+
+    def _other(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.is_off:
+            return function(*args, **kwargs)
+        if not self._is_of_host(function, args, kwargs):
+            if self._pass_by_casts():
+                return self.__torch_function__(function, (), args, kwargs)
+            self.leave()
+        result = function(*args, **kwargs)
+        if not self.is_off and any(map(self._is_of_device, tensors_in(result))):
+            self.leave()
+        return result
+
+    def _pass_by_casts(self) -> bool:
+        """Goes past what says that autocast forgets; returns whether there was such."""
+        before = self._at
+        while self._at < len(self._events) and type(self._events[self._at]) is CastsForgotten:
+            self._at += 1
+        return self._at > before
+
+    def _is_of_host(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call is none of the tape's: it was made without tensors of the device."""
+        if function not in self._promised.tape.on_host:
+            return False
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == self._device_type:
+            return False
+        return not any(map(self._is_of_device, tensors_in((args, kwargs))))
+
+    def _is_of_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device_type
+
+    def _is_like(self, want: Any, got: Any) -> bool:
+        if isinstance(want, Own):
+            return type(got) is want.kind and self._owned.setdefault(want.number, got) is got
+        return isinstance(want, OnHost) and want.is_like(got)
+
+    def _own(self, reference: Made | Earlier | Own) -> Any:
+        assert isinstance(reference, Own), "promises stand in the places of tensors"
+        return self._owned[reference.number]
+
+    # ------------------------------------------------------------------ random numbers
+
+    def drawing(
+        self, key: tuple[str, int, int], lane: int, seeded: _Drawing
+    ) -> contextlib.AbstractContextManager[None]:
+        """Stands around a draw: compares its key."""
+        if self.is_off or self.is_inside:
+            return seeded()
+        self._pass_by_casts()
+        event = self._events[self._at] if self._at < len(self._events) else None
+        if isinstance(event, DrawBegins) and (event.key, event.lane) == (key, lane):
+            self._at += 1
+            return _Draw(self, event, seeded if event.on_host else None)
+        self.leave()
+        return seeded()
+
+    def has_drawn(self, has: Callable[[], bool]) -> bool:
+        """Tells whether numbers were drawn in the innermost draw."""
+        return has() if self.is_off or self.is_inside else self._open[-1].event.drew
+
+    def enter_draw(self, draw: _Draw) -> None:
+        """Takes note of a draw of the tape."""
+        self._open.append(draw)
+
+    def leave_draw(self, draw: _Draw) -> None:
+        """Takes note that it is over."""
+        self._open.remove(draw)
+        if self.is_off:
+            return
+        self._pass_by_casts()
+        if self._at < len(self._events) and isinstance(self._events[self._at], DrawEnds):
+            self._at += 1
+        else:
+            self.leave()
+
+    # ------------------------------------------------------------------ another way
+
+    def leave(self) -> None:
+        """Computes what the tape has been asked for: each promise becomes its tensor."""
+        with self.aside():
+            self._others.leave()
+            self._leave_with_others()
+
+    def confirmed(self) -> None:
+        """Says that all of the pass is as on the tape; another rank may have gone another way."""
+        if not self.is_off:
+            with self.aside():
+                self._others.confirmed()
+
+    def _leave_with_others(self) -> None:
+        if not self.is_off:
+            self.is_off = True
+            self._keep_promises()
+
+    def _keep_promises(self) -> None:
+        for each in self._open:
+            each.suspend()
+        for promised, tensor in zip(self._promised.promises, self._give(), strict=False):
+            if tensor is not None:
+                keep(promised, tensor)
+        with Running(self._random, self._devices) as running:
+            for event in self._events[: self._at]:
+                result = running.go(event, self._own)
+                if isinstance(event, Call):
+                    for promised, tensor in pairs(event.result, result):
+                        if promised is not tensor:
+                            keep(promised, tensor)
+                    del result
+            for each, draw in zip(self._open, running.draws, strict=True):
+                each.go_on(draw)
+        for number, do in self._later:
+            do(self._promised.promises[number])
+
+
+def _with_others(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Returns a structure with other tensors in the places of its own."""
+    others = iter(tensors)
+    return map_tensors(structure, lambda _: next(others))
+
+
+class _Draw:
+    """A draw of the tape that Python makes again.
+
+    Args:
+        confirming: compares.
+        event: of the tape.
+        seeded: seeds the generators, if some numbers are drawn on the host.
+    """
+
+    def __init__(self, confirming: Confirming, event: DrawBegins, seeded: _Drawing | None) -> None:
+        self._confirming = confirming
+        self.event = event
+        self._seeded = seeded
+        self._inside: contextlib.AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._confirming.enter_draw(self)
+        if self._seeded is not None:
+            self.go_on(self._seeded())
+            assert self._inside is not None
+            self._inside.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._confirming.leave_draw(self)
+        self.suspend()
+
+    def suspend(self) -> None:
+        """Puts the generators back."""
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+    def go_on(self, draw: contextlib.AbstractContextManager[None]) -> None:
+        """Goes on with a draw that has begun."""
+        self._inside = draw

@@ -1,0 +1,41 @@
+"""Tensors from outside of a pass: where they are, and what becomes of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    hooks_after_accumulation,
+    hooks_on_gradient,
+)
+
+
+class Outside:
+    """Parameters, buffers and other tensors, as kernels that were captured have them.
+
+    Args:
+        tensors: all that passes use and neither got nor made.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list({id(each): each for each in tensors}.values())
+        self._places = list(map(place_of, self._tensors))
+
+    def has_changed(self) -> bool:
+        """Whether one is elsewhere, has other looks, or hooks; its numbers do not count."""
+        return self._places != list(map(place_of, self._tensors))
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns where a tensor is, how it looks, and what becomes of its gradient."""
+    is_strided = tensor.layout is torch.strided
+    return (
+        (tensor.data_ptr(), tensor.stride()) if is_strided else (),
+        (tensor.shape, tensor.dtype, tensor.is_conj(), tensor.is_neg()),
+        tensor.requires_grad,
+        hooks_on_gradient(tensor),
+        hooks_after_accumulation(tensor),
+    )

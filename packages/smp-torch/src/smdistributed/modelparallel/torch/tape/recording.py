@@ -1,0 +1,433 @@
+"""Recording the tape of a pass while it is computed as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
+
+from smdistributed.modelparallel.torch.compat.between import standing_between
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    number_of_node,
+    saved_tensors_hooks,
+)
+from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    Around,
+    Reentrant,
+    checkpointing_replaced,
+    stops_early,
+)
+from smdistributed.modelparallel.torch.compat.private.compiled import call_as_written
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    function_modes_left,
+    function_modes_work,
+    is_watched_below,
+    past_dispatch_modes,
+    past_function_modes,
+)
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.record.nested import (
+    is_plain_value,
+    map_tensors,
+    opaque_objects,
+    template,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.record.turns import is_code_of_others
+from smdistributed.modelparallel.torch.tape.outside import place_of
+from smdistributed.modelparallel.torch.tape.settings import Settings
+from smdistributed.modelparallel.torch.tape.tape import (
+    REFERENCES,
+    Call,
+    CastsForgotten,
+    DrawBegins,
+    DrawEnds,
+    Earlier,
+    Looks,
+    Made,
+    OnHost,
+    Own,
+    RegionBegins,
+    RegionEnds,
+    Tape,
+)
+
+_SET_DATA = torch.ops.aten.set_data.default
+#: Arguments that are neither tensors nor plain values, and have no state of their own.
+_SAME_IN_EVERY_PASS = (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)
+#: Tensors of the host of more elements are too many to compare in each step.
+_MOST_ON_HOST = 1 << 16
+
+
+class Recording(TorchFunctionMode):
+    """Takes the calls of a pass down, and makes them.
+
+    Args:
+        device: where the pass is computed.
+        devices: the types of those that autocast may be on for.
+        given: the tensors that the pass is given.
+        earlier: the recordings of earlier passes of the microbatch.
+        recomputed: returns a checkpointed function as it is called again.
+        fakes: of what compiled modules are given, while they run as they are written.
+        is_as_written: compiled modules do so here.
+
+    Attributes:
+        tape: what was taken down.
+        is_inside: a call is in progress: what that calls is part of it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        devices: tuple[str, ...],
+        given: Sequence[torch.Tensor | None],
+        earlier: Sequence[Recording],
+        recomputed: Callable[[Callable[..., Any]], Callable[..., Any]],
+        fakes: FakeTensorMode,
+        *,
+        is_as_written: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tape = Tape(num_given=len(given))
+        self.is_inside = False
+        self._device_type = device.type
+        self._devices = devices
+        self._earlier = earlier
+        self._recomputed = recomputed
+        self._fakes = fakes
+        self._is_as_written = is_as_written
+        #: Of a checkpointed call: the number of its first tensor, and torch's own hooks.
+        self._region: int | None = None
+        self._hooks: Any = None
+        #: By identity: a weak reference, the number, its version and the number of its node.
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
+        self._draws: list[DrawBegins] = []
+        #: Tensors from outside, and where they were.
+        self._places: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
+        #: By identity, objects that each pass makes for itself, and what stands for them.
+        self._owned: dict[int, tuple[Any, Own]] = {}
+        nothing = torch.empty(0, device=device)
+        for each in given:
+            self._make(nothing if each is None else each)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, calls are taken down."""
+        unseen = _Unseen(self)
+        seen = standing_between(self), checkpointing_replaced(self._checkpoints_seen)
+        with seen[0], seen[1], unseen, self, _code_seen(self):
+            yield
+
+    def _checkpoints_seen(self, around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
+        def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+            generator = around(self._recomputed(function), *args, **kwargs)
+            if args[1] is not noop_context_fn:
+                self.tape.refuse("a checkpointed call has a context of its own")
+            if self._draws or self._region is not None:
+                self.tape.refuse("a checkpointed call lies in another one, or in a draw")
+            with self.aside():
+                next(generator)
+            self.tape.events.append(RegionBegins(stops_early((function, *args))))
+            former, self._hooks = self._hooks, saved_tensors_hooks()
+            self._region = len(self.tape.looks)
+            try:
+                yield
+            finally:
+                self._hooks, self._region = former, None
+            self.tape.events.append(RegionEnds())
+            with self.aside():
+                next(generator, None)
+
+        def refused(*args: Any) -> Any:
+            self.tape.refuse("a call is checkpointed with use_reentrant=True")
+            return reentrant(*args)
+
+        return region, refused
+
+    def end(self, results: Sequence[torch.Tensor]) -> None:
+        """Takes note of what the pass gives."""
+        self.tape.results = self._template(tuple(results))
+        if any(place_of(tensor) != place for tensor, place in self._places):
+            self.tape.refuse("it gives a tensor of the model other memory, or hooks")
+
+    def forget(self) -> None:
+        """Lets go of what tells tensors apart; no pass of the microbatch follows."""
+        self._made.clear()
+
+    # ------------------------------------------------------------------ calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.take(func, args, kwargs or {})
+
+    def take(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a call, and takes it down."""
+        if not self.tape.refusal and not self.is_inside and is_watched_below(num_own=1):
+            self.tape.refuse("a mode or a transform of torch is in it")
+        if self.tape.refusal:
+            return function(*args, **kwargs)
+        with self.aside():
+            return self._take(function, args, kwargs)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See ``Between``."""
+        self.is_inside = True
+        try:
+            with function_modes_left(), past_dispatch_modes():
+                yield
+        finally:
+            self.is_inside = False
+
+    def when_real(self, tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
+        """See ``Between``."""
+        with self.aside():
+            do(tensor)
+
+    def take_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See ``Between``."""
+        if self._is_as_written:
+            return call_as_written(module, args, kwargs)
+        name = type(module).__name__
+        if any(
+            not isinstance(each, _SAME_IN_EVERY_PASS) for each in opaque_objects((args, kwargs))
+        ):
+            self.tape.refuse(f"a compiled {name} is given an object with state")
+        inside = None if self.tape.refusal else self._inside(module, args, kwargs)
+        with self.aside():
+            if self.tape.refusal:
+                return module(*args, **kwargs)
+            result = self._take(module, args, kwargs)
+        call = self.tape.events[-1]
+        if isinstance(call, Call):
+            call.inside = inside
+        return result
+
+    def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Tape:
+        """Returns what the Python of a module calls that runs as compiled code."""
+        name = type(module).__name__
+        with self.aside():
+            fakes = map_tensors((tuple(args), dict(kwargs)), self._fakes.from_tensor)
+            recording = Recording(
+                torch.device(self._device_type),
+                self._devices,
+                tensors_in(fakes),
+                [],
+                self._recomputed,
+                self._fakes,
+                is_as_written=True,
+            )
+            try:
+                with recording.recording():
+                    result = call_as_written(module, *fakes)
+                recording.end(tensors_in(result))
+            except Exception as error:
+                self.tape.refuse(f"a compiled {name} cannot run on fakes ({error})")
+        self.tape.refusal = self.tape.refusal or recording.tape.refusal
+        return recording.tape
+
+    def _take(self, function: Any, args: Any, kwargs: Any) -> Any:
+        tape = self.tape
+        given = tensors_in((args, kwargs))
+        settings = Settings.now(self._devices, self._hooks)
+        versions = [version_of(each) for each in given] if self._region is not None else []
+        templates = self._template((tuple(args), dict(kwargs)))
+        if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
+            tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
+        result = function(*args, **kwargs)
+        made = tensors_in(result)
+        is_of_device = any(each.device.type == self._device_type for each in (*given, *made))
+        if not (is_of_device or getattr(function, "is_effect", False)):
+            tape.on_host.add(function)
+            return result
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if settings.inference:
+            tape.refuse("it is computed in inference mode")
+        if settings.saves_otherwise:
+            tape.refuse(f"what {name} keeps for the backward pass goes through hooks")
+        if versions and any(
+            version_of(each) != version and self._is_before_region(each)
+            for each, version in zip(given, versions, strict=True)
+        ):
+            tape.refuse("a checkpointed call writes to a tensor from outside")
+        call = Call(function, templates[0], templates[1], settings)
+        known = {id(each) for each in given}
+        for each in made:
+            if id(each) not in known:
+                self._make(each)
+        call.result = template(result, self._reference, lambda obj: self._keep(name, obj))
+        call.is_fixed = _is_fixed(call.result)
+        tape.events.append(call)
+        return result
+
+    def _is_before_region(self, tensor: torch.Tensor) -> bool:
+        found = self._made.get(id(tensor))
+        return found is None or self._region is None or found[1] < self._region
+
+    def _keep(self, name: str, obj: Any) -> Any:
+        if obj is not NotImplemented and not is_plain_value(obj):
+            self.tape.refuse(f"{name} gives an object of class {type(obj).__qualname__}")
+        return obj
+
+    # ------------------------------------------------------------------ tensors
+
+    def _make(self, tensor: torch.Tensor) -> None:
+        number, key = len(self.tape.looks), id(tensor)
+        self.tape.looks.append(Looks.of(tensor))
+        made = self._made
+        forget = weakref.ref(tensor, lambda dead: made.pop(key, None))
+        made[key] = forget, number, version_of(tensor), number_of_node(tensor)
+
+    def _template(self, structure: Any) -> Any:
+        return template(structure, self._reference, self._object)
+
+    def _object(self, obj: Any) -> Any:
+        if not getattr(type(obj), "lives_for_a_pass", False):
+            return obj
+        own = Own(type(obj), len(self._owned))
+        return self._owned.setdefault(id(obj), (obj, own))[1]
+
+    def _reference(self, tensor: torch.Tensor) -> Any:
+        """Returns what stands for a tensor."""
+        found = self._made.get(id(tensor))
+        if found is not None:
+            reference, number, version, node = found
+            # Writing in place, as calls of the tape do, gives it and its views other nodes.
+            if version != version_of(tensor):
+                now = version_of(tensor), number_of_node(tensor)
+                self._made[id(tensor)] = reference, number, *now
+            elif node != number_of_node(tensor):
+                self.tape.refuse("autograd was told of a tensor past the functions of torch")
+            return Made(number)
+        for each in self._earlier:
+            if id(tensor) in each._made:
+                number = each._made[id(tensor)][1]
+                each.tape.kept.add(number)
+                return Earlier(each.tape, number)
+        if tensor.device.type != self._device_type:
+            if tensor.numel() > _MOST_ON_HOST or tensor.requires_grad:
+                self.tape.refuse("it computes with a tensor that is not on the device")
+            return OnHost(tensor)
+        if tensor.grad_fn is not None:
+            self.tape.refuse("it computes with a tensor that has a graph of its own")
+        if id(tensor) not in self.tape.outside:
+            self.tape.outside[id(tensor)] = tensor
+            self._places.append((tensor, place_of(tensor)))
+        return tensor
+
+    # ------------------------------------------------------------------ random numbers
+
+    @contextlib.contextmanager
+    def drawing(
+        self,
+        key: tuple[str, int, int],
+        lane: int,
+        seeded: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> Iterator[None]:
+        """Stands around a draw: takes its key down."""
+        if self.is_inside:
+            with seeded():
+                yield
+            return
+        begins = DrawBegins(key, lane)
+        self.tape.events.append(begins)
+        self._draws.append(begins)
+        first = len(self.tape.events)
+        with seeded():
+            before = _state_on_host()
+            yield
+            calls = itertools.islice(self.tape.events, first, None)
+            is_own = self._device_type == "cpu" and any(isinstance(each, Call) for each in calls)
+            begins.on_host = not is_own and before != _state_on_host()
+        self._draws.pop()
+        self.tape.events.append(DrawEnds())
+
+    def has_drawn(self, has: Callable[[], bool]) -> bool:
+        """Tells whether numbers were drawn in the innermost draw, and takes it down."""
+        drew = has()
+        if not self.is_inside:
+            self._draws[-1].drew = drew
+        return drew
+
+    def forget_casts(self) -> None:
+        """Takes note that autocast lets go of the weights that it has cast."""
+        if not self.is_inside:
+            self.tape.events.append(CastsForgotten())
+
+
+def _autograd_function(function: Any) -> type | None:
+    """Returns the autograd function that is applied; None if none is."""
+    kind = getattr(function, "__self__", None)
+    is_one = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    return kind if is_one else None
+
+
+def _state_on_host() -> bytes:
+    with past_function_modes(), past_dispatch_modes():
+        return torch.default_generator.get_state().numpy().tobytes()
+
+
+def _is_fixed(result: Any) -> bool:
+    """Whether nobody can change a result, of which this is the template."""
+    if type(result) is tuple:
+        return all(map(_is_fixed, result))
+    return isinstance(result, (*REFERENCES, torch.Tensor)) or is_plain_value(result)
+
+
+class _Unseen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operations that no function of torch was called for."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The library, past all modes, gives parameters other memory, or other classes.
+        is_told_of = function_modes_work() or not (func.is_view or func is _SET_DATA)
+        if is_told_of and not self._recording.is_inside:
+            self._recording.tape.refuse(f"{func} is called past the functions of torch")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _code_seen(recording: Recording) -> Iterator[None]:
+    """Notices code that is neither Python nor torch's: it may read and write memory by itself."""
+    before = sys.getprofile()
+
+    def look(frame: types.FrameType, event: str, called: Any) -> None:
+        if event != "c_call" or recording.is_inside:
+            return
+        if called is torch.clear_autocast_cache:
+            recording.forget_casts()
+            return
+        owner = _owner_of(called)
+        if is_code_of_others(owner):
+            recording.tape.refuse(f"{owner}.{called.__name__} is code of an extension")
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _owner_of(called: Any) -> str:
+    """Returns the name of the Python module that a function written in C is from."""
+    own = getattr(called, "__module__", None)
+    if isinstance(own, str):
+        return own
+    # A class written in Python may have methods of one that is not.
+    mro = type(called.__self__).__mro__
+    return next(
+        (each.__module__ for each in mro if called.__name__ in vars(each)), object.__module__
+    )

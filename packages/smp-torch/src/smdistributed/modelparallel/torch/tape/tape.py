@@ -1,0 +1,203 @@
+"""What is on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from smdistributed.modelparallel.torch.record.nested import fill, placeholders
+from smdistributed.modelparallel.torch.tape.settings import Settings
+
+
+class Made(NamedTuple):
+    """Stands for a tensor of the pass: what it is given comes first, then what calls make."""
+
+    number: int
+
+
+class Earlier(NamedTuple):
+    """Stands for a tensor that an earlier pass of the microbatch left in an object."""
+
+    tape: Tape
+    number: int
+
+
+class OnHost:
+    """Stands for a tensor that is not on the device: its numbers are a constant of the tape."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach().clone()
+
+    def is_like(self, other: object) -> bool:
+        """Whether something is a tensor with the same numbers, which has the same history."""
+        own = self.tensor
+        return (
+            isinstance(other, torch.Tensor)
+            and type(other) is type(own)
+            and (other.device, other.dtype, other.requires_grad) == (own.device, own.dtype, False)
+            and other.stride() == own.stride()
+            and torch.equal(own, other)
+        )
+
+
+class Own(NamedTuple):
+    """Stands for an object of this library that each pass makes for itself."""
+
+    kind: type
+    number: int
+
+
+#: What stands for what each pass has for itself; tensors from outside stand for themselves.
+REFERENCES = (Made, Earlier, OnHost, Own)
+
+
+class Looks(NamedTuple):
+    """What a promise needs to look like the tensor that it stands for."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Looks:
+        """Returns those of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a function of torch.
+
+    Attributes:
+        function: that was called.
+        args, kwargs: templates.
+        settings: under which.
+        result: template of what it gave.
+        is_fixed: nobody can change what it gave.
+        inside: of a module that runs as compiled code, what its Python calls as it is written.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    settings: Settings
+    result: Any = None
+    is_fixed: bool = True
+    inside: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class DrawBegins:
+    """Random numbers have a key from here on.
+
+    Attributes:
+        key: of the numbers.
+        lane: whose they are.
+        on_host: some were drawn on the host.
+        drew: numbers were drawn, as far as anybody asked.
+    """
+
+    key: tuple[str, int, int]
+    lane: int
+    on_host: bool = False
+    drew: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class DrawEnds:
+    """They have the one that they had before."""
+
+
+@dataclass(eq=False, slots=True)
+class CastsForgotten:
+    """What autocast keeps of weights is not used again."""
+
+
+@dataclass(eq=False, slots=True)
+class RegionBegins:
+    """What follows keeps no activations: it is computed again in the backward pass.
+
+    Attributes:
+        stops_early: no further than is needed.
+    """
+
+    stops_early: bool
+
+
+@dataclass(eq=False, slots=True)
+class RegionEnds:
+    """What follows does not."""
+
+
+Event = RegionBegins | RegionEnds | Call | DrawBegins | DrawEnds | CastsForgotten
+
+
+@dataclass(eq=False)
+class Tape:
+    """What the Python of one pass called.
+
+    Attributes:
+        events: in order.
+        looks: of its tensors, by their numbers.
+        num_given: how many of them are given to the pass.
+        results: template of what the pass gives.
+        outside: tensors that were neither given nor made, by identity.
+        on_host: functions of torch that were called without tensors of the device.
+        refusal: why the pass cannot be done from its tape; "" if it can.
+        kept: the numbers of tensors that later passes of the microbatch use.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    looks: list[Looks] = field(default_factory=list)
+    num_given: int = 0
+    results: Any = ()
+    outside: dict[int, torch.Tensor] = field(default_factory=dict)
+    on_host: set[Any] = field(default_factory=set)
+    refusal: str = ""
+    kept: set[int] = field(default_factory=set)
+
+    def refuse(self, why: str) -> None:
+        """Takes note of the first reason why the pass cannot be done from its tape."""
+        self.refusal = self.refusal or why
+
+    def last_uses(self) -> dict[int, int]:
+        """Returns, by the numbers of tensors, the position of the last event that uses each."""
+        last: dict[int, int] = {}
+        for position, event in enumerate(self.events):
+            if isinstance(event, Call):
+                for number in numbers_in((event.args, event.kwargs, event.result)):
+                    last[number] = position
+        for number in (*numbers_in(self.results), *self.kept):
+            last[number] = len(self.events)
+        return last
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether something is computed again in the backward pass."""
+        return any(isinstance(each, RegionBegins) for each in self.events)
+
+
+def filled(template: Any, of_tape: Callable[[Made | Earlier | Own], Any]) -> Any:
+    """Returns a structure of its template, with tensors in it.
+
+    Args:
+        template: the template.
+        of_tape: gives what a reference stands for.
+    """
+
+    def value(reference: Made | Earlier | OnHost | Own) -> Any:
+        return reference.tensor if isinstance(reference, OnHost) else of_tape(reference)
+
+    return fill(template, REFERENCES, value)
+
+
+def numbers_in(template: Any) -> Iterator[int]:
+    """Yields the numbers of the pass's own tensors in a template."""
+    return (each.number for each in placeholders(template, Made))

@@ -1,0 +1,330 @@
+"""Tapes: recorded, run again, confirmed by the same Python, and left by other Python."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.between import atomic, when_real
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
+from smdistributed.modelparallel.torch.tape.confirming import Confirming, Promised
+from smdistributed.modelparallel.torch.tape.recording import Recording
+from smdistributed.modelparallel.torch.tape.running import run
+from smdistributed.modelparallel.torch.tape.tape import Tape
+
+CPU = torch.device("cpu")
+DEVICES = ("cpu",)
+Pass = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Random:
+    """Keys nothing."""
+
+    @contextlib.contextmanager
+    def seeded(self, key: tuple[str, int, int], lane: int) -> Iterator[None]:
+        """See ``Keyed``."""
+        yield
+
+
+class Alone:
+    """No other ranks; counts what is said to them."""
+
+    def __init__(self) -> None:
+        self.left = self.ended = 0
+
+    def confirming(self, leave: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """See ``Others``."""
+        return contextlib.nullcontext()
+
+    def leave(self) -> None:
+        """See ``Others``."""
+        self.left += 1
+
+    def confirmed(self) -> None:
+        """See ``Others``."""
+        self.ended += 1
+
+
+def recorded(call: Pass, x: torch.Tensor) -> Tape:
+    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode())
+    with recording.recording():
+        result = call(x)
+    recording.end([result])
+    return recording.tape
+
+
+def confirmed(promised: Promised, call: Pass, x: torch.Tensor) -> tuple[bool, Any, Alone]:
+    """Returns whether Python went another way, what it gave, and what others were told."""
+    others = Alone()
+    confirming = Confirming(promised, CPU, DEVICES, Random(), lambda: [x.detach()], others)
+    (given,) = promised.given(0, 1)
+    with confirming.confirming():
+        result = call(given)
+        confirming.end([result])
+        del given
+        if not confirming.is_off:
+            del result
+            if promised.are_held([]):
+                confirming.leave()
+            result = promised.results[0] if confirming.is_off else None
+            confirming.confirmed()
+    return confirming.is_off, result, others
+
+
+def nothing_earlier(reference: object) -> torch.Tensor:
+    raise AssertionError
+
+
+class Layer(nn.Module):
+    """Computes with what Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.factor = 2.0
+        self.calls = 0
+        self.kept: Any = None
+        self.keeps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = F.gelu(self.linear(x)) * self.factor
+        out = torch.zeros(x.shape)
+        out[:, :2] = h[:, 2:]
+        out += h
+        if self.keeps:
+            self.kept = h
+        return out.sum(-1) if out.shape[0] > 1 else out
+
+
+def gradients(call: Pass, layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    layer.zero_grad()
+    call(x).sum().backward()
+    return [each.grad.clone() for each in layer.parameters() if each.grad is not None]
+
+
+@pytest.fixture
+def layer() -> Layer:
+    return Layer()
+
+
+def of_tape(tape: Tape) -> Pass:
+    return lambda x: run(tape, [x], nothing_earlier, Random(), DEVICES)[0][0]
+
+
+def test_a_tape_computes_what_was_recorded(layer: Layer) -> None:
+    tape = recorded(layer, torch.randn(3, 4))
+    assert not tape.refusal
+    x = torch.randn(3, 4)
+    assert torch.equal(of_tape(tape)(x), layer(x))
+    pairs = zip(gradients(of_tape(tape), layer, x), gradients(layer, layer, x), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert layer.calls == 3
+
+
+def test_python_that_does_the_same_computes_nothing(layer: Layer) -> None:
+    promised = Promised(recorded(layer, torch.randn(3, 4)), {})
+    for _ in range(2):
+        is_off, result, others = confirmed(promised, layer, torch.randn(3, 4))
+        assert (is_off, result, others.left, others.ended) == (False, None, 0, 1)
+    assert layer.calls == 3
+
+
+@pytest.mark.parametrize("moment", ["factor", "keeps", "function", "weight", "grad", "autocast"])
+def test_python_that_goes_another_way_computes_as_it_is(
+    layer: Layer, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised = Promised(recorded(layer, torch.randn(3, 4)), {})
+    around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if moment == "factor":
+        layer.factor = 3.0
+    elif moment == "keeps":
+        layer.keeps = True
+    elif moment == "function":
+        monkeypatch.setattr(F, "gelu", torch.relu)
+    elif moment == "weight":
+        layer.linear.weight = nn.Parameter(layer.linear.weight.detach() * 2)
+    elif moment == "grad":
+        around = torch.no_grad()
+    else:
+        around = torch.autocast("cpu", torch.bfloat16)
+    x = torch.randn(3, 4)
+    with around:
+        want = layer(x)
+        is_off, result, others = confirmed(promised, layer, x)
+    assert (is_off, others.left) == (True, 1)
+    assert torch.equal(result, want)
+    assert result.requires_grad == want.requires_grad
+    if want.requires_grad:
+        own = torch.autograd.grad(result.sum(), list(layer.parameters()))
+        expected = torch.autograd.grad(want.sum(), list(layer.parameters()))
+        assert all(map(torch.equal, own, expected))
+    assert layer.calls == 3
+    # What was kept is a tensor, and promises are made anew.
+    assert layer.kept is None or torch.isfinite(layer.kept).all()
+    layer.kept, layer.keeps, layer.factor = None, False, 2.0
+    promised.renew()
+    assert confirmed(promised, layer, x)[0] == (moment in ("function", "weight"))
+
+
+def test_less_and_more_than_on_the_tape_is_another_way(layer: Layer) -> None:
+    promised = Promised(recorded(layer, torch.randn(3, 4)), {})
+    x = torch.randn(3, 4)
+    for call in (lambda x: layer(x) * 2, layer.linear):
+        is_off, result, _ = confirmed(promised, call, x)
+        assert is_off
+        assert torch.equal(result, call(x))
+        promised.renew()
+
+
+def test_what_a_promise_is_asked_past_functions_of_torch_is_an_error(layer: Layer) -> None:
+    promised = Promised(recorded(layer, torch.randn(3, 4)), {})
+    with pytest.raises(UnsupportedError, match="cuda_graphs=False"):
+        torch._C._VariableFunctions.add(promised.promises[0], 1)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a script's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+APPLIED_BEFORE = Doubled.apply
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    SCRIPTED = torch.jit.trace(lambda x: x * 2, torch.ones(2))
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    h = x * 2
+    h.register_hook(lambda gradient: gradient)
+    return h
+
+
+class Watching(TorchDispatchMode):
+    """A mode of a script's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def watched(x: torch.Tensor) -> torch.Tensor:
+    with Watching():
+        return x * 2
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    WEIGHT.data = WEIGHT.data.clone()
+    return x * WEIGHT
+
+
+WEIGHT = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (Doubled.apply, "written in Python"),
+        (APPLIED_BEFORE, "written in Python"),
+        (SCRIPTED, "past the functions of torch"),
+        (hooked, "RemovableHandle"),
+        (watched, "a mode or a transform"),
+        (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
+        (moved, "other memory"),
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "use_reentrant=True"),
+    ],
+)
+def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    want = call(x)
+    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode())
+    with recording.recording():
+        result = call(x)
+    recording.end([result])
+    assert torch.equal(result, want)
+    assert recording.tape.refusal
+    assert any(each in recording.tape.refusal for each in reason.split("|"))
+
+
+def test_what_is_checkpointed_is_computed_again_from_the_tape() -> None:
+    calls = []
+    weight = torch.randn(4, requires_grad=True)
+
+    def inside(x: torch.Tensor, factor: float) -> torch.Tensor:
+        calls.append(factor)
+        return torch.sin(x * weight) * factor
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inside, x * 2, 3.0, use_reentrant=False) + 1
+
+    x = torch.randn(3, 4, requires_grad=True)
+    tape = recorded(call, x)
+    assert not tape.refusal
+    assert tape.has_regions
+    want = torch.autograd.grad(call(x).sum(), [x, weight])
+    count = len(calls)
+    own = torch.autograd.grad(of_tape(tape)(x).sum(), [x, weight])
+    assert all(map(torch.equal, own, want))
+    assert len(calls) == count
+    is_off, _, _ = confirmed(Promised(tape, {}), call, x)
+    assert not is_off
+    assert len(calls) == count + 1
+
+
+def test_functions_of_the_library_are_one_call() -> None:
+    ran = []
+
+    @atomic
+    def both(x: torch.Tensor, factor: float) -> torch.Tensor:
+        ran.append(factor)
+        return torch.sin(x) * factor
+
+    factors = [2.0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return both(x, factors[0]) + 1
+
+    tape = recorded(call, torch.randn(3))
+    assert len(tape.events) == 2
+    promised = Promised(tape, {})
+    assert not confirmed(promised, call, torch.randn(3))[0]
+    assert len(ran) == 1
+    factors[0] = 3.0
+    x = torch.randn(3)
+    is_off, result, _ = confirmed(promised, call, x)
+    assert is_off
+    assert torch.equal(result, torch.sin(x) * 3 + 1)
+
+
+def test_what_wants_tensors_waits_for_them() -> None:
+    seen: list[torch.Tensor] = []
+    factors = [2.0]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        when_real(h, lambda tensor: seen.append(tensor.detach().clone()))
+        return h + factors[0]
+
+    promised = Promised(recorded(call, torch.ones(2)), {})
+    seen.clear()
+    assert not confirmed(promised, call, torch.ones(2))[0]
+    assert not seen
+    factors[0] = 3.0
+    assert confirmed(promised, call, torch.ones(2))[0]
+    assert [each.tolist() for each in seen] == [[2.0, 2.0]]
