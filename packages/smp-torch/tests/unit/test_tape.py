@@ -177,6 +177,31 @@ def test_python_that_goes_another_way_computes_as_it_is(
     assert confirmed(promised, layer, x)[0] == (moment in ("function", "weight"))
 
 
+@pytest.mark.parametrize("moment", ["nothing", "written", "given a gradient"])
+def test_what_is_asked_of_tensors_from_outside_is_asked_again(moment: str) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    buffer = torch.zeros(4)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        factor = 2.0 if weight.grad is None else 3.0
+        buffer[0] = 1.0
+        return x * weight * factor * (weight._version + 1)
+
+    promised = Promised(recorded(call, torch.ones(2, 4)), {})
+    if moment == "written":
+        with torch.no_grad():
+            weight.mul_(2)
+    elif moment == "given a gradient":
+        weight.grad = torch.ones(4)
+    buffer.zero_()
+    x = torch.randn(2, 4)
+    is_off, result, _ = confirmed(promised, call, x)
+    assert is_off == (moment != "nothing")
+    # What writes is the graph's alone.
+    assert buffer[0] == float(is_off)
+    assert result is None or torch.equal(result, call(x))
+
+
 def test_less_and_more_than_on_the_tape_is_another_way(layer: Layer) -> None:
     promised = Promised(recorded(layer, torch.randn(3, 4)), {})
     x = torch.randn(3, 4)

@@ -161,6 +161,8 @@ class Replay:
         self.results: list[dict[int, torch.Tensor]] = []
         self.num_off = 0
         self._off: set[tuple[int, int]] = set()
+        #: To whose gradients passes of the mini-batch have added.
+        self._added: set[torch.Tensor] = set()
         self._given: Inputs = []
         self._computation: Computation | None = None
 
@@ -205,7 +207,7 @@ class Replay:
         self.is_started = is_started
         self._given = inputs
         self._computation = Computation(captured.passes, inputs, scales)
-        self._off, self.num_off = set(), 0
+        self._off, self._added, self.num_off = set(), set(), 0
         self.results = list(map(dict, captured.results))
         own, given = _tensors(captured.inputs, captured.scales), _tensors(inputs, scales)
         if own:
@@ -236,6 +238,8 @@ class Replay:
         # A reduction begins before the stream waits for what the next action needs.
         for parameter in captured.added:
             note_added(parameter)
+        self._added.update(captured.added)
+        self._end_if_last(position)
         return captured.outgoing
 
     # ------------------------------------------------------------------ Python
@@ -354,9 +358,18 @@ class Replay:
         self._leave_behind(position)
         for leaf, gradient in known.items():
             self._add(leaf, gradient, leaf in captured.firsts)
-        for parameter in dict.fromkeys([*captured.added, *added]):
+        for parameter in added:
             note_added(parameter)
+        self._added.update(added)
+        self._end_if_last(position)
         return outgoing
+
+    def _end_if_last(self, position: int) -> None:
+        """Takes gradients away that nothing was added to, as all passes went another way."""
+        if self._off and position == len(self._actions) - 1:
+            for parameter in self._captured.gradients:
+                if parameter not in self._added:
+                    parameter.grad = None
 
     @staticmethod
     def _add(parameter: torch.Tensor, known: torch.Tensor | None, is_first: bool) -> None:

@@ -88,10 +88,10 @@ class EagerStep:
             lambda: (pair for model in models for pair in model.local_named_parameters()),
             is_part=is_part,
         )
-        for model in models:
-            model.data_parallel.begin_step()
-        runtime.current_step = self
         try:
+            for model in models:
+                model.data_parallel.begin_step()
+            runtime.current_step = self
             with (
                 running([model.data_parallel.shards for model in models]) as saving,
                 self._offloaded(len(calls), saving),

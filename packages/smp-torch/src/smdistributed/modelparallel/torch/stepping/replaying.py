@@ -47,6 +47,10 @@ _MOST_KEPT = 4
 #: What a rank offers its tensor-parallel group: to run as it is, or to capture; or the number of a
 #: capture, which are counted on.
 _AS_IT_IS, _TO_CAPTURE = 0, 1
+_KEPT = (
+    "a tensor of an earlier step is kept with its graph, or a node of autograd has a hook: keep "
+    "tensor.detach(), or a hook of the parameter"
+)
 
 
 @dataclass
@@ -200,6 +204,9 @@ class Replays:
         if state.replay.is_held:
             self._tell(state, "gradients of an earlier step are still held")
             return _AS_IT_IS
+        if any(is_accumulation_kept(each) for each in parameters if each.requires_grad):
+            self._tell(state, _KEPT)
+            return _AS_IT_IS
         if not state.replay.fits(inputs, scales):
             self._drop(state, "arguments have other types, or losses another scale")
             return _AS_IT_IS
@@ -276,10 +283,7 @@ class Replays:
             return "a parameter has a hook that runs when its gradient has been added up"
         if any(is_accumulation_kept(each) for each in parameters if each.requires_grad):
             # It may have hooks, and a GPU would add gradients up on a stream that captures nothing.
-            return (
-                "a tensor of an earlier step is kept with its graph, or a node of autograd has a "
-                "hook: keep tensor.detach(), or a hook of the parameter"
-            )
+            return _KEPT
         if any(each.device != runtime.device or each.requires_grad for each in tensors):
             return "an argument is on another device, or requires a gradient"
         return ""

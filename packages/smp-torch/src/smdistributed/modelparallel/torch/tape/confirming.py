@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -141,7 +142,7 @@ class Promised:
             (event.args, event.kwargs, event.result), (Made, Earlier), self._promise
         )
         inside = None if event.inside is None else Promised(event.inside, {})
-        return Call(event.function, args, kwargs, event.settings, result, event.is_fixed, inside)
+        return replace(event, args=args, kwargs=kwargs, result=result, inside=inside)
 
 
 class Confirming(TorchFunctionMode):
@@ -248,10 +249,15 @@ class Confirming(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         event = self._expected(func, args, kwargs or {})
-        if event is None:
+        if event is None or (event.is_asked_again and not self._is_answered_alike(event)):
             return self._other(func, args, kwargs or {})
         self._at += 1
         return event.result if event.is_fixed else filled(event.result, self._own)
+
+    def _is_answered_alike(self, event: Call) -> bool:
+        """Whether tensors from outside answer what they did when they were asked first."""
+        args, kwargs = filled((event.args, event.kwargs), self._own)
+        return same(event.result, event.function(*args, **kwargs), self._is_like)
 
     def _expected(self, function: Any, args: Any, kwargs: Any) -> Call | None:
         """Returns the next call of the tape, if it is this one."""

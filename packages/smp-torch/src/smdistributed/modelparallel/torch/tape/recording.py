@@ -41,6 +41,7 @@ from smdistributed.modelparallel.torch.record.nested import (
     is_plain_value,
     map_tensors,
     opaque_objects,
+    placeholders,
     template,
     tensors_in,
 )
@@ -267,6 +268,10 @@ class Recording(TorchFunctionMode):
                 self._make(each)
         call.result = template(result, self._reference, lambda obj: self._keep(name, obj))
         call.is_fixed = _is_fixed(call.result)
+        # What gives nothing does something, but for attributes.
+        is_question = result is not None or name.endswith("__get__")
+        own = placeholders((call.args, call.kwargs), (Made, Earlier, Own))
+        call.is_asked_again = is_question and not made and next(own, None) is None
         tape.events.append(call)
         return result
 

@@ -81,6 +81,7 @@ class Call:
         settings: under which.
         result: template of what it gave.
         is_fixed: nobody can change what it gave.
+        is_asked_again: it asks about tensors from outside, which may be others now.
         inside: of a module that runs as compiled code, what its Python calls as it is written.
     """
 
@@ -90,6 +91,7 @@ class Call:
     settings: Settings
     result: Any = None
     is_fixed: bool = True
+    is_asked_again: bool = False
     inside: Any = None
 
 
