@@ -282,7 +282,7 @@ def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: 
     assert not counts["whole"]
     num_scripts = len(names) - counts["no script"]
     is_often_refused = kind in ("order", "writes", "repeated")  # by one function of several
-    assert counts["exact"] >= num_scripts // (6 if is_often_refused else 3)
+    assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
 
 
 def test_random_numbers_do_not_depend_on_the_partition(worlds: Worlds) -> None:

@@ -55,7 +55,9 @@ class Alone:
 
 
 def recorded(call: Pass, x: torch.Tensor) -> Tape:
-    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode())
+    recording = Recording(
+        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
+    )
     with recording.recording():
         result = call(x)
     recording.end([result])
@@ -278,7 +280,9 @@ WEIGHT = nn.Parameter(torch.ones(4))
 def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     want = call(x)
-    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode())
+    recording = Recording(
+        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
+    )
     with recording.recording():
         result = call(x)
     recording.end([result])
@@ -353,3 +357,59 @@ def test_what_wants_tensors_waits_for_them() -> None:
     factors[0] = 3.0
     assert confirmed(promised, call, torch.ones(2))[0]
     assert [each.tolist() for each in seen] == [[2.0, 2.0]]
+
+
+def test_python_of_compiled_modules_is_compared_as_it_is_written(layer: Layer) -> None:
+    ran: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: object) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            ran.append(1)
+            return graph(*args)
+
+        return call
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.factor = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.linear(x)) * self.factor
+
+    block = Block()
+    block.compile(backend=backend)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(block(x))
+
+    x = torch.randn(3, 4)
+    call(x)
+    tape = recorded(call, x)
+    assert not tape.refusal
+    promised = Promised(tape, {})
+    ran.clear()
+    assert torch.equal(of_tape(tape)(x), call(x))
+    assert len(ran) == 2
+    assert not confirmed(promised, call, x)[0]
+    assert len(ran) == 2
+    block.factor = 3.0
+    is_off, result, _ = confirmed(promised, call, x)
+    assert is_off
+    assert torch.equal(result, torch.sin(torch.relu(block.linear(x)) * 3))
+
+
+def test_a_compiled_module_that_is_given_an_object_is_refused() -> None:
+    class Cached(nn.Module):
+        def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+            cache.seen = 1
+            return x * 2
+
+    class Cache:
+        seen = 0
+
+    block, cache = Cached(), Cache()
+    block.compile(backend="eager")
+    tape = recorded(lambda x: block(x, cache), torch.ones(2))
+    assert "an object with state" in tape.refusal

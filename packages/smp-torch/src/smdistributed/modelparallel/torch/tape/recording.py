@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -217,7 +218,9 @@ class Recording(TorchFunctionMode):
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Tape:
         """Returns what the Python of a module calls that runs as compiled code."""
         name = type(module).__name__
-        with self.aside():
+        with self.aside(), warnings.catch_warnings():
+            # Fakes ask tensors for gradients, whether they are leaves or not.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             fakes = map_tensors((tuple(args), dict(kwargs)), self._fakes.from_tensor)
             recording = Recording(
                 torch.device(self._device_type),

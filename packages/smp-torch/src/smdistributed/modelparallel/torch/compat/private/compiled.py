@@ -252,9 +252,18 @@ def compiled_calls_replaced(
     real: Any = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if compiled_call(module) is None or are_left_alone():
+        if compiled_call(module) is None:
             return real(module, *args, **kwargs)
-        return stand_in(module, args, kwargs)
+        if not are_left_alone():
+            return stand_in(module, args, kwargs)
+        # The compiler would take this function for a part of the model. (It is looked up, since a
+        # function that holds itself would hold what it belongs to.)
+        this: Any = nn.Module.__call__
+        nn.Module.__call__ = real  # type: ignore[method-assign]
+        try:
+            return real(module, *args, **kwargs)
+        finally:
+            nn.Module.__call__ = this  # type: ignore[method-assign]
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
