@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import atomic, when_real
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
-from smdistributed.modelparallel.torch.tape.confirming import Confirming, Promised
+from smdistributed.modelparallel.torch.tape.confirming import Confirming
+from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.running import run
 from smdistributed.modelparallel.torch.tape.tape import Tape

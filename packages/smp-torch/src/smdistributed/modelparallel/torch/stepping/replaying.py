@@ -19,10 +19,11 @@ from typing import Literal
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.backward import is_accumulation_kept
+from smdistributed.modelparallel.torch.execute.captured import capture
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graphs, graphs_of
 from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
-from smdistributed.modelparallel.torch.execute.replay import Replay, capture
+from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.execute.taping import TapedComputation, Tapes
@@ -242,7 +243,7 @@ class Replays:
         assert tapes is not None
         replay = None
         try:
-            replay = capture(
+            captured = capture(
                 self._graphs,
                 prepared.passes,
                 tapes,
@@ -255,6 +256,7 @@ class Replays:
                 enter_pass,
                 reuses_memory=self._runtime.links.lays_messages,
             )
+            replay = Replay(captured, parameters, random, self._group)
         except Exception as error:  # the mini-batch runs as it is, and fails if it fails so
             state.why_not = str(error).partition("\n")[0] or type(error).__name__
         reasons = self._group.everyones_texts(state.why_not)
