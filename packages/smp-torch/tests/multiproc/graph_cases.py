@@ -55,6 +55,19 @@ def _rebinding(layer: Own, x: torch.Tensor) -> torch.Tensor:
     return x - layer.mean
 
 
+class Leaving(nn.Module):
+    """Leaves a layer out from some call on: what has no gradient is not updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.second(x if self.calls > 16 else self.first(x))
+
+
 def _on_the_host(layer: Own, x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand((), device="cpu").item()
 
@@ -130,6 +143,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: _around(nn.Dropout(0.5)), "of the host are not captured"),
     "counts": (lambda: _around(Own(_counted)), ANOTHER_WAY),
     "rebinds": (lambda: _around(Own(_rebinding)), ANOTHER_WAY),
+    "leaves out": (lambda: _around(Leaving()), ANOTHER_WAY),
     "asks": (lambda: _around(Own(_asking)), "decides by numbers"),
     "draws on the host": (lambda: _around(Own(_on_the_host)), "decides by numbers"),
     "draws in Python": (lambda: _around(Own(_in_python)), ANOTHER_WAY),

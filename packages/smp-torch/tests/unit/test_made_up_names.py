@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -25,9 +23,6 @@ CODES: dict[str, tuple[Any, MadeUp]] = {
     "within a call": (lambda: print(getattr(SETTINGS, "scale", 0), "text"), MadeUp()),
     "asked": (lambda: hasattr(SETTINGS, "scale"), MadeUp()),
     "another eval": (lambda: SETTINGS.eval().modules(), MadeUp()),
-    "known import": (lambda: import_module("math").pi, MadeUp()),
-    "known module": (lambda: sys.modules["math"].pi, MadeUp()),
-    "own module": (lambda: sys.modules[__name__].NAME, MadeUp()),
     "name": (lambda: getattr(SETTINGS, NAME), MadeUp(attributes=True)),
     "name and default": (lambda: getattr(SETTINGS, NAME, 1), MadeUp(attributes=True)),
     "sum": (lambda: getattr(SETTINGS, "sc" + NAME), MadeUp(attributes=True)),
@@ -47,8 +42,6 @@ CODES: dict[str, tuple[Any, MadeUp]] = {
     "operator": (lambda: operator.attrgetter(NAME)(SETTINGS), MadeUp(attributes=True)),
     "globals": (lambda: globals()[NAME], MadeUp(names_globals=True)),
     "eval": (lambda: eval(NAME), MadeUp(attributes=True, names_globals=True)),
-    "import": (lambda: import_module(NAME), MadeUp(modules=True)),
-    "modules": (lambda: sys.modules[NAME], MadeUp(modules=True)),
 }
 
 

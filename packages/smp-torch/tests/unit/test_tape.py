@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import atomic, when_real
+from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
 from smdistributed.modelparallel.torch.tape.promised import Promised
@@ -234,15 +235,33 @@ class Doubled(torch.autograd.Function):
 
 
 APPLIED_BEFORE = Doubled.apply
+APPLIED_PAST_ALL = applied_alone(Doubled)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     SCRIPTED = torch.jit.trace(lambda x: x * 2, torch.ones(2))
+    DOUBLE_IN_PLACE = torch.jit.trace(lambda x: x.mul_(2), torch.ones(2))
+
+
+def doubled_in_place(x: torch.Tensor) -> torch.Tensor:
+    h = x.detach() * 3
+    DOUBLE_IN_PLACE(h)
+    return h
 
 
 def hooked(x: torch.Tensor) -> torch.Tensor:
     h = x * 2
     h.register_hook(lambda gradient: gradient)
     return h
+
+
+class Exponentials(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.exp.default
+        return func(*args, **(kwargs or {}))
 
 
 class Watching(TorchDispatchMode):
@@ -270,7 +289,9 @@ WEIGHT = nn.Parameter(torch.ones(4))
     [
         (Doubled.apply, "written in Python"),
         (APPLIED_BEFORE, "written in Python"),
-        (SCRIPTED, "past the functions of torch"),
+        (APPLIED_PAST_ALL, "autograd was told of a tensor"),
+        (SCRIPTED, "is called past the functions of torch"),
+        (doubled_in_place, "is called past the functions of torch"),
         (hooked, "RemovableHandle"),
         (watched, "a mode or a transform"),
         (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
@@ -298,7 +319,7 @@ def test_what_is_checkpointed_is_computed_again_from_the_tape() -> None:
 
     def inside(x: torch.Tensor, factor: float) -> torch.Tensor:
         calls.append(factor)
-        return torch.sin(x * weight) * factor
+        return torch.exp(x * weight) * factor
 
     def call(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(inside, x * 2, 3.0, use_reentrant=False) + 1
@@ -309,8 +330,11 @@ def test_what_is_checkpointed_is_computed_again_from_the_tape() -> None:
     assert tape.has_regions
     want = torch.autograd.grad(call(x).sum(), [x, weight])
     count = len(calls)
-    own = torch.autograd.grad(of_tape(tape)(x).sum(), [x, weight])
+    total = of_tape(tape)(x).sum()
+    with Exponentials() as seen:
+        own = torch.autograd.grad(total, [x, weight])
     assert all(map(torch.equal, own, want))
+    assert seen.count == 1
     assert len(calls) == count
     is_off, _, _ = confirmed(Promised(tape, {}), call, x)
     assert not is_off

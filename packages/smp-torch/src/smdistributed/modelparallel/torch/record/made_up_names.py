@@ -20,7 +20,6 @@ _OF_ATTRIBUTES = {
 #: Those whose second argument is the name.
 _BY_SECOND = {"getattr", "hasattr"}
 _OF_GLOBALS = {"globals", "eval", "exec"}
-_OF_MODULES = {"__import__", "import_module"}
 #: The same of attributes of objects: others have some of these names, too (``model.eval()``).
 _ATTRIBUTES_OF_ATTRIBUTES = {
     *("__dict__", "__getattribute__", "__getattr__"),
@@ -39,12 +38,10 @@ class MadeUp(NamedTuple):
     Attributes:
         attributes: of attributes.
         names_globals: of globals of its own module.
-        modules: of modules of Python.
     """
 
     attributes: bool = False
     names_globals: bool = False
-    modules: bool = False
 
     def __or__(self, other: MadeUp) -> MadeUp:
         return MadeUp(*(one or another for one, another in zip(self, other, strict=True)))
@@ -75,31 +72,15 @@ def _own(code: types.CodeType) -> MadeUp:
             found |= MadeUp(
                 name in _OF_ATTRIBUTES and not is_known,
                 name in _OF_GLOBALS,
-                name in _OF_MODULES and not _takes_a_constant(instructions, place),
             )
         elif each.opname in _ATTRIBUTE_LOADS:
-            of_sys = name == "modules" and instructions[place - 1].argval == "sys"
-            found |= MadeUp(
-                name in _ATTRIBUTES_OF_ATTRIBUTES,
-                name in _ATTRIBUTES_OF_GLOBALS,
-                (of_sys or name in _OF_MODULES) and not _takes_a_constant(instructions, place),
-            )
+            found |= MadeUp(name in _ATTRIBUTES_OF_ATTRIBUTES, name in _ATTRIBUTES_OF_GLOBALS)
     return found
 
 
 _SUSPECTS = {
-    *(*_OF_ATTRIBUTES, *_OF_GLOBALS, *_OF_MODULES, "modules"),
-    *(*_ATTRIBUTES_OF_ATTRIBUTES, *_ATTRIBUTES_OF_GLOBALS),
+    *(*_OF_ATTRIBUTES, *_OF_GLOBALS, *_ATTRIBUTES_OF_ATTRIBUTES, *_ATTRIBUTES_OF_GLOBALS),
 }
-
-
-def _takes_a_constant(instructions: Sequence[dis.Instruction], start: int) -> bool:
-    """Whether what is loaded is called with a constant, or asked for its item, or the own name."""
-    key, use = (*instructions[start + 1 : start + 3], None, None)[:2]
-    if key is None or use is None:
-        return False
-    is_constant = key.opname == "LOAD_CONST" or key.argval == "__name__"
-    return is_constant and use.opname in (*_CALLS, "PRECALL", "BINARY_SUBSCR")
 
 
 def _names_a_constant(instructions: Sequence[dis.Instruction], start: int) -> bool:

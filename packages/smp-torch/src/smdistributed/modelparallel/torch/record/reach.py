@@ -131,7 +131,6 @@ class Reach:
                     self._python_modules[obj] = None
                 continue
             elif obj is sys.modules:
-                self._made_up |= MadeUp(modules=True)
                 continue
             has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
             if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
