@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -281,6 +282,12 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return x * WEIGHT
 
 
+def filled_in_memory(x: torch.Tensor) -> torch.Tensor:
+    """Computes as kernels do that are given where a tensor is."""
+    (ctypes.c_float * x.numel()).from_address(x.data_ptr())[0] = 3.0
+    return x
+
+
 WEIGHT = nn.Parameter(torch.ones(4))
 
 
@@ -297,6 +304,9 @@ WEIGHT = nn.Parameter(torch.ones(4))
         (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
         (moved, "other memory"),
         (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "use_reentrant=True"),
+        (lambda x: filled_in_memory(x * 2), "asks for the numbers or the memory"),
+        (lambda x: x * 2 if x.sum().item() > 0 else x * 3, "asks for the numbers or the memory"),
+        (lambda x: x * len(WEIGHT.data_ptr().to_bytes(8)), "asks for the numbers or the memory"),
     ],
 )
 def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:

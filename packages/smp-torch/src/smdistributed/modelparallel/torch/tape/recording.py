@@ -48,6 +48,7 @@ from smdistributed.modelparallel.torch.record.nested import (
 )
 from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.tape.outside import place_of
+from smdistributed.modelparallel.torch.tape.promises import promise
 from smdistributed.modelparallel.torch.tape.settings import Settings
 from smdistributed.modelparallel.torch.tape.tape import (
     REFERENCES,
@@ -275,6 +276,12 @@ class Recording(TorchFunctionMode):
         is_question = result is not None or name.endswith("__get__")
         own = placeholders((call.args, call.kwargs), (Made, Earlier, Own))
         call.is_asked_again = is_question and not made and next(own, None) is None
+        if (
+            result is not None
+            and not made
+            and not _is_answered_without_memory(function, args, kwargs)
+        ):
+            tape.refuse(f"{name} asks for the numbers or the memory of a tensor")
         tape.events.append(call)
         return result
 
@@ -371,6 +378,18 @@ class Recording(TorchFunctionMode):
         """Takes note that autocast lets go of the weights that it has cast."""
         if not self.is_inside:
             self.tape.events.append(CastsForgotten())
+
+
+def _is_answered_without_memory(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a question is about how tensors look: what is in them, and where, is no constant."""
+    tensors = tensors_in((args, kwargs))
+    own = iter([promise(Looks.of(each)) for each in tensors])
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda _: next(own))
+    try:
+        function(*args, **kwargs)
+    except Exception:
+        return False
+    return True
 
 
 def _autograd_function(function: Any) -> type | None:
