@@ -14,9 +14,10 @@ from host_graphs import HostGraphs
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.execute.captured_bodies import ConfirmedBodies
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
-from smdistributed.modelparallel.torch.stepping import replaying
+from smdistributed.modelparallel.torch.stepping import captures
 
 WIDTH, STEPS = 16, 8
 
@@ -134,6 +135,8 @@ class Layers(nn.Module):
 
 
 ANOTHER_WAY = "the Python of its modules did something else"
+#: Of a recorded step, and of the body of one that is not.
+ASKS = "decides by numbers|asks for the numbers of a tensor"
 #: By name: the model, and why a rank does not run it as captured; "" if both do.
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (lambda: _around(nn.Linear(WIDTH, WIDTH)), ""),
@@ -144,8 +147,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts": (lambda: _around(Own(_counted)), ANOTHER_WAY),
     "rebinds": (lambda: _around(Own(_rebinding)), ANOTHER_WAY),
     "leaves out": (lambda: _around(Leaving()), ANOTHER_WAY),
-    "asks": (lambda: _around(Own(_asking)), "decides by numbers"),
-    "draws on the host": (lambda: _around(Own(_on_the_host)), "decides by numbers"),
+    "asks": (lambda: _around(Own(_asking)), ASKS),
+    "draws on the host": (lambda: _around(Own(_on_the_host)), ASKS),
     "draws in Python": (lambda: _around(Own(_in_python)), ANOTHER_WAY),
 }
 
@@ -272,23 +275,28 @@ class Reasons(logging.Handler):
 def captured() -> Iterator[tuple[list[Any], Reasons]]:
     """Counts what runs as captured; without a GPU something stands for its graphs."""
     reasons, begun = Reasons(), []
-    begin = Replay.begin
+    begin, make = Replay.begin, ConfirmedBodies.__init__
 
     def counted(self: Replay, *args: Any, **options: Any) -> None:
         begun.append(self)
         begin(self, *args, **options)
 
-    replaying.logger.addHandler(reasons)
+    def made(self: ConfirmedBodies, *args: Any) -> None:
+        begun.append(self)
+        make(self, *args)
+
+    captures.logger.addHandler(reasons)
     stand_in = () if torch.cuda.is_available() else (HostGraphs(),)
-    graphs_of = (lambda device, **_: stand_in[0]) if stand_in else replaying.graphs_of
+    graphs_of = (lambda device, **_: stand_in[0]) if stand_in else captures.graphs_of
     try:
         with (
             mock.patch.object(Replay, "begin", counted),
-            mock.patch.object(replaying, "graphs_of", graphs_of),
+            mock.patch.object(ConfirmedBodies, "__init__", made),
+            mock.patch.object(captures, "graphs_of", graphs_of),
         ):
             yield begun, reasons
     finally:
-        replaying.logger.removeHandler(reasons)
+        captures.logger.removeHandler(reasons)
 
 
 def trained(

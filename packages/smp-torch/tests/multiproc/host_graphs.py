@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes
 from smdistributed.modelparallel.torch.execute import weight_gradients
-from smdistributed.modelparallel.torch.stepping import replaying
+from smdistributed.modelparallel.torch.stepping import captures
 
 _MEMORY_ALONE = (
     *(torch.ops.aten.empty, torch.ops.aten.empty_like),
@@ -158,6 +158,6 @@ def every_step(**options: object) -> None:
 def capture_every_step() -> None:
     """Has step functions capture their passes in the second call, if that is possible."""
     every_step(cuda_graphs=True)
-    replaying._FIRST = 1
+    captures._FIRST = 1
     if not torch.cuda.is_available():
-        replaying.graphs_of = lambda device, **_: HostGraphs()
+        captures.graphs_of = lambda device, **_: HostGraphs()

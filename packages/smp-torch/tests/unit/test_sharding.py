@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.pieces import Rectangle, covers
 from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
+from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Course, Required
 from smdistributed.modelparallel.torch.sharding.layout import (
     UnitLayout,
     block,
@@ -110,30 +111,40 @@ class Seat:
         self.compare = lambda numbers: table.compare(rank, numbers)
 
 
-def meetings(*wishes: list[tuple[Required, int, tuple[int, ...]]]) -> list[list[object]]:
-    """Lets each rank wish one thing after the other; returns what came of it."""
-    table = Table(len(wishes))
-    found: list[list[object]] = [[] for _ in wishes]
+def ranks(*scripts: Callable[[Agreement, Course], list[object]]) -> list[list[object]]:
+    """Lets each rank run something; returns what came of it."""
+    table = Table(len(scripts))
+    found: list[list[object]] = [[] for _ in scripts]
 
     def run(rank: int) -> None:
+        seat: Any = Seat(table, rank)
+        course = Course(seat)
         agreement = Agreement(
-            Seat(table, rank),  # type: ignore[arg-type]
-            range(len(wishes)),
-            lambda kind, number: f"needs {number}",
+            seat, range(len(scripts)), course, lambda kind, number: f"needs {number}"
         )
-        for wish in wishes[rank]:
-            try:
-                found[rank].append(agreement.meet(*wish))
-            except SMPError as error:
-                found[rank].append(str(error))
-                return
+        found[rank] = scripts[rank](agreement, course)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(wishes))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(scripts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return found
+
+
+def meetings(*wishes: list[tuple[Required, int, tuple[int, ...]]]) -> list[list[object]]:
+    """Lets each rank wish one thing after the other; returns what came of it."""
+
+    def wishing(own: list[tuple[Required, int, tuple[int, ...]]], agreement: Agreement) -> Any:
+        found: list[object] = []
+        for wish in own:
+            try:
+                found.append(agreement.meet(*wish))
+            except SMPError as error:
+                return [*found, str(error)]
+        return found
+
+    return ranks(*(lambda agreement, _, own=own: wishing(own, agreement) for own in wishes))
 
 
 GATHER, NOTHING, END = Required.GATHER, Required.NOTHING, Required.END_OF_PASS
@@ -149,6 +160,43 @@ def test_what_only_some_wish_is_left_out() -> None:
     assert meetings([both], [(GATHER, 3, (1, 5))]) == [[(1,)], [(1,)]]
     one = [(NOTHING, 0, (2, 7)), (NOTHING, 0, (2, 8)), both]
     assert meetings(one, [both]) == [[(), (), (1, 4)], [(1, 4)]]
+
+
+def test_ranks_launch_what_was_captured_together_or_not_at_all() -> None:
+    def confirms(agreement: Agreement, course: Course) -> list[object]:
+        found: list[object] = [course.confirm(is_as_recorded=True)]
+        return [*found, *([] if found[0] else [agreement.meet(GATHER, 3, (1, 4))])]
+
+    def ends_otherwise(agreement: Agreement, course: Course) -> list[object]:
+        return [course.confirm(is_as_recorded=False), agreement.meet(GATHER, 3, (1, 4))]
+
+    def needs(agreement: Agreement, course: Course) -> list[object]:
+        found = agreement.meet(GATHER, 3, (1, 4))
+        return [course.confirm(is_as_recorded=False), found]
+
+    def wishes(agreement: Agreement, course: Course) -> list[object]:
+        return [*needs(agreement, course), agreement.meet(NOTHING, 0, (2,))]
+
+    def confirms_and_wishes(agreement: Agreement, course: Course) -> list[object]:
+        return [*confirms(agreement, course), agreement.meet(NOTHING, 0, (2,))]
+
+    other_way = [False, (1, 4)]
+    assert ranks(confirms, confirms, confirms) == [[True]] * 3
+    for other in (needs, ends_otherwise):
+        assert ranks(confirms, other, confirms) == [other_way] * 3
+    assert ranks(needs, needs) == [other_way] * 2
+    assert ranks(confirms_and_wishes, wishes) == [[*other_way, (2,)]] * 2
+
+
+def test_what_is_captured_is_assumed_to_be_wished_by_all() -> None:
+    def captures(agreement: Agreement, course: Course) -> list[object]:
+        course.assumed = []
+        found = [agreement.meet(GATHER, 3, (1, 4)), agreement.compare([7])]
+        return [found, course.assumed]
+
+    # Nobody is waited for: the other rank does nothing.
+    found, _ = ranks(captures, lambda agreement, course: [])
+    assert found == [[(1, 4), [[7], [7]]], [(GATHER, 3, 1, 4), (7,)]]
 
 
 def test_ranks_that_need_different_things_are_told() -> None:

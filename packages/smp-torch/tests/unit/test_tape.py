@@ -207,6 +207,29 @@ def test_what_is_asked_of_tensors_from_outside_is_asked_again(moment: str) -> No
     assert result is None or torch.equal(result, call(x))
 
 
+def positions(x: torch.Tensor) -> torch.Tensor:
+    """Asks what a mask is, which depends on the shape of what is given alone."""
+    mask = torch.arange(x.shape[1]).expand(x.shape) < x.shape[1]
+    return x * 2 if mask.all() else x * 3
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(x.shape)
+    view = mask[0]
+    mask.copy_(x)
+    return x * 2 if view.sum() > 0 else x * 3
+
+
+def test_numbers_that_are_the_same_in_every_pass_may_be_asked_for() -> None:
+    tape = recorded(positions, torch.randn(3, 4))
+    assert not tape.refusal
+    x = torch.randn(3, 4)
+    assert torch.equal(of_tape(tape)(x), x * 2)
+    is_off, _, _ = confirmed(Promised(tape, {}), positions, x)
+    assert not is_off
+    assert "asks for the numbers" in recorded(written, torch.randn(3, 4)).refusal
+
+
 def test_less_and_more_than_on_the_tape_is_another_way(layer: Layer) -> None:
     promised = Promised(recorded(layer, torch.randn(3, 4)), {})
     x = torch.randn(3, 4)
@@ -304,9 +327,9 @@ WEIGHT = nn.Parameter(torch.ones(4))
         (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
         (moved, "other memory"),
         (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "use_reentrant=True"),
-        (lambda x: filled_in_memory(x * 2), "asks for the numbers or the memory"),
-        (lambda x: x * 2 if x.sum().item() > 0 else x * 3, "asks for the numbers or the memory"),
-        (lambda x: x * len(WEIGHT.data_ptr().to_bytes(8)), "asks for the numbers or the memory"),
+        (lambda x: filled_in_memory(x * 2), "asks for the numbers of a tensor"),
+        (lambda x: x * 2 if x.sum().item() > 0 else x * 3, "asks for the numbers of a tensor"),
+        (lambda x: x * len(WEIGHT.data_ptr().to_bytes(8)), "asks for the numbers of a tensor"),
     ],
 )
 def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:

@@ -47,6 +47,8 @@ class Replay:
         num_off: how many passes of the last mini-batch went another way.
     """
 
+    wishes = 0  # exchanges of tensor parallelism are compared as they are made
+
     def __init__(
         self,
         captured: Captured,

@@ -28,7 +28,13 @@ Tapes = Mapping[tuple[int, int], Tape]
 
 
 class Draws(Keyed, Protocol):
-    """The random numbers of a step."""
+    """The random numbers of a step.
+
+    Attributes:
+        draws: how many there were in each pass.
+    """
+
+    draws: list[int]
 
     def seen_by(self, between: Recording | Confirming) -> contextlib.AbstractContextManager[None]:
         """Inside, draws go by who stands between Python and torch."""

@@ -5,6 +5,10 @@ its peers use the same. Before each exchange the ranks tell each other what they
 required: without it this rank cannot go on. What is optional, gathering ahead or reducing early, is
 done if all wish it at the same moment, and else left out. So the ranks never exchange one thing for
 another: they agree, or each of them raises the same error.
+
+Where a microbatch was captured as a CUDA graph, with its exchanges, all ranks launch it or none: at
+the end of its Python they tell each other whether that did what was recorded. Who needs something
+before has gone another way, and so do then the others.
 """
 
 from __future__ import annotations
@@ -25,11 +29,44 @@ class Required(enum.IntEnum):
     GATHER = 2
     END_OF_PASS = 3
     END = 4
+    CONFIRMED = 5
 
 
 #: Numbers that a wish beyond what is required may have.
 _MOST_OPTIONAL = 5
 _FREE = -1
+
+
+class Course:
+    """Whether the ranks of a sharding group go on as recorded, which all of them know at a time.
+
+    Args:
+        collectives: of the group.
+
+    Attributes:
+        is_left: some rank goes another way in the microbatch in progress, and all know it.
+        assumed: what was wished in a capture, where each rank goes on as if all wished the same;
+            None outside of one.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.is_left = False
+        self.assumed: list[tuple[int, ...]] | None = None
+
+    def confirm(self, *, is_as_recorded: bool) -> bool:
+        """Ends the Python of a microbatch; returns whether that of all ranks did as recorded.
+
+        Collective: the sharding group, unless all know that it did not.
+
+        Args:
+            is_as_recorded: whether that of this rank did.
+        """
+        if not self.is_left:
+            wish = [int(Required.CONFIRMED), int(is_as_recorded), *[_FREE] * _MOST_OPTIONAL]
+            wishes = self._collectives.compare(wish)
+            self.is_left = any(each[:2] != [int(Required.CONFIRMED), 1] for each in wishes)
+        return not self.is_left
 
 
 class Agreement:
@@ -38,6 +75,7 @@ class Agreement:
     Args:
         collectives: of the group.
         ranks: its global ranks.
+        course: of the group.
         describe: what a required wish is in words: its kind and number.
     """
 
@@ -45,10 +83,12 @@ class Agreement:
         self,
         collectives: Collectives,
         ranks: Sequence[int],
+        course: Course,
         describe: Callable[[Required, int], str],
     ) -> None:
         self._collectives = collectives
         self._ranks = ranks
+        self._course = course
         self._describe = describe
 
     def meet(
@@ -67,9 +107,15 @@ class Agreement:
         Raises:
             SMPError: the ranks require different things.
         """
+        if self._course.assumed is not None:
+            self._course.assumed.append((int(required), number, *optional))
+            return tuple(optional)
         wished = [*optional[:_MOST_OPTIONAL], *[_FREE] * (_MOST_OPTIONAL - len(optional))]
         while True:
             wishes = self._collectives.compare([int(required), number, *wished])
+            if any(each[0] == Required.CONFIRMED for each in wishes):
+                self._course.is_left = True  # those go another way, too, and then wish something
+                continue
             needs = {(each[0], each[1]) for each in wishes if each[0] != int(Required.NOTHING)}
             if len(needs) > 1:
                 raise SMPError(self._difference(wishes))
@@ -84,6 +130,9 @@ class Agreement:
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all ranks. Collective: the sharding group."""
+        if self._course.assumed is not None:
+            self._course.assumed.append(tuple(numbers))
+            return [list(numbers)] * len(self._ranks)
         return self._collectives.compare(numbers)
 
     def _difference(self, wishes: Sequence[Sequence[int]]) -> str:

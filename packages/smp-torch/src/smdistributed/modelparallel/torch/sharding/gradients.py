@@ -15,7 +15,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,22 @@ _APART = 64
 #: What a wish to reduce complete units begins with.
 _REDUCE = 2
 _BITS = 32
+
+
+class SoFar(NamedTuple):
+    """What the backward passes of a step have given until some microbatch, all of it reduced.
+
+    Attributes:
+        sums: by number of the unit. Shape of each: (width,).
+        squares: of large sums, by numbers of the unit and of the parameter.
+        used: numbers of units and parameters that have gradients.
+        has_gradients: whether this rank was given one.
+    """
+
+    sums: dict[int, torch.Tensor]
+    squares: dict[tuple[int, int], torch.Tensor]
+    used: frozenset[tuple[int, int]]
+    has_gradients: bool
 
 
 class ShardedGradients:
@@ -116,6 +132,36 @@ class ShardedGradients:
         self.has_gradients = False
         self._pending.clear()
         self._complete.clear()
+
+    @property
+    def so_far(self) -> SoFar:
+        """What there is when a backward pass has ended."""
+        return SoFar(
+            dict(self._sums), dict(self._squares), frozenset(self._used), self.has_gradients
+        )
+
+    def resume(self, so_far: SoFar) -> None:
+        """Goes on from what there was at a time; who captured it has the memory written anew."""
+        self._sums, self._squares = dict(so_far.sums), dict(so_far.squares)
+        self._used, self.has_gradients = set(so_far.used), so_far.has_gradients
+
+    def forget(self) -> None:
+        """Forgets what the step in progress has given."""
+        self._pending.clear()
+        self._complete.clear()
+        self._started.clear()
+        self._is_common = True
+        self.resume(SoFar({}, {}, frozenset(), has_gradients=False))
+
+    @property
+    def adds_steps_up(self) -> bool:
+        """Whether several steps are summed, or there are sums or gradients of an earlier one."""
+        shards = (shard for unit in self._units for shard in unit.shards)
+        return (
+            self._passes > 1
+            or bool(self._sums)
+            or any(each.gradient is not None for each in shards)
+        )
 
     # ------------------------------------------------------------------ one backward pass
 

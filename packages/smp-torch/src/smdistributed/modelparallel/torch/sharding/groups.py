@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
+from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups, is_hierarchical
 
 Members = tuple[int, ...]
@@ -85,6 +86,7 @@ def build_groups(
         members.index(rank),
         gathering,
         collectives,
+        Course(collectives),
         within,
         across,
         with_copies(CommGroup.DP_GROUP),

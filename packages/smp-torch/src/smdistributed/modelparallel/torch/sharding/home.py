@@ -5,8 +5,9 @@ Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
-from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients
+from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients, SoFar
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
 from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
 from smdistributed.modelparallel.torch.sharding.residency import Residency
@@ -31,6 +32,7 @@ _DOING = {
     Required.BEGIN: "begins a step or a call of the model",
     Required.END_OF_PASS: "is done with a backward pass",
     Required.END: "is done with a step or a call of the model",
+    Required.CONFIRMED: "has done all that was recorded",
 }
 
 
@@ -79,7 +81,7 @@ class ShardedModel:
         self._groups = groups
         self._options = options
         self._may_gather = may_gather
-        agreement = Agreement(groups.collectives, groups.members, self._describe)
+        agreement = Agreement(groups.collectives, groups.members, groups.course, self._describe)
         memory = shard_memory(groups, device)
         self.residency = Residency(memory, device, agreement, options.most_live)
         self.gradients = ShardedGradients(
@@ -213,6 +215,37 @@ class ShardedModel:
         self._is_in_pass = True
         self.leave_pass()
         self.gradients.end_step(used_anywhere)
+
+    @contextlib.contextmanager
+    def capturing(self, *, differentiates: bool) -> Iterator[None]:
+        """Inside, a microbatch is captured: what it begins beside ends with it.
+
+        Args:
+            differentiates: it has a backward pass.
+        """
+        # What was done before, with what ranks read and write of each other, is over on all.
+        self.residency.meet_on_device()
+        self._is_in_pass = differentiates
+        yield
+        self.leave_pass()
+        self.residency.settle()
+        self.residency.meet_on_device()
+
+    def forget(self) -> None:
+        """Lets go of all that was captured: nothing of it was done."""
+        self._is_in_pass = False
+        self.residency.forget()
+        self.gradients.forget()
+
+    def launched(self, so_far: SoFar) -> None:
+        """Takes note that a captured microbatch has been launched, with its backward pass.
+
+        Args:
+            so_far: what there was of gradients when it had been captured.
+        """
+        self._is_in_pass = False
+        self.residency.repeat_order()
+        self.gradients.resume(so_far)
 
     def updated(self) -> None:
         """Takes note that parameters have other values."""

@@ -119,10 +119,19 @@ class Residency:
         elif ahead := self._ahead(0):
             self._start_all(self._agreed(Required.NOTHING, 0, ahead))
         if number in self._coming:
-            key = unit.fill(self._arrived(number))
-            self.owner_of[key], self._key_of[number] = unit, key
+            self._fill(number)
         assert unit.memory is not None
         return unit.memory
+
+    def _fill(self, number: int) -> None:
+        unit = self.units[number]
+        key = unit.fill(self._arrived(number))
+        self.owner_of[key], self._key_of[number] = unit, key
+
+    def settle(self) -> None:
+        """Waits for what is gathered ahead."""
+        for number in list(self._coming):
+            self._fill(number)
 
     def _agreed(self, required: Required, number: int, ahead: Sequence[int]) -> Sequence[int]:
         """Returns the units that are gathered ahead, now that one is required, or nothing is."""
@@ -134,6 +143,10 @@ class Residency:
     def _meet(self, what: Required) -> None:
         """Waits until all ranks begin or end what reads shards; on the device, too."""
         self._agreement.meet(what)
+        self.meet_on_device()
+
+    def meet_on_device(self) -> None:
+        """Has what is computed from now on come after all that is computed until now, anywhere."""
         self._beside.run(self._device, self.shard_memory.barrier, ()).wait()
 
     def end(self) -> None:
@@ -159,6 +172,19 @@ class Residency:
         self._is_abandoned = True
         self.empty()
         self._is_abandoned = False
+
+    def forget(self) -> None:
+        """Lets all units go that were gathered in a capture, which nothing was done for."""
+        self._coming.clear()
+        self._used.clear()
+        self._is_abandoned = True
+        self.empty()
+        self._is_abandoned = False
+        self._order, self._position = [], 0
+
+    def repeat_order(self) -> None:
+        """Takes note that a step that was captured uses what the last one used."""
+        self._order = list(self._expected)
 
     def _empty(self, number: int) -> None:
         del self.owner_of[self._key_of.pop(number)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
+from smdistributed.modelparallel.torch.sharding.agreement import Course
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ShardingGroups:
         gathering: of the sharding group, for nothing but gathering; on GPUs it has a stream of its
             own, so that gathering ahead overlaps with what is computed.
         collectives: of the sharding group, for agreements and reductions.
+        course: of the sharding group.
         within_host: those of the sharding group on this host; None where one host has all, or
             where ``sdp_hierarchical_allgather`` is off.
         across_hosts: those of the sharding group with the same number on each host.
@@ -37,6 +39,7 @@ class ShardingGroups:
     index: int
     gathering: dist.ProcessGroup
     collectives: ProcessGroupCollectives
+    course: Course
     within_host: dist.ProcessGroup | None
     across_hosts: dist.ProcessGroup | None
     copies: dist.ProcessGroup | None
@@ -48,6 +51,14 @@ class ShardingGroups:
     def degree(self) -> int:
         """How many ranks share a parameter."""
         return len(self.members)
+
+    def everyones(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the numbers of all ranks, as many from each. Collective: the sharding group."""
+        return self.collectives.compare(numbers)
+
+    def everyones_texts(self, text: str) -> list[str]:
+        """Returns the texts of all ranks. Collective: the sharding group."""
+        return self.collectives.compare_texts(text)
 
 
 def is_hierarchical(hosts: Sequence[object]) -> bool:

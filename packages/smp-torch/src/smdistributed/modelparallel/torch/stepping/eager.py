@@ -6,19 +6,25 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, split_arguments
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
+from smdistributed.modelparallel.torch.compat.between import atomic, no_call
 from smdistributed.modelparallel.torch.compat.private.backward import engine_replaced
 from smdistributed.modelparallel.torch.compat.private.modes import is_of_control_flow
+from smdistributed.modelparallel.torch.execute.bodies import AsTheyAre, Bodies, Call
 from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
+from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
 from smdistributed.modelparallel.torch.stepping.loss_backward import SetGradients, stand_in
 from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
@@ -40,6 +46,7 @@ class EagerStep:
         function: the user's function.
         rules: which arguments are split.
         detach_outputs: detach returned tensors.
+        captures: makes what captures its microbatches as CUDA graphs, if anything does.
     """
 
     is_tracing = False
@@ -50,6 +57,7 @@ class EagerStep:
         function: Callable[..., Any],
         rules: SplitRules,
         detach_outputs: bool,
+        captures: Callable[[Callable[[], None]], BodyCaptures | None],
     ) -> None:
         self.runtime = runtime
         self._function = function
@@ -65,6 +73,8 @@ class EagerStep:
         self.is_differentiating = False
         self.set_gradients = SetGradients(lambda: (), is_part=False)
         self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
+        self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
+        self._bodies: Bodies = AsTheyAre()
         self._together = runtime.tensor_group.passes or PassesAlone()
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
@@ -82,6 +92,7 @@ class EagerStep:
         random = runtime.random
         random.begin(runtime.tensor_group.begin_step(draw_step_seed()))
         results = []
+        around = takes_part()
         self._reached = {}
         is_part = len(calls) > 1 or any(each.data_parallel.reduces for each in models)
         self.set_gradients = SetGradients(
@@ -99,6 +110,10 @@ class EagerStep:
                 engine_replaced(stand_in(self)),
                 self._together.in_step(self._serving),
             ):
+                if self._captures is not None:
+                    self._bodies = self._captures.of(
+                        calls, weights, models, around, self._enter_captured
+                    )
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
                         self._usual_calls = self._calls
@@ -107,12 +122,12 @@ class EagerStep:
                     self._microbatch, self._weight = microbatch, weight
                     self._is_last = microbatch == len(calls) - 1
                     self._enter_pass(backward=False)
-                    with self._own_draws():
-                        results.append(self._result(call))
+                    results.append(self._bodies.run(call, self._body))
                     self.set_gradients.check()
                 has_gradients = self._have_gradients(models)
         finally:
             runtime.current_step = None
+            self._bodies = AsTheyAre()
             if not random.end():
                 self._flags = None
         for model, has in zip(models, has_gradients, strict=True):
@@ -138,6 +153,16 @@ class EagerStep:
             for own, each, other in zip(here, models, is_by_others, strict=True)
         ]
 
+    def _body(self, call: Call) -> Any:
+        """Runs one microbatch."""
+        with self._own_draws():
+            return self._result(call)
+
+    def _enter_captured(self, microbatch: int) -> None:
+        """Says that a microbatch is captured."""
+        self._microbatch = microbatch
+        self._enter_pass(backward=False)
+
     def _result(self, call: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
         """Calls the user's function for one microbatch."""
         try:
@@ -156,8 +181,17 @@ class EagerStep:
         self._reached[model] = None
         scale = self._scale_of(model)
         self.differentiate(
-            lambda: differentiate(tensors, grad_tensors, scale, self._together.backward)
+            lambda: differentiate(tensors, grad_tensors, scale, self._pass_of_scaled)
         )
+
+    @atomic
+    def _pass_of_scaled(self, tensors: Any, starts: Any) -> None:
+        """Runs a backward pass whose losses are scaled already."""
+        former, self.is_differentiating = self.is_differentiating, True
+        try:
+            self._together.backward(tensors, starts)
+        finally:
+            self.is_differentiating = former
 
     def _scale_of(self, model: DistributedModel) -> Scale:
         scale: Scale = self._weight if model.data_parallel.gradient_scale == "mean" else 1.0
@@ -175,6 +209,8 @@ class EagerStep:
             return self._weight
         kinds = {each.data_parallel.gradient_scale for each in models}
         scales = [self._scale_of(each) for each in models]
+        if any(isinstance(each, torch.Tensor) for each in scales):
+            self._bodies.refuse("a loss is scaled by a number of the device")
         if len(kinds) > 1 or any(each.scaled_by is not models[0].scaled_by for each in models):
             raise SMPError(
                 "backward of a loss, in a step function, was called where several models scale "
@@ -191,6 +227,18 @@ class EagerStep:
     def differentiate(self, run: Callable[[], Any]) -> Any:
         """Runs a backward pass of the microbatch in progress."""
         self.set_gradients.check()
+        self._begin_pass()
+        with slices_as_they_are(), self._bodies.differentiating():
+            self.is_differentiating = True
+            try:
+                result = run()
+            finally:
+                self.is_differentiating = False
+        self._enter_pass(backward=False)
+        return result
+
+    @no_call
+    def _begin_pass(self) -> None:
         self._calls += 1
         self._enter_pass(backward=True)
         # As many calls as for the microbatch before: then nothing follows that adds to gradients.
@@ -201,13 +249,12 @@ class EagerStep:
                     each.data_parallel.enter_last_pass()
                 else:
                     each.data_parallel.enter_pass(frozenset())
-            self.is_differentiating = True
-            try:
-                result = run()
-            finally:
-                self.is_differentiating = False
+
+    def _begin_pass_of_loss(self) -> None:
+        """Does what comes before a backward pass of a loss, which names no model."""
+        self.scale_of_losses()
+        self._begin_pass()
         self._enter_pass(backward=False)
-        return result
 
     def start(self, tensors: Any, starts: Any) -> None:
         """Does what ``torch.autograd.backward`` does, on all ranks that compute together."""

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
 from smdistributed.modelparallel.torch.compat.private.compiled import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.stepping.body_captures import body_captures_of
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
 from smdistributed.modelparallel.torch.stepping.replaying import replays_of
@@ -101,9 +102,12 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
         given = runtime, self._function, self._rules, self._detach_outputs
-        replays = replays_of(runtime, self.name, self._cuda_graphs)
+        asked = runtime, self.name, self._cuda_graphs
+        if runtime.topology.pp_size == 1 and runtime.topology.tp_size == 1:
+            return EagerStep(*given, functools.partial(body_captures_of, *asked))
+        replays = replays_of(*asked)
         if runtime.topology.pp_size == 1 and replays is None:
-            return EagerStep(*given)
+            return EagerStep(*given, lambda begin_pass: None)
         return PipelinedStep(*given, self._static, replays, self._compiling)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:

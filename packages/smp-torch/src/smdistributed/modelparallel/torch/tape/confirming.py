@@ -62,17 +62,18 @@ class Others(Protocol):
         """Says that it came to its end as recorded. Collective: TP_GROUP."""
 
 
-class _Nobody:
-    """No other ranks."""
+class Nobody:
+    """No other ranks, or such as are told otherwise; see ``Others``."""
 
     def confirming(self, leave: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """See ``Others``."""
         return contextlib.nullcontext()
 
     def leave(self) -> None:
-        pass
+        """See ``Others``."""
 
     def confirmed(self) -> None:
-        pass
+        """See ``Others``."""
 
 
 class Confirming(TorchFunctionMode):
@@ -86,6 +87,7 @@ class Confirming(TorchFunctionMode):
         give: gives the tensors that the pass is given, when they are needed.
         others: the ranks that compute the pass with this one.
         is_as_written: compiled modules run as they are written.
+        known_hooks: hooks of saved tensors that are around every pass.
 
     Attributes:
         is_off: Python has gone another way; everything is computed as it is called.
@@ -102,6 +104,7 @@ class Confirming(TorchFunctionMode):
         others: Others,
         *,
         is_as_written: bool = False,
+        known_hooks: Any = None,
     ) -> None:
         super().__init__()
         self._promised = promised
@@ -111,6 +114,7 @@ class Confirming(TorchFunctionMode):
         self._device_type = device.type
         self._is_as_written = is_as_written
         self._devices = devices
+        self._hooks = known_hooks
         self._random = random
         self._give = give
         self._others = others
@@ -199,7 +203,7 @@ class Confirming(TorchFunctionMode):
             and (function is event.function or function == event.function)
             and same(event.args, args, self._is_like)
             and same(event.kwargs, kwargs, self._is_like)
-            and event.settings == Settings.now(self._devices)
+            and event.settings == Settings.now(self._devices, self._hooks)
         ):
             return event
         return None
@@ -240,7 +244,14 @@ class Confirming(TorchFunctionMode):
             return [each.view_as(each) for each in given]
 
         return Confirming(
-            inside, self._device, self._devices, self._random, give, _Nobody(), is_as_written=True
+            inside,
+            self._device,
+            self._devices,
+            self._random,
+            give,
+            Nobody(),
+            is_as_written=True,
+            known_hooks=self._hooks,
         )
 
     def take(self, function: Any, args: Any, kwargs: Any) -> Any:

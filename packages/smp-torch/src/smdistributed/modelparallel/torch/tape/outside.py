@@ -11,6 +11,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     hooks_after_accumulation,
     hooks_on_gradient,
 )
+from smdistributed.modelparallel.torch.sharding.parameter import held
 
 
 class Outside:
@@ -31,10 +32,11 @@ class Outside:
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns where a tensor is, how it looks, and what becomes of its gradient."""
-    is_strided = tensor.layout is torch.strided
+    here = held(tensor)
+    is_strided = here.layout is torch.strided
     return (
-        (tensor.data_ptr(), tensor.stride()) if is_strided else (),
-        (tensor.shape, tensor.dtype, tensor.is_conj(), tensor.is_neg()),
+        (here.data_ptr(), here.stride()) if is_strided else (),
+        (here.shape, here.dtype, here.is_conj(), here.is_neg()),
         tensor.requires_grad,
         hooks_on_gradient(tensor),
         hooks_after_accumulation(tensor),

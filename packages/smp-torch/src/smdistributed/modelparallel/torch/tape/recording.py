@@ -69,7 +69,9 @@ from smdistributed.modelparallel.torch.tape.tape import (
 _SET_DATA = torch.ops.aten.set_data.default
 #: Arguments that are neither tensors nor plain values, and have no state of their own.
 _SAME_IN_EVERY_PASS = (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)
-#: Tensors of the host of more elements are too many to compare in each step.
+#: What classes have of methods that are no code in C.
+_WRITTEN_IN_PYTHON = (types.FunctionType, classmethod, staticmethod, property)
+#: Tensors of the host of more elements are too many to compare in each step, or to copy.
 _MOST_ON_HOST = 1 << 16
 
 
@@ -84,6 +86,7 @@ class Recording(TorchFunctionMode):
         recomputed: returns a checkpointed function as it is called again.
         fakes: of what compiled modules are given, while they run as they are written.
         is_as_written: compiled modules do so here.
+        known_hooks: hooks of saved tensors that are around every pass.
 
     Attributes:
         tape: what was taken down.
@@ -100,6 +103,7 @@ class Recording(TorchFunctionMode):
         fakes: FakeTensorMode,
         *,
         is_as_written: bool = False,
+        known_hooks: Any = None,
     ) -> None:
         super().__init__()
         self.tape = Tape(num_given=len(given))
@@ -112,10 +116,12 @@ class Recording(TorchFunctionMode):
         self._is_as_written = is_as_written
         #: Of a checkpointed call: the number of its first tensor, and torch's own hooks.
         self._region: int | None = None
-        self._hooks: Any = None
+        self._hooks = known_hooks
         #: By identity: a weak reference, the number, its version and the number of its node.
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
         self._draws: list[DrawBegins] = []
+        #: Tensors that are the same in every pass, by their numbers, and their versions.
+        self._constant: dict[int, int] = {}
         #: Tensors from outside, and where they were.
         self._places: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
         #: By identity, objects that each pass makes for itself, and what stands for them.
@@ -161,6 +167,11 @@ class Recording(TorchFunctionMode):
     def end(self, results: Sequence[torch.Tensor]) -> None:
         """Takes note of what the pass gives."""
         self.tape.results = self._template(tuple(results))
+        if self.tape.refusal:
+            # Of what came after the reason nothing is known, graphs of autograd say.
+            self.tape = Tape(refusal=self.tape.refusal)
+            self._places.clear()
+            return
         if any(place_of(tensor) != place for tensor, place in self._places):
             self.tape.refuse("it gives a tensor of the model other memory, or hooks")
 
@@ -231,6 +242,7 @@ class Recording(TorchFunctionMode):
                 self._recomputed,
                 self._fakes,
                 is_as_written=True,
+                known_hooks=self._hooks,
             )
             try:
                 with recording.recording():
@@ -249,6 +261,7 @@ class Recording(TorchFunctionMode):
         templates = self._template((tuple(args), dict(kwargs)))
         if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
             tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
+        is_constant = not self._draws and all(map(self._is_constant, given))
         result = function(*args, **kwargs)
         made = tensors_in(result)
         is_of_device = any(each.device.type == self._device_type for each in (*given, *made))
@@ -281,9 +294,23 @@ class Recording(TorchFunctionMode):
             and not made
             and not _is_answered_without_memory(function, args, kwargs)
         ):
-            tape.refuse(f"{name} asks for the numbers or the memory of a tensor")
+            call.is_known = is_constant
+            if not is_constant:
+                tape.refuse(f"{name} asks for the numbers of a tensor, or where it is")
+        if is_constant:
+            self._keep_constant((*given, *made))
+            call.numbers = self._numbers(call, result)
         tape.events.append(call)
         return result
+
+    def _numbers(self, call: Call, result: Any) -> torch.Tensor | None:
+        """Returns what a call has made of numbers of the host."""
+        is_tensor = type(result) is torch.Tensor and not result.requires_grad
+        if not is_tensor or next(placeholders((call.args, call.kwargs), Made), None) is not None:
+            return None
+        is_of_device = result.device.type == self._device_type
+        is_small = is_of_device and result.numel() <= _MOST_ON_HOST
+        return result.clone() if is_small and not self._is_as_written else None
 
     def _is_before_region(self, tensor: torch.Tensor) -> bool:
         found = self._made.get(id(tensor))
@@ -295,6 +322,18 @@ class Recording(TorchFunctionMode):
         return obj
 
     # ------------------------------------------------------------------ tensors
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the same numbers in every pass: made from none, or such, alone."""
+        found = self._made.get(id(tensor))
+        if found is None:
+            return tensor.device.type != self._device_type  # then they are compared
+        return self._constant.get(found[1]) == version_of(tensor)
+
+    def _keep_constant(self, tensors: Sequence[torch.Tensor]) -> None:
+        for each in tensors:
+            if (found := self._made.get(id(each))) is not None:
+                self._constant[found[1]] = version_of(each)
 
     def _make(self, tensor: torch.Tensor) -> None:
         number, key = len(self.tape.looks), id(tensor)
@@ -382,12 +421,12 @@ class Recording(TorchFunctionMode):
 
 def _is_answered_without_memory(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a question is about how tensors look: what is in them, and where, is no constant."""
-    tensors = tensors_in((args, kwargs))
-    own = iter([promise(Looks.of(each)) for each in tensors])
-    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda _: next(own))
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda each: promise(Looks.of(each)))
     try:
         function(*args, **kwargs)
-    except Exception:
+    except Exception as error:
+        # Its frames would keep what they, and those that called them, have of graphs.
+        error.__traceback__ = None
         return False
     return True
 
@@ -453,8 +492,8 @@ def _owner_of(called: Any) -> str:
     own = getattr(called, "__module__", None)
     if isinstance(own, str):
         return own
-    # A class written in Python may have methods of one that is not.
-    mro = type(called.__self__).__mro__
-    return next(
-        (each.__module__ for each in mro if called.__name__ in vars(each)), object.__module__
-    )
+    # A class written in Python may have methods of one that is not, also such as it overrides.
+    name = called.__name__
+    has_it = (each for each in type(called.__self__).__mro__ if name in vars(each))
+    own = (each for each in has_it if not isinstance(vars(each)[name], _WRITTEN_IN_PYTHON))
+    return next((each.__module__ for each in own), object.__module__)

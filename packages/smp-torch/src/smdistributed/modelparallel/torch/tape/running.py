@@ -69,6 +69,10 @@ class Running:
     def go(self, event: Event, value: Callable[[Made | Earlier | Own], Any]) -> Any:
         """Does what an event says; returns what a call gives."""
         if isinstance(event, Call):
+            if event.is_known:
+                return event.result
+            if event.numbers is not None:
+                return event.numbers.clone()
             if event.settings != self._settings:
                 self._holding.close()
                 self._holding.enter_context(event.settings.holding(self._devices))

@@ -82,6 +82,9 @@ class Call:
         result: template of what it gave.
         is_fixed: nobody can change what it gave.
         is_asked_again: it asks about tensors from outside, which may be others now.
+        is_known: it asks for numbers that are the same in every pass, and is not made again.
+        numbers: what it gives if that is made of numbers of the host: nothing comes from there
+            while a graph is captured, so it is copied.
         inside: of a module that runs as compiled code, what its Python calls as it is written.
     """
 
@@ -92,6 +95,8 @@ class Call:
     result: Any = None
     is_fixed: bool = True
     is_asked_again: bool = False
+    is_known: bool = False
+    numbers: torch.Tensor | None = None
     inside: Any = None
 
 

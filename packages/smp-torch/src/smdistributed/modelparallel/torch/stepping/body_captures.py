@@ -1,0 +1,184 @@
+"""Mini-batches of a step with one partition that run as CUDA graphs.
+
+Ranks of a sharding group, which exchange within a pass, decide together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
+
+from smdistributed.modelparallel.torch.execute.bodies import (
+    Arguments,
+    AsTheyAre,
+    Bodies,
+    BodyTape,
+    Call,
+    TakenDown,
+)
+from smdistributed.modelparallel.torch.execute.captured_bodies import (
+    CapturedBodies,
+    ConfirmedBodies,
+    capture_bodies,
+)
+from smdistributed.modelparallel.torch.execute.graphs import Graphs
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
+from smdistributed.modelparallel.torch.random.keys import CapturedDraws
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.home import is_sharded
+from smdistributed.modelparallel.torch.stepping.captures import Captures, Kind, graphs_for
+
+_Kind = Kind[list[BodyTape], CapturedBodies]
+
+
+class BodyCaptures:
+    """The captured mini-batches of one step function.
+
+    Args:
+        runtime: the state of the library in this process; there is one partition, and no tensor
+            parallelism.
+        graphs: capture bodies.
+        name: of the step function, for messages.
+        is_asked_for: see ``Captures``.
+        begin_pass: does what comes before a backward pass that Python did not begin itself.
+    """
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        graphs: Graphs,
+        name: str,
+        *,
+        is_asked_for: bool,
+        begin_pass: Callable[[], None],
+    ) -> None:
+        self._runtime = runtime
+        self._graphs = graphs
+        groups = runtime.sharding_groups
+        self._course = None if groups is None else groups.course
+        self._captures = Captures[list[BodyTape], CapturedBodies](
+            graphs,
+            runtime.tensor_group if groups is None else groups,
+            name,
+            runtime.rank,
+            runtime.device,
+            is_asked_for=is_asked_for,
+        )
+        self._begin_pass = begin_pass
+        self._devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def of(
+        self,
+        calls: Sequence[Call],
+        weights: Sequence[float],
+        models: Sequence[DistributedModel],
+        around: str,
+        enter: Callable[[int], None],
+    ) -> Bodies:
+        """Returns what runs the bodies of a mini-batch.
+
+        Collective: the sharding group.
+
+        Args:
+            calls: the arguments of its microbatches.
+            weights: by what their losses count.
+            models: that there are.
+            around: what takes part in the step from outside; see ``takes_part``.
+            enter: called with the number of each microbatch that is captured before it.
+        """
+        runtime = self._runtime
+        given = [each for call in calls for each in Arguments(call).tensors]
+        kind = self._kinds.setdefault(_looks(calls, weights, models), Kind())
+        here = [each for model in models for _, each in model.local_named_parameters()]
+        whole = [each for each in here if not is_sharded(each)]
+        shards = [
+            each.data_parallel.shards.model
+            for each in models
+            if each.data_parallel.shards is not None
+        ]
+
+        def captured(tapes: list[BodyTape]) -> CapturedBodies:
+            return capture_bodies(
+                self._graphs,
+                tapes,
+                calls,
+                whole,
+                shards,
+                self._course,
+                [CapturedDraws(runtime.random, each.num_draws) for each in tapes],
+                runtime.random,
+                self._devices,
+                enter,
+            )
+
+        replay = self._captures.decide(
+            kind,
+            whole,
+            given,
+            around=around,
+            adds_up=lambda: (
+                any(each.grad is not None for each in whole)
+                or any(each.gradients.adds_steps_up for each in shards)
+            ),
+            refusal=lambda tapes: next(filter(None, (each.tape.refusal for each in tapes)), ""),
+            fits=lambda replay: True,
+            capture=captured,
+        )
+        if replay is not None:
+            return ConfirmedBodies(
+                replay,
+                runtime.device,
+                self._devices,
+                runtime.random,
+                self._course,
+                self._begin_pass,
+            )
+        if kind.is_taken_down:
+            modules = [module for model in models for module in model.get_module().modules()]
+            taken = TakenDown(
+                runtime.device, self._devices, runtime.random, runtime.fake_mode, modules
+            )
+            kind.tapes = taken.tapes
+            return taken
+        return AsTheyAre()
+
+
+def body_captures_of(
+    runtime: TorchRuntime,
+    name: str,
+    cuda_graphs: bool | Literal["auto"],
+    begin_pass: Callable[[], None],
+) -> BodyCaptures | None:
+    """Returns the captured mini-batches of a step function; None where none are captured.
+
+    Args:
+        runtime: the state of the library in this process; there is one partition, and no tensor
+            parallelism.
+        name: of the step function.
+        cuda_graphs: whether the script asks for them; "auto": not where gradients are reduced
+            while a backward pass computes others, but by shards.
+        begin_pass: see ``BodyCaptures``.
+    """
+    is_alone = runtime.topology.dp_size == 1
+    if cuda_graphs == "auto" and not (is_alone or runtime.sharding_groups is not None):
+        return None
+    graphs = graphs_for(runtime, name, cuda_graphs, "")
+    if graphs is None:
+        return None
+    return BodyCaptures(
+        runtime, graphs, name, is_asked_for=cuda_graphs is True, begin_pass=begin_pass
+    )
+
+
+def _looks(
+    calls: Sequence[Call], weights: Sequence[float], models: Sequence[DistributedModel]
+) -> Hashable:
+    """Returns what is burnt into captured kernels of what they are given."""
+    tensors = tuple(
+        tuple(
+            (each.shape, each.stride(), each.dtype, each.device) for each in Arguments(call).tensors
+        )
+        for call in calls
+    )
+    return tensors, tuple(weights), tuple((id(each), each.training) for each in models)
