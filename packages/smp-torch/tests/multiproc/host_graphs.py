@@ -40,17 +40,28 @@ class HostGraph:
             self._replay()
 
     def _replay(self) -> None:
+        #: Messages under way: ranks that send to each other wait for none before all are given.
+        under_way: list[dist.Work] = []
         for function, args, kwargs, result, grad_enabled in self.calls:
+            if function.namespace != "c10d":
+                _wait(under_way)
             # An operation may change how a tensor looks, not only what is in it.
             args, kwargs = _aliases((args, kwargs))
             with torch.set_grad_enabled(grad_enabled):  # some keep more then
                 again = function(*args, **kwargs)
             for each in tree_leaves(again):
                 if isinstance(each, torch.ScriptObject):
-                    dist.Work.unbox(each).wait()
+                    under_way.append(dist.Work.unbox(each))
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
                 if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
+        _wait(under_way)
+
+
+def _wait(under_way: list[dist.Work]) -> None:
+    for each in under_way:
+        each.wait()
+    under_way.clear()
 
 
 class HostGraphs:

@@ -142,6 +142,8 @@ def capture_bodies(
     added: list[torch.Tensor] = []
     seen: set[torch.Tensor] = set()
     assumed: list[tuple[int, ...]] = []
+    for model in shards:
+        model.residency.empty()  # what is gathered is gathered in the graph
     if course is not None:
         course.assumed = assumed
     try:

@@ -110,11 +110,11 @@ class DeviceGraphs:
         try:
             yield graph
         except BaseException:
+            torch.cuda.set_sync_debug_mode(former)  # the end of a capture waits for the device
             with contextlib.suppress(RuntimeError):
                 self._end(graph, generators)
             raise
-        finally:
-            torch.cuda.set_sync_debug_mode(former)
+        torch.cuda.set_sync_debug_mode(former)
         self._end(graph, generators)
 
     def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
@@ -123,15 +123,24 @@ class DeviceGraphs:
         except RuntimeError:
             # What the capture has begun goes on: the allocator gives of its memory, and generators
             # count what a graph draws. Of the latter they are out after a capture that ends well.
-            with contextlib.suppress(RuntimeError):
-                end_allocating(self._stream.device, self._pool)
-            with contextlib.suppress(RuntimeError):
-                empty = torch.cuda.CUDAGraph()
-                for generator in generators:
-                    empty.register_generator_state(generator)
-                empty.capture_begin(self._pool, capture_error_mode="thread_local")
-                empty.capture_end()
+            self._end_allocating()
+            if generators:
+                self._capture_nothing(generators)
             raise
+
+    def _capture_nothing(self, generators: Sequence[torch.Generator]) -> None:
+        empty = torch.cuda.CUDAGraph()
+        for generator in generators:
+            empty.register_generator_state(generator)
+        try:
+            empty.capture_begin(self._pool, capture_error_mode="thread_local")
+            empty.capture_end()
+        except RuntimeError:
+            self._end_allocating()
+
+    def _end_allocating(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            end_allocating(self._stream.device, self._pool)
 
     def release(self) -> None:
         """See ``Graphs``."""

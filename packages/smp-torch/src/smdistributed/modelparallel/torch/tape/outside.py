@@ -11,6 +11,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     hooks_after_accumulation,
     hooks_on_gradient,
 )
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.parameter import held
 
 
@@ -32,12 +33,13 @@ class Outside:
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns where a tensor is, how it looks, and what becomes of its gradient."""
-    here = held(tensor)
-    is_strided = here.layout is torch.strided
-    return (
-        (here.data_ptr(), here.stride()) if is_strided else (),
-        (here.shape, here.dtype, here.is_conj(), here.is_neg()),
-        tensor.requires_grad,
-        hooks_on_gradient(tensor),
-        hooks_after_accumulation(tensor),
-    )
+    with past_subclass_functions():  # nothing is gathered for it
+        here = held(tensor)
+        is_strided = here.layout is torch.strided
+        return (
+            (here.data_ptr(), here.stride()) if is_strided else (),
+            (here.shape, here.dtype, here.is_conj(), here.is_neg()),
+            tensor.requires_grad,
+            hooks_on_gradient(tensor),
+            hooks_after_accumulation(tensor),
+        )
