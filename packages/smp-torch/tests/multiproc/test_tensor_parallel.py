@@ -247,6 +247,15 @@ def test_between_steps_parameters_are_slices(worlds: Worlds) -> None:
     run(worlds, WORLDS["tp2"], run_reads_of, "between_steps")
 
 
+def test_what_was_made_of_slices_between_steps(worlds: Worlds) -> None:
+    run(worlds, WORLDS["tp2"], run_reads_of, "kept_between_steps")
+
+
+def test_scripts_are_told_no_shape_of_a_slice(worlds: Worlds) -> None:
+    for ends in run(worlds, WORLDS["pp2-tp2"], run_reads_of, "shapes_by_scripts"):
+        assert set(ends) == {"refused"}
+
+
 def run_join() -> None:
     tensor_cases.joined()
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from ended_jobs import check_job
 from kernel_roads import ROADS
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import whole
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
 
 MICROBATCHES = 2
 #: What reads a linear map, or what looks like one, as a number or a scalar.
@@ -255,6 +257,11 @@ class Pair:
             except RuntimeError as error:
                 raise NoReferenceError from error
 
+    def train(self) -> Any:
+        """Runs a step of the split model; returns what its body does."""
+        self.model.zero_grad()
+        return self._train(self.model, self.states)
+
     def compare(self) -> None:
         """Compares a step of both.
 
@@ -262,8 +269,7 @@ class Pair:
             UnsupportedError: the step is refused.
         """
         wanted = self._by_plain(self.expected)
-        self.model.zero_grad()
-        losses, more = self._train(self.model, self.states)
+        losses, more = self.train()
         got = list(zip(map(float, losses.outputs), map(float, more.outputs), strict=True))
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted))
         compare_gradients(self.model, self.plain)
@@ -445,6 +451,19 @@ def other_modules(name: str) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
+def shapes_by_scripts() -> list[str]:
+    """Has TorchScript ask for the shape of a weight that partitions share; returns what came."""
+    ends = []
+    for kind, tried, place, when in (
+        ("script shape", tried_in_body, "stored", "after"),
+        ("script shape", tried_in_forward, "sibling", "a step"),
+        ("script numel", tried_in_forward, "sibling", "recomputed"),
+    ):
+        pair = Pair(Net)
+        ends.append(outcome(functools.partial(tried, pair, BY_ROADS[kind], place, when)))
+    return ends
+
+
 def compiled(place: str) -> dict[tuple[str, str], int]:
     """Reads in modules that are compiled in place; returns what came of it."""
     found: Counter[tuple[str, str]] = Counter()
@@ -485,3 +504,22 @@ def between_steps() -> None:
         return loss
 
     train(pair.model, pair.states)
+
+
+def kept_between_steps() -> None:
+    """Of what was made of a slice between steps a step is told the shape alone, the slice's."""
+    pair = Pair(Net)
+    weight = pair.model.get_module().inner.map.weight
+    shapes: list[tuple[int, ...]] = []
+
+    def look(kept: torch.Tensor, model: Any, stored: Any) -> Any:
+        shapes.append(tuple(kept.shape))
+        return kept.norm()
+
+    for kept in (weight.detach(), weight.data):
+        pair.given("before", functools.partial(look, kept))
+        with pytest.raises(SliceReadError, match=r"was given inner\.map\.weight, or its gradient"):
+            pair.train()
+    pair.given("before", None)
+    assert set(shapes) == {(WIDTH, WIDTH // smp.tp_size())}
+    pair.compare()

@@ -60,9 +60,14 @@ def sine(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sin()
 
 
+def last_sine(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[-1].sin()
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     scripted = torch.jit.script(sine)
+    scripted_list = torch.jit.script(last_sine)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +154,8 @@ def test_functions_of_torchscript_are_functions_of_torch() -> None:
     with scripted_functions_seen():
         assert scripted(tensor) is VALUES
         assert scripted(tensor=tensor) is VALUES
+        assert scripted_list([torch.zeros(1), tensor]) is VALUES
         assert scripted(torch.zeros(1)).item() == 0
-    assert called == ["sine", "sine"]
+    assert called == ["sine", "sine", "last_sine"]
     scripted(tensor)
-    assert len(called) == 2
+    assert len(called) == 3

@@ -42,7 +42,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(gradients_hidden_from_optimizers())
         runtime.replacements.enter_context(optimizers_checked(runtime))
         runtime.replacements.enter_context(shared_overflows(runtime))
-        if runtime.sharding_groups is not None:
+        if runtime.sharding_groups is not None or runtime.topology.mp_size > 1:
             runtime.replacements.enter_context(scripted_functions_seen())
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         if runtime.topology.tp_size > 1:

@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     when_backward_ends,
 )
 from smdistributed.modelparallel.torch.compat.private.below import (
+    Scripted,
     is_of_unusable_tensor,
     operated_by,
     without_memory,
@@ -44,6 +46,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensor,
     past_all_modes,
+    past_subclass_functions,
     pytree,
     unseen,
 )
@@ -264,13 +267,14 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
         tensors: slices, and the shapes of the whole.
     """
     changed = []
-    with past_all_modes():
+    with past_all_modes(), past_subclass_functions():
         for tensor, shape in tensors:
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
                 continue
-            # Fakes have a shape alone; shards and what comes later are read by way of their class.
-            if (kind is nn.Parameter or issubclass(kind, FakeTensor)) and not tensor.is_meta:
+            # Shards come and go in data of their own.
+            is_like = kind is nn.Parameter or issubclass(kind, FakeTensor | AbsentTensor)
+            if is_like and not tensor.is_meta:
                 vacant = _vacant(shape, tensor.dtype, tensor.device)
                 vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
             tensor.__class__ = _guarded(kind)
@@ -281,7 +285,7 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Has functions of torch take tensors as they are; returns those that were refused before."""
     changed = []
-    with past_all_modes():
+    with past_all_modes(), past_subclass_functions():
         for tensor in tensors:
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
@@ -357,8 +361,9 @@ def _guarded(kind: type[torch.Tensor]) -> Any:
 
 def _run(cls: type[GuardedSlice], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Runs a function of torch that got a slice."""
-    # What records a step reads fakes too, and sees what code does with them before this.
-    if not (is_in_backward() or is_being_compiled() or issubclass(cls, FakeTensor)):
+    # What records a step reads fakes too, and sees what else code does with them before this.
+    is_seen = issubclass(cls, FakeTensor) and not isinstance(func, Scripted)
+    if not (is_in_backward() or is_being_compiled() or is_seen):
         refuse_reads(func, (cls,), args, kwargs)
     return cls.kind.__torch_function__(func, (), args, kwargs or {})
 

@@ -159,20 +159,25 @@ def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
     return next(found, _Vacant).operate(func, args, kwargs)
 
 
+class Scripted(functools.partial[Any]):
+    """A function of TorchScript for a class of tensors; modes of torch functions do not see it."""
+
+
 @contextlib.contextmanager
 def scripted_functions_seen() -> Iterator[None]:
     """Inside, functions of TorchScript are functions of torch for tensors that are ``Operated``.
 
-    What TorchScript fuses reads memory past the dispatcher; methods of its modules torch tells
+    What TorchScript fuses reads memory past the dispatcher, and asks for a shape past everything;
+    of what is refused it makes an error of its own. Methods of its modules torch tells
     ``__torch_function__`` of by itself.
     """
     kind: Any = torch._C.ScriptFunction
     original = kind.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in (*args, *kwargs.values()):
+        for each in pytree.tree_iter((args, kwargs)):
             if hasattr(type(each), "operate"):
-                run = functools.partial(original, function)
+                run = Scripted(original, function)
                 run.__name__ = function.name  # type: ignore[attr-defined]
                 return each.__torch_function__(run, (), args, kwargs)
         return original(function, *args, **kwargs)
