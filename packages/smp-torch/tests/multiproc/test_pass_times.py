@@ -154,6 +154,26 @@ def test_only_steps_of_one_kind_that_train_count(worlds: Worlds) -> None:
     assert any(orders[7] != orders[2] for _, orders, _ in ranks)
 
 
+def compare_by_replica(sizes: Sequence[Sequence[int]]) -> tuple[int, bool, list[Any]]:
+    own = sizes[smp.dp_rank()]
+    same, orders, _ = compare("uneven", own)
+    return smp.pp_rank(), same, [orders[at] for at, size in enumerate(own) if size == own[-1]]
+
+
+def test_replicas_whose_batches_differ_in_kind_do_not_wait(worlds: Worlds) -> None:
+    """Both are timed in the seventh step, the first in which a kind comes to each a fourth time."""
+    sizes = [16] * (STEPS + 1), [16, 8] * (STEPS // 2) + [16]
+    ranks = run(worlds, WORLDS["replicas"], compare_by_replica, sizes)
+    for _, same, orders in ranks:
+        assert same
+        before, after = (7, 2) if len(orders) > STEPS else (4, 1)
+        assert orders == orders[:1] * before + orders[-1:] * after
+    assert any(orders[-1] != orders[0] for _, _, orders in ranks)
+    for stage in range(2):
+        one, other = (orders[-1] for place, _, orders in ranks if place == stage)
+        assert one == other
+
+
 def test_microbatches_that_differ_keep_their_order(worlds: Worlds) -> None:
     for same, orders, lines in run(worlds, WORLDS["halves"], compare, "uneven", [13] * STEPS):
         assert same

@@ -33,6 +33,9 @@ from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Pr
 #: The mini-batch of a kind whose passes are timed: before it, modules and functions are compiled,
 #: kernels chosen, and graphs of passes captured.
 _TIMED = 4
+#: Mini-batches that train, at most, until each rank has one of such a kind at the same time: where
+#: none has come, no order would last.
+_LAST = 64
 
 #: Segment, kind -> seconds.
 _Seconds = dict[tuple[int, Kind], float]
@@ -50,12 +53,15 @@ class PassTimes:
         self._runtime = runtime
         self._preparation = preparation
         self._ran: weakref.WeakKeyDictionary[Prepared, int] = weakref.WeakKeyDictionary()
+        self._num_calls = 0
         self._is_done = False
 
     def note(self, prepared: Prepared, marks: Sequence[Any]) -> None:
         """Counts a mini-batch that trains; times its passes, if it is the one to be timed.
 
-        Collective: WORLD, of that one.
+        Replicas have one order, since modules may exchange something between them. Their batches
+        may differ in kind, but all count the same calls: by these they know when to ask each other.
+        Collective: WORLD, from the first call that may be timed to the one that is.
 
         Args:
             prepared: what ran.
@@ -63,20 +69,27 @@ class PassTimes:
         """
         if self._is_done or not prepared.differentiated:
             return
+        models = models_of(self._runtime)
+        if not any(model.tracing.trace_execution_times for model in models):
+            self._is_done = True
+            return
+        if any(model.data_parallel.is_joining for model in models):
+            return  # some replicas have no batches, and do not come here
+        self._num_calls += 1
         self._ran[prepared] = self._ran.get(prepared, 0) + 1
-        if self._ran[prepared] < _TIMED:
+        if self._num_calls < _TIMED:
             return
-        self._is_done = True
-        if not any(model.tracing.trace_execution_times for model in models_of(self._runtime)):
-            return
+        is_ready = self._ran[prepared] >= _TIMED
         plan, num_microbatches = prepared.plans[0], len(prepared.plans)
         shape = [(each.rank, each.index in plan.backward) for each in plan.segments]
         is_one = len(set(prepared.plans)) == 1 and not plan.in_turn
-        own = self._own(prepared, marks) if is_one else {}
-        everyones = self._runtime.communicator.allgather((is_one, shape, own), CommGroup.WORLD)
-        if any(each[:2] != (True, shape) for each in everyones):
+        own = self._own(prepared, marks) if is_one and is_ready else {}
+        told = (is_ready, is_one, shape, own)
+        everyones = self._runtime.communicator.allgather(told, CommGroup.WORLD)
+        self._is_done = all(each[0] for each in everyones) or self._num_calls == _LAST
+        if any(each[:3] != (True, True, shape) for each in everyones):
             return
-        seconds = _slowest([each[2] for each in everyones])
+        seconds = _slowest([each[3] for each in everyones])
         for segment in plan.segments:
             segment.seconds = _costs(segment, seconds)
         self._order(prepared, plan, num_microbatches)
