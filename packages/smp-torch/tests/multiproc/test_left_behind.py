@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -474,6 +476,24 @@ class Deep(nn.Module):
         return self.four(torch.tanh(self.three(x + late)))
 
 
+def models_are_let_go() -> None:
+    """A step function that lives on keeps no model that the script has dropped."""
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(2):
+        model = smp.DistributedModel(nn.Linear(WIDTH, WIDTH))
+        train(model, torch.randn(4, WIDTH))
+        known = weakref.ref(model)
+        del model
+        gc.collect()
+        assert known() is None
+
+
 def batches_that_steps_change() -> None:
     """What a step writes to its batch, from the batch and from activations, is in the batch."""
     module = Deep()
@@ -544,6 +564,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "expanded_buffers": ("dp2", expanded_buffers),
     "additions_are_kept": ("tp2", additions_are_kept),
     "optimizers_of_whole_tensors": ("tp2", optimizers_of_whole_tensors),
+    "models_are_let_go": ("dp2", models_are_let_go),
 }
 
 

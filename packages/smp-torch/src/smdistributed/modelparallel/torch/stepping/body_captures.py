@@ -5,6 +5,7 @@ Ranks of a sharding group, which exchange within a pass, decide together.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
@@ -89,7 +90,7 @@ class BodyCaptures:
         """
         runtime = self._runtime
         given = [each for call in calls for each in Arguments(call).tensors]
-        kind = self._kinds.setdefault(_looks(calls, weights, models), Kind())
+        kind = self._kind(_looks(calls, weights, models), models)
         here = [each for model in models for _, each in model.local_named_parameters()]
         whole = [each for each in here if not is_sharded(each)]
         shards = [
@@ -142,6 +143,15 @@ class BodyCaptures:
             kind.tapes = taken.tapes
             return taken
         return AsTheyAre()
+
+
+    def _kind(self, looks: Hashable, models: Sequence[DistributedModel]) -> _Kind:
+        """Returns what is known of mini-batches that look so; it goes with any of the models."""
+        if (kind := self._kinds.get(looks)) is None:
+            kind = self._kinds[looks] = Kind()
+            for model in models:
+                weakref.finalize(model, self._kinds.pop, looks, None).atexit = False
+        return kind
 
 
 def body_captures_of(

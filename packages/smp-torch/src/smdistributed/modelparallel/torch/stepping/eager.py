@@ -68,10 +68,9 @@ class EagerStep:
         self._is_last = False
         self._calls = 0
         self._usual_calls = 0
-        self._reached: dict[DistributedModel, None] = {}
         self._flags: tuple[object, ...] | None = None
         self.is_differentiating = False
-        self.set_gradients = SetGradients(lambda: (), is_part=False)
+        self._forget_models()
         self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
         self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
         self._bodies: Bodies = AsTheyAre()
@@ -93,7 +92,6 @@ class EagerStep:
         random.begin(runtime.tensor_group.begin_step(draw_step_seed()))
         results = []
         around = takes_part()
-        self._reached = {}
         is_part = len(calls) > 1 or any(each.data_parallel.reduces for each in models)
         self.set_gradients = SetGradients(
             lambda: (pair for model in models for pair in model.local_named_parameters()),
@@ -128,6 +126,7 @@ class EagerStep:
         finally:
             runtime.current_step = None
             self._bodies = AsTheyAre()
+            self._forget_models()
             if not random.end():
                 self._flags = None
         for model, has in zip(models, has_gradients, strict=True):
@@ -139,6 +138,11 @@ class EagerStep:
                 model.run_post_step_hooks()
         self._usual_calls = self._calls
         return combine(results, weights, detach=self._detach_outputs)
+
+    def _forget_models(self) -> None:
+        """Keeps no model of the last call: one may be gone before the step function is."""
+        self._reached: dict[DistributedModel, None] = {}
+        self.set_gradients = SetGradients(lambda: (), is_part=False)
 
     def _have_gradients(self, models: Sequence[DistributedModel]) -> list[bool]:
         """Returns which models the step has differentiated, on any rank that computes with this.
