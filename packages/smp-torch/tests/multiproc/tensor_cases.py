@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.sharding.parameter import gradient_here
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     distributed_modules_in,
@@ -238,10 +239,11 @@ def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None
     of = max(each.norm().item() for each in whole.values())
     expected = local_parts(model, whole)
     for name, parameter in model.local_named_parameters():
+        found = gradient_here(parameter)
         if gradients[name] is None:
-            assert parameter.grad is None or not slice_itself(parameter.grad).any(), name
+            assert found is None or not slice_itself(found).any(), name
         else:
-            assert_near(parameter.grad, expected[name], name, of)
+            assert_near(found, expected[name], name, of)
 
 
 def drop_noise(*modules: nn.Module) -> None:

@@ -8,7 +8,7 @@ import auto_cases
 import auto_transformers
 import pytest
 import tensor_cases
-from test_tensor_parallel import LAYOUTS, WORLDS, split
+from test_tensor_parallel import LAYOUTS, SHARDS, WORLDS, split
 from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import Worlds
@@ -65,11 +65,6 @@ def test_dropout_is_that_of_one_process(worlds: Worlds, world: str, size: int) -
 
 
 #: Where checkpoints are saved and resumed: also in shards of slices, of which some are fused.
-SHARDS = {
-    "sharded_data_parallel_degree": 2,
-    "sdp_param_persistence_threshold": 2,
-    "sdp_gradient_clipping": float("inf"),  # as the others
-}
 PLACES = {**LAYOUTS, "tp2-shards": split(2, 4, **SHARDS)}
 
 

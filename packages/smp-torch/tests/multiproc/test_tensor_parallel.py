@@ -44,6 +44,12 @@ WORLDS = {
     "pp2-tp2-dp2": split(2, 8, pipeline_parallel_degree=2),
     "pp2-tp2-prescaled": split(2, 4, pipeline_parallel_degree=2, prescaled_batch=True),
 }
+#: With this, what ranks have of slices is in shards.
+SHARDS = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 2,
+    "sdp_gradient_clipping": float("inf"),
+}
 #: So many tests share the cases of a population in a pipeline, of which each starts some jobs.
 PARTS = 12
 #: What the other worlds run of the models that the first runs all.
@@ -127,7 +133,9 @@ def test_reads_of_weights_in_a_pipeline(worlds: Worlds, stride: int) -> None:
         assert set(found) == {("others", "refused"), ("harmless", "exact")}
 
 
-#: What is refused for another reason cannot be recorded, whatever it reads.
+ROADS_IN = {**WORLDS, "tp2-sdp2": split(2, 4, **SHARDS)}
+#: What is refused for another reason cannot be recorded, whatever it reads; or its gradients, in
+#: shards, cannot be compared.
 ENDS_OF_ROADS = {
     ("others", end) for end in ("exact", "refused", "refused for another reason", "not in PyTorch")
 }
@@ -138,6 +146,8 @@ ENDS_OF_ROADS = {
     [
         pytest.param("tp2", 5, 1, marks=pytest.mark.slow),
         ("tp2", 5, 29),
+        pytest.param("tp2-sdp2", 0, 1, marks=pytest.mark.slow),
+        ("tp2-sdp2", 190, 99),  # roads to what is gathered, among others
         *(
             pytest.param("pp2-tp2", first, 7 * PARTS, marks=pytest.mark.slow)
             for first in range(5, 5 + 7 * PARTS, 7)
@@ -148,7 +158,7 @@ def test_no_road_to_a_kernel_reads_a_slice(
     worlds: Worlds, world: str, first: int, stride: int
 ) -> None:
     def run_from(number: int) -> tuple[dict[tuple[str, str], int], ...]:
-        return run(worlds, WORLDS[world], run_roads, number, stride, timeout=280)
+        return run(worlds, ROADS_IN[world], run_roads, number, stride, timeout=280)
 
     assert set(ends_of(run_from, first, stride)) <= ENDS_OF_ROADS
 

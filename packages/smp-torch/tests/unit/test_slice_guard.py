@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.absence.tensors import make_absent
-from smdistributed.modelparallel.torch.compat.private.below import scripted_functions_seen
+from smdistributed.modelparallel.torch.compat.private.below import give, scripted_functions_seen
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_subclass_functions,
@@ -69,6 +69,15 @@ def test_whoever_asks_past_all_functions_sees_the_whole(make: Any) -> None:
     with past_subclass_functions():
         assert parameter.shape == OWN
     assert type(parameter) is type(make())
+
+
+def test_what_is_gathered_meanwhile_is_not_shown() -> None:
+    parameter, gathered = here(), torch.zeros(OWN)
+    with guard_of(parameter).on(), past_subclass_functions():
+        give(parameter, gathered)
+        with pytest.raises(SliceReadError):
+            parameter.sum()
+    assert parameter.data_ptr() == gathered.data_ptr()
 
 
 @pytest.mark.parametrize("make", [here, fake, absent])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private.below import past_operations
+from smdistributed.modelparallel.torch.compat.private.below import give, past_operations
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, storage_of
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
@@ -102,7 +102,7 @@ class Unit:
         """
         with past_subclass_functions(), past_operations():
             for parameter, view in zip(self.parameters, self.layout.views(memory), strict=True):
-                parameter.data = view
+                give(parameter, view)
             self._versions = [each._version for each in self.parameters]
         self.memory = memory
         return storage_of(memory)
@@ -117,7 +117,7 @@ class Unit:
         with past_subclass_functions(), past_operations():
             versions = [each._version for each in self.parameters]
             for parameter in self.parameters:
-                parameter.data = parameter.shard.vacant
+                give(parameter, parameter.shard.vacant)
         if versions == self._versions:
             return []
         pairs = zip(versions, self._versions, strict=True)

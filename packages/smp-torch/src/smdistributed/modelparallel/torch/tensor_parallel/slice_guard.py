@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     when_backward_ends,
 )
 from smdistributed.modelparallel.torch.compat.private.below import (
+    HIDDEN,
     Scripted,
     is_of_unusable_tensor,
     operated_by,
@@ -232,7 +232,7 @@ def _call_with_slices(
                 kind: Any = type(tensor)
                 if issubclass(kind, GuardedSlice):
                     tensor.__class__ = kind.kind
-                    data, vacant = vars(tensor).pop(_ITSELF, (None, None))
+                    data, vacant = vars(tensor).pop(HIDDEN, (None, None))
                     if data is not None:
                         tensor.data = data
                     lifted.append((tensor, kind, vacant))
@@ -252,12 +252,8 @@ def _call_with_slices(
             for tensor, kind, vacant in lifted:
                 if vacant is not None:
                     # Only of data that may be read: a mode, as one that counts, would ask for it.
-                    vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
+                    vars(tensor)[HIDDEN], tensor.data = (tensor.data, vacant), vacant
                 tensor.__class__ = kind
-
-
-#: Where a tensor that cannot be read keeps its data, and what it has in its place.
-_ITSELF = "_smp_slice"
 
 
 def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torch.Tensor]:
@@ -272,11 +268,9 @@ def _guard(tensors: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> list[torc
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
                 continue
-            # Shards come and go in data of their own.
-            is_like = kind is nn.Parameter or issubclass(kind, FakeTensor | AbsentTensor)
-            if is_like and not tensor.is_meta:
+            if not tensor.is_meta:  # of one that has yet to come
                 vacant = _vacant(shape, tensor.dtype, tensor.device)
-                vars(tensor)[_ITSELF], tensor.data = (tensor.data, vacant), vacant
+                vars(tensor)[HIDDEN], tensor.data = (tensor.data, vacant), vacant
             tensor.__class__ = _guarded(kind)
             changed.append(tensor)
     return changed
@@ -290,7 +284,7 @@ def _let_go(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             kind = type(tensor)
             if issubclass(kind, GuardedSlice):
                 tensor.__class__ = kind.kind
-                data, _ = vars(tensor).pop(_ITSELF, (None, None))
+                data, _ = vars(tensor).pop(HIDDEN, (None, None))
                 if data is not None:
                     tensor.data = data
                 changed.append(tensor)

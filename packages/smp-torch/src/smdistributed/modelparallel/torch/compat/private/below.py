@@ -95,6 +95,19 @@ def without_memory(
     return made
 
 
+#: Where a tensor that shows data without memory keeps its own data; and what it shows.
+HIDDEN = "_smp_hidden"
+
+
+def give(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor other data, which it hides if it hides its own."""
+    hidden = vars(tensor).get(HIDDEN)
+    if hidden is None:
+        tensor.data = data
+    else:
+        vars(tensor)[HIDDEN] = data, hidden[1]
+
+
 def operated_by(tensor: torch.Tensor) -> type[Operated] | None:
     """Returns what operations on a tensor come to; None for a tensor that has memory."""
     if not torch._C._dispatch_keys(tensor).has(_key):
