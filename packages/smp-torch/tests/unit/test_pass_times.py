@@ -1,0 +1,40 @@
+"""Ranks agree on the call whose passes are timed, and do not ask each other for ever."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from smdistributed.modelparallel.torch.stepping import pass_times
+from smdistributed.modelparallel.torch.stepping.pass_times import PassTimes
+
+
+def asked(*, others: bool) -> int:
+    """Returns in how many of 100 calls of one kind this rank asks the other one.
+
+    Args:
+        others: whether the other one has a kind that comes again.
+    """
+    model, runtime, preparation = mock.Mock(), mock.Mock(), mock.Mock()
+    model.data_parallel.is_joining = False
+    prepared = mock.Mock(plans=[mock.Mock(segments=[], backward=set(), in_turn=())])
+    prepared.executor.timed.return_value = []
+    runtime.communicator.allgather.side_effect = lambda told, group: [
+        told,
+        (others, True, [], {}),
+    ]
+    with (
+        mock.patch.object(pass_times, "models_of", return_value=[model]),
+        mock.patch.object(PassTimes, "_order"),
+    ):
+        times = PassTimes(runtime, preparation)
+        for _ in range(100):
+            times.note(prepared, [])
+    return runtime.communicator.allgather.call_count
+
+
+def test_the_fourth_call_is_timed_where_it_is_one_of_its_kind_on_all() -> None:
+    assert asked(others=True) == 1
+
+
+def test_nobody_asks_for_ever_where_kinds_do_not_come_again() -> None:
+    assert asked(others=False) == 64 - 4 + 1
