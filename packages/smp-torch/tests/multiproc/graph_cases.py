@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -438,3 +440,24 @@ def compare_turning(name: str, turn: str) -> tuple[bool, int]:
         got = turning(name, turn, cuda_graphs=True)
     same = all(one == other or one != one for one, other in zip(want[0], got[0], strict=True))
     return same and all(map(torch.equal, want[1], got[1])), len(started)
+
+
+def lets_models_go() -> tuple[list[str], int, bool]:
+    """Returns why steps ran as they are, how many did not, and whether their model goes then."""
+    gc.collect()  # those of other trials
+
+    @smp.step(cuda_graphs=True)
+    def step(model: Any, x: torch.Tensor) -> Any:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    with captured() as (begun, reasons):
+        model = smp.DistributedModel(NETS["plain"][0]())
+        for _ in range(4):
+            step(model, torch.ones(16, WIDTH))
+            model.zero_grad()
+        kept = weakref.ref(model.get_module())
+        del model
+        gc.collect()
+        return reasons.found, len(begun), kept() is None

@@ -7,7 +7,16 @@ import itertools
 import pytest
 import torch
 from boxed import boxed
-from graph_cases import ANOTHER_WAY, LAYERS, MOMENTS, NETS, RUN_BACKWARD, compare, compare_turning
+from graph_cases import (
+    ANOTHER_WAY,
+    LAYERS,
+    MOMENTS,
+    NETS,
+    RUN_BACKWARD,
+    compare,
+    compare_turning,
+    lets_models_go,
+)
 from world import pipeline, quick, replicas, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -243,3 +252,9 @@ def test_steps_that_turn_into_something_else(
     is_ahead = name == "plain" and world == "interleaved"
     assert ahead[0] > 0 if is_ahead else ahead[0] == 0, ahead
     assert not any(ahead[1:])
+
+
+@pytest.mark.parametrize("world", ["alone", "shards"])
+def test_what_is_captured_goes_with_its_model(worlds: Worlds, world: str) -> None:
+    for told, count, is_gone in run(worlds, ONE_PARTITION[world], lets_models_go):
+        assert (told, count, is_gone) == ([], 2, True)

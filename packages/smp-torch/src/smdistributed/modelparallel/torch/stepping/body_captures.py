@@ -144,7 +144,6 @@ class BodyCaptures:
             return taken
         return AsTheyAre()
 
-
     def _kind(self, looks: Hashable, models: Sequence[DistributedModel]) -> _Kind:
         """Returns what is known of mini-batches that look so; it goes with any of the models."""
         if (kind := self._kinds.get(looks)) is None:
