@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -34,7 +35,11 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Reentrant,
     checkpointing_replaced,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes, past_transforms
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    past_all_modes,
+    past_function_modes,
+    past_transforms,
+)
 
 #: Of a draw: the module's name, the number of its call, the number of the draw in that.
 _Key = tuple[str, int, int]
@@ -145,16 +150,15 @@ class _Seeded:
         self._under_way = under_way
 
     def __enter__(self) -> None:
+        # No mode sees what generators do themselves.
         self._under_way.append(self._key)
-        with past_all_modes():
-            self._states = [generator.get_state() for generator in self._generators]
-            for generator in self._generators:
-                generator.manual_seed(self._seed)
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
 
     def __exit__(self, *exception: object) -> None:
-        with past_all_modes():
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.set_state(state)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
         self._under_way.pop()
 
 
@@ -428,8 +432,10 @@ class StepRandom:
 
     def state(self) -> list[bytes]:
         """Returns the state of the generators that a draw can change."""
-        with past_all_modes(), past_transforms():
-            return [each.get_state().numpy().tobytes() for each in self._generators]
+        # Recordings ask at each call: the bytes where they are, which no operation of torch reads.
+        with past_function_modes():
+            states = [each.get_state() for each in self._generators]
+            return [ctypes.string_at(each.data_ptr(), each.nbytes) for each in states]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

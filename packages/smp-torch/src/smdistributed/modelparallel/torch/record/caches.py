@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -43,21 +44,20 @@ class FunctionCaches:
 class _Caches:
     """All caches of this process.
 
-    After ``gc.freeze()`` the collector does not tell what there was before. Modules do, but to look
-    through them takes a tenth of a second where much has been imported, so this is done again only
-    if the collector does not tell of what it told of the last time either.
+    Each refers to its class, so the collector tells of them. After ``gc.freeze()`` it does not tell
+    what there was before. Modules do, but to look through them takes a tenth of a second where much
+    has been imported, so this is done again only if the collector does not tell of what it told of
+    the last time either.
     """
 
     def __init__(self) -> None:
-        self._mark: list[object] | None = None
+        self._mark: Any = None
         self._in_modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def now(self) -> list[Any]:
-        mark = self._mark
-        told = [each for each in gc.get_objects() if type(each) is _Cached or each is mark]
-        found = {id(each): each for each in told if each is not mark}
-        if mark is None or len(found) == len(told):
-            self._mark = [self]
+        found = {id(each): each for each in gc.get_referrers(_Cached) if type(each) is _Cached}
+        if found.pop(id(self._mark), None) is None:
+            self._mark = functools.lru_cache(int)
             self._in_modules.update(_in_modules())
         return list((found | {id(each): each for each in self._in_modules}).values())
 
@@ -88,19 +88,18 @@ def _hold_fakes(caches: Sequence[Any]) -> bool:
     classes: some libraries keep large tables in caches.
     """
     level = gc.get_referents(*(each for each in caches if each.cache_info().currsize))
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
     while level:
-        kinds = {id(kind): kind for kind in map(type, level)}
-        if any(issubclass(kind, FakeTensor) for kind in kinds.values()):
+        kinds = list(map(type, level))
+        keys = list(map(id, kinds))
+        of_key = dict(zip(keys, kinds, strict=True))
+        if any(issubclass(kind, FakeTensor) for kind in of_key.values()):
             return True
-        containers = {key for key, kind in kinds.items() if _is_container(kind)}
-        new = {
-            id(each): each
-            for each in level
-            if id(type(each)) in containers and id(each) not in seen
-        }
-        seen |= new.keys()
-        level = gc.get_referents(*new.values())
+        looked_into = {key for key, kind in of_key.items() if _is_container(kind)}
+        containers = list(itertools.compress(level, map(looked_into.__contains__, keys)))
+        new = dict(zip(map(id, containers), containers, strict=True))
+        level = gc.get_referents(*(new[key] for key in new.keys() - seen.keys()))
+        seen |= new
     return False
 
 

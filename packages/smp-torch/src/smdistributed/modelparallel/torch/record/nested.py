@@ -68,6 +68,8 @@ _VALUE_TYPES = (
 )
 #: Containers that templates keep as they are; exactly these classes, no subclasses.
 _PLAIN_TYPES = (list, tuple, dict, slice)
+#: What is no container for sure, without a closer look: most arguments of functions of torch.
+_WITHOUT_PARTS = frozenset({*_VALUE_TYPES} - {enum.Enum, range})
 
 
 def take_apart(obj: Any) -> Container | None:
@@ -91,6 +93,8 @@ def map_tensors(obj: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Returns a copy of ``obj`` with ``function`` applied to each tensor in it."""
     if isinstance(obj, torch.Tensor):
         return function(obj)
+    if type(obj) in _WITHOUT_PARTS:
+        return obj
     inner = functools.partial(map_tensors, function=function)
     if type(obj) in _PLAIN_TYPES:
         return _map_plain(obj, inner)
@@ -115,12 +119,7 @@ def containers_in(obj: Any) -> Iterator[list[Any] | dict[Any, Any]]:
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     """Returns the tensors in a structure, in the order in which ``map_tensors`` visits them."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(obj, note)
+    _collect(obj, found)
     return found
 
 
@@ -380,6 +379,27 @@ def follow(obj: Any, path: Path) -> Any:
     for kind, key in path:
         obj = obj[key] if kind == "item" else getattr(obj, key)
     return obj
+
+
+def _collect(obj: Any, found: list[torch.Tensor]) -> None:
+    """Adds the tensors in a structure to a list."""
+    if isinstance(obj, torch.Tensor):
+        found.append(obj)
+        return
+    kind = type(obj)
+    if kind in _WITHOUT_PARTS:
+        return
+    if kind is list or kind is tuple:
+        items = obj
+    elif kind is dict:
+        items = obj.values()
+    elif kind is slice:
+        items = (obj.start, obj.stop, obj.step)
+    else:
+        parts = take_apart(obj)
+        items = () if parts is None else parts.items.values()
+    for item in items:
+        _collect(item, found)
 
 
 def _map_plain(obj: Any, inner: Callable[[Any], Any]) -> Any:

@@ -96,12 +96,14 @@ def code_of_others_seen() -> Iterator[set[str]]:
     before, collects = sys.getprofile(), gc.isenabled()
 
     def look(frame: types.FrameType, event: str, argument: object) -> None:
+        if event != "call":
+            return
         module = _module_of(frame)
+        if module in seen or not is_code_of_others(module):
+            return
         # Torch makes named tuples, whose constructors are in modules of no package, and functions.
         is_made = module.startswith("namedtuple_") or is_made_by_torch(frame.f_code)
-        if event != "call" or is_made or not is_code_of_others(module):
-            return
-        if not _is_imported(frame):
+        if not is_made and not _is_imported(frame):
             seen.add(module)
 
     gc.disable()
