@@ -22,9 +22,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from smdistributed.modelparallel.common.launcher.cli import split_arguments
+from smdistributed.modelparallel.common.testing import fork_client, jobs
 
 DEFAULT_FILE = "train.py"
 _REMARK = re.compile(r"<!-- (?P<kind>file|run|output|not run|take)(?:[:,] (?P<words>.*))? -->")
@@ -81,8 +84,14 @@ def has_runs(page: Path) -> bool:
     return any(block.kind == "run" for block in blocks_of(page))
 
 
-def run(page: Path, folder: Path) -> None:
+def run(page: Path, folder: Path, preload: Sequence[str] = ()) -> None:
     """Runs a page from its first block to its last.
+
+    Args:
+        page: to run.
+        folder: where its files go.
+        preload: modules that its processes have from their beginning, as copies of one that has
+            imported them: they end sooner, and print the same. Without any they are started anew.
 
     Raises:
         SnippetError: a command ends otherwise than it should, or prints something else.
@@ -95,7 +104,7 @@ def run(page: Path, folder: Path) -> None:
         elif block.language == "python":
             add_to_file(block, folder)
         elif block.kind == "run":
-            printed = run_commands(block, folder, where)
+            printed = run_commands(block, folder, where, preload)
         elif block.kind == "output":
             check_output(block, printed, where)
 
@@ -118,7 +127,7 @@ def add_to_file(block: Block, folder: Path) -> None:
         file.write(block.text)
 
 
-def run_commands(block: Block, folder: Path, where: str) -> str:
+def run_commands(block: Block, folder: Path, where: str, preload: Sequence[str]) -> str:
     """Runs the commands of a console block; returns what they printed."""
     expected = int(block.words.removeprefix("exit ") or 0)
     beside = Path(sys.executable).parent
@@ -131,8 +140,9 @@ def run_commands(block: Block, folder: Path, where: str) -> str:
     for line in block.text.splitlines():
         if not line.startswith("$ "):
             raise SnippetError(f"{where}: a line of a console block begins with '$ ': {line!r}")
+        words = shlex.split(line[2:])
         done = subprocess.run(
-            shlex.split(line[2:]),
+            by_copies(words, preload) if preload else words,
             cwd=folder,
             env=environment,
             text=True,
@@ -147,6 +157,15 @@ def run_commands(block: Block, folder: Path, where: str) -> str:
                 f"{where}: {line[2:]!r} ended with {done.returncode}, not {expected}:\n{printed}"
             )
     return printed
+
+
+def by_copies(words: list[str], preload: Sequence[str]) -> list[str]:
+    """Returns what runs a program of ``python`` or ``smprun`` in copies of a process."""
+    stand_in = ["-m", jobs.STAND_IN, fork_client.server_with(tuple(preload)).address]
+    if words[0] == "python":
+        return [sys.executable, *stand_in, *words[1:]]
+    own, program = split_arguments(words[1:])
+    return [words[0], *own, *stand_in, *program]
 
 
 def check_output(block: Block, printed: str, where: str) -> None:

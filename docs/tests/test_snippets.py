@@ -12,8 +12,11 @@ DOCS = Path(__file__).parents[1]
 PAGES = sorted(
     page for page in DOCS.rglob("*.md") if not page.relative_to(DOCS).parts[0].startswith("_")
 )
-#: Pages whose kind of run no other one has: in one process and two, resumed, hanging, TensorFlow.
-ALWAYS = {"five-minutes.md", "checkpoints.md", "find-a-hang.md", "tensorflow.md"}
+#: Pages that are run as they are read, whose kind of run no other one has: hanging, TensorFlow.
+ALWAYS = {"find-a-hang.md", "tensorflow.md"}
+#: The same, in copies of a process that has PyTorch: in one process and two, resumed.
+COPIED = {"five-minutes.md", "checkpoints.md"}
+PRELOAD = ("smdistributed.modelparallel.torch", "torch._dynamo", "torch.profiler")
 
 
 def named(pages: list[Path]) -> list[object]:
@@ -35,6 +38,14 @@ def named(pages: list[Path]) -> list[object]:
 )
 def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     snippets.run(page, tmp_path)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "page", named([page for page in PAGES if page.name in COPIED and snippets.has_runs(page)])
+)
+def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    snippets.run(page, tmp_path, PRELOAD)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Kept:
 def say_goodbye(directory: str) -> None:
     print("goodbye", end="")
     atexit.register(Path(directory, f"handled {os.getpid()}").touch)
+    weakref.finalize(add_up, Path(directory, f"finalized {os.getpid()}").touch)
     vars(sys)["kept"] = Kept(f"{directory}/taken apart {os.getpid()}")
 
 
@@ -77,7 +79,34 @@ def test_copies_run_their_exit_handlers_and_end(launcher: Launcher, tmp_path: Pa
     outcome = run_ranks(2, say_goodbye, launcher=launcher, timeout=60, args=[str(tmp_path)])
     assert outcome.stdout.count("goodbye") == 2
     left = sorted(path.name.rstrip(" 0123456789") for path in tmp_path.iterdir())
-    assert left == ["handled"] * 2
+    assert left == ["finalized"] * 2 + ["handled"] * 2
+
+
+def test_copies_do_not_finalize_what_all_of_them_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "copied_with.py"
+    module.write_text(
+        "import os, weakref\n"
+        "def kept(): ...\n"
+        f"weakref.finalize(kept, os.mkdir, {str(tmp_path / 'finalized')!r})\n"
+    )
+    run_ranks(2, add_up, launcher="fork", timeout=60, preload=(module.stem,))
+    assert not (tmp_path / "finalized").exists()
+
+
+def working_folder() -> str:
+    return os.getcwd()
+
+
+@pytest.mark.parametrize("launcher", ["fork", "smprun-fork"])
+def test_copies_work_where_they_were_asked_for(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_ranks(1, working_folder, launcher=launcher, timeout=60)  # from here on there is a server
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(1, working_folder, launcher=launcher, timeout=60).results == (str(tmp_path),)
 
 
 @pytest.mark.parametrize("launcher", ["smprun", "smprun-fork"])

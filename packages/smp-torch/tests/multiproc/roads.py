@@ -19,7 +19,6 @@ import numpy
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -336,6 +335,8 @@ def compiled_roads() -> dict[str, Road]:
     """Returns roads of C++, which the compiler of this machine makes; none without one."""
     if shutil.which("ninja") is None or shutil.which("c++") is None:
         return {}
+    from torch.utils import cpp_extension  # a quarter of a second, for setuptools
+
     names = re.findall(r"(by_\w+)\(", _SOURCE)
     made = cpp_extension.load_inline("roads_of_tests", _SOURCE, functions=names)
     return {f"C++ {name}": getattr(made, name) for name in names}

@@ -126,7 +126,7 @@ class ForkServer:
             streams: descriptors of their standard output and error.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = Request(num_ranks, tuple(program), dict(environ), free_port())
+        request = Request(num_ranks, tuple(program), dict(environ), os.getcwd(), free_port())
         with theirs:
             socket.send_fds(self._link, [pickle.dumps(request)], [theirs.fileno(), *streams])
         return ForkedProcesses(ours)

@@ -12,7 +12,8 @@ looks at all objects has its own pages of all.
 
 No rank outlives the server, and the server ends with the process that started it. A copy whose
 program has ended well runs its exit handlers and ends there: to take all apart that it was copied
-with takes four times as long as to copy it. What happens later in a process is for other launchers.
+with takes four times as long as to copy it, so the finalizers of that do not run either. What
+happens later in a process is for other launchers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 from smdistributed.modelparallel.common.launcher import bootstrap
@@ -48,12 +50,14 @@ class Request:
         num_ranks: how many processes.
         program: a script and its arguments.
         environ: all that is in their environment, but for what torchrun sets.
+        folder: where they work.
         port: where they meet; None for a process that has a launcher already.
     """
 
     num_ranks: int
     program: tuple[str, ...]
     environ: dict[str, str]
+    folder: str
     port: int | None
 
     def environ_of(self, rank: int) -> dict[str, str]:
@@ -159,6 +163,7 @@ class _Server:
             pid = os.fork()
             if pid == 0:
                 self._leave(job)
+                os.chdir(request.folder)
                 _become_rank(request.environ_of(rank), streams, server)
                 return request
             job.alive[pid] = rank
@@ -245,6 +250,9 @@ def main() -> object:
     atexit.register(_end_here, has_ended_well)
     link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     preloaded = [importlib.import_module(name) for name in sys.argv[3:]]
+    # What copies share with the server they need not take apart, each for itself, at their end.
+    for finalizer in list(vars(weakref.finalize)["_registry"]):
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     for module in preloaded:

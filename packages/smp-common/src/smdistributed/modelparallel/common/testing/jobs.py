@@ -27,7 +27,7 @@ Launcher = Literal["smprun", "mpirun", "torchrun", "python", "fork", "smprun-for
 
 _GRACE_SECONDS = 3.0
 #: Not imported: it is a program.
-_STAND_IN = f"{__package__}.stand_in"
+STAND_IN = f"{__package__}.stand_in"
 _SHOWN_LINES = 60
 
 #: What stands for a launcher that copies a process.
@@ -103,7 +103,7 @@ class Job:
             else:
                 if launcher == "smprun-fork":
                     server = fork_client.server_with(tuple(preload))
-                    program = ["-m", _STAND_IN, server.address, *program]
+                    program = ["-m", STAND_IN, server.address, *program]
                 self._processes = subprocess.Popen(
                     [*_launch(launcher, num_ranks), *program],
                     env=environ,

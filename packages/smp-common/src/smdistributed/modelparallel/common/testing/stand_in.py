@@ -31,7 +31,7 @@ def main() -> None:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
     link.connect(address)
-    request = Request(1, tuple(program), dict(os.environ), port=None)
+    request = Request(1, tuple(program), dict(os.environ), os.getcwd(), port=None)
     socket.send_fds(link, [pickle.dumps(request)], [1, 2])
     if message := link.recv(REQUEST_BYTES):
         copy = pickle.loads(message)
