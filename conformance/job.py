@@ -12,8 +12,9 @@ from conformance import lines, registry
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Adapter
 from conformance.outcome import Outcome, Status
-from conformance.worlds import WORLDS
+from conformance.worlds import WORLDS, can_fork, preloaded
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.testing import fork_client
 
 
 def start(framework: str, world_name: str) -> Callable[[], None]:
@@ -55,6 +56,9 @@ def _attempt(case: registry.Case, adapter: Adapter, world_name: str) -> Outcome:
 
 def _attempt_in_a_fork(case: registry.Case, adapter: Adapter, world_name: str) -> Outcome:
     """Runs a case in a copy of this process, which may start and end the library."""
+    if case.starts_jobs and can_fork(adapter.name):
+        # Here, so that one server imports the framework for all such cases.
+        fork_client.server_with(preloaded(adapter.name))
     source, target = os.pipe()
     child = os.fork()
     if child == 0:

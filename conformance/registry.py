@@ -36,6 +36,7 @@ class Case:
         is_built: False for a row whose feature no package has; the body then asks for it, and must
             be refused.
         needs: modules besides those of the framework's package, which the body imports itself.
+        starts_jobs: whether the body starts a job of copies.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     is_built: bool = True
     quick_with: tuple[str, ...] = FRAMEWORKS
     needs: tuple[str, ...] = ()
+    starts_jobs: bool = False
 
     def lacks(self) -> list[str]:
         """Returns what it needs that is not installed here."""
@@ -86,6 +88,7 @@ def case(
     frameworks: tuple[str, ...] = FRAMEWORKS,
     quick_with: tuple[str, ...] = FRAMEWORKS,
     needs: tuple[str, ...] = (),
+    starts_jobs: bool = False,
 ) -> Callable[[Body], Body]:
     """Makes a case of a function that takes an adapter.
 
@@ -95,11 +98,21 @@ def case(
         frameworks: whose packages it runs against.
         quick_with: frameworks whose quick runs try it.
         needs: modules that it imports besides those of the framework's package.
+        starts_jobs: whether it starts a job of copies.
     """
 
     def register(body: Body) -> Body:
-        name = body.__name__
-        add(Case(name, rows, worlds, frameworks, body, quick_with=quick_with, needs=needs))
+        kept = Case(
+            body.__name__,
+            rows,
+            worlds,
+            frameworks,
+            body,
+            quick_with=quick_with,
+            needs=needs,
+            starts_jobs=starts_jobs,
+        )
+        add(kept)
         return body
 
     return register
@@ -118,16 +131,22 @@ def job_case(
     return case(*rows, worlds=("new",), quick_with=quick_with, needs=needs)
 
 
-def torch_case(*rows: str, worlds: tuple[str, ...] = ("pipeline",)) -> Callable[[Body], Body]:
+def torch_case(
+    *rows: str, worlds: tuple[str, ...] = ("pipeline",), starts_jobs: bool = False
+) -> Callable[[Body], Body]:
     """Makes a case that only PyTorch has."""
-    return case(*rows, worlds=worlds, frameworks=("torch",))
+    return case(*rows, worlds=worlds, frameworks=("torch",), starts_jobs=starts_jobs)
 
 
 def tensorflow_case(
-    *rows: str, worlds: tuple[str, ...] = ("pipeline",), needs: tuple[str, ...] = ()
+    *rows: str,
+    worlds: tuple[str, ...] = ("pipeline",),
+    needs: tuple[str, ...] = (),
+    starts_jobs: bool = False,
 ) -> Callable[[Body], Body]:
     """Makes a case that only TensorFlow has."""
-    return case(*rows, worlds=worlds, frameworks=("tensorflow",), needs=needs)
+    only = ("tensorflow",)
+    return case(*rows, worlds=worlds, frameworks=only, needs=needs, starts_jobs=starts_jobs)
 
 
 def later(

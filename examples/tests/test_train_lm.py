@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from running import SMALL_LM, run
+from running import SMALL_LM, WITHOUT_TENSORFLOW, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(autouse=True)
+def _without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(WITHOUT_TENSORFLOW)
 
 
 def train(folder: Path, num_processes: int, *options: str) -> str:

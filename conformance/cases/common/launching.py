@@ -111,7 +111,7 @@ def meet(framework: str) -> str:
     return os.environ["MASTER_PORT"]
 
 
-@case("environment.MASTER_PORT", worlds=NEW, frameworks=("torch",))
+@case("environment.MASTER_PORT", worlds=NEW, frameworks=("torch",), starts_jobs=True)
 def processes_meet_at_the_given_port(adapter: Adapter) -> None:
     import socket
 

@@ -129,7 +129,7 @@ def want_three(framework: str) -> None:
     adapter_of(framework).smp.init({"pipeline_parallel_degree": 3})
 
 
-@case("config.pipeline_parallel_degree", "smp.init", worlds=("new",))
+@case("config.pipeline_parallel_degree", "smp.init", worlds=("new",), starts_jobs=True)
 def degrees_that_do_not_divide_are_refused_with_some_that_do(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
@@ -155,7 +155,7 @@ def come_alone(framework: str) -> tuple[str, tuple[int, ...]]:
     return found  # type: ignore[no-any-return]
 
 
-@case("common.no_bad_partner", worlds=("new",))
+@case("common.no_bad_partner", worlds=("new",), starts_jobs=True)
 def a_partner_that_does_not_come_is_named(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import run_ranks
 

@@ -216,7 +216,7 @@ def resume_or_say_why(degree: int, folder: str) -> tuple[list[float], str]:
         return [], str(error)
 
 
-@tensorflow_case("smp.CheckpointManager.restore", worlds=("new",))
+@tensorflow_case("smp.CheckpointManager.restore", worlds=("new",), starts_jobs=True)
 def a_new_job_goes_on_and_another_number_of_partitions_is_refused_or_right(adapter: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = run_ranks(2, save_in_a_job, args=[folder], **quickly(adapter)).results

@@ -72,7 +72,7 @@ def warned_without_horovod() -> tuple[int, list[str]]:
     return smp.dp_size(), [str(each.message) for each in caught]
 
 
-@tensorflow_case("config.C04b", "config.horovod", worlds=NEW)
+@tensorflow_case("config.C04b", "config.horovod", worlds=NEW, starts_jobs=True)
 def replicas_without_horovod_are_warned_of(adapter: Adapter) -> None:
     for size, told in run_ranks(2, warned_without_horovod, **quickly(adapter)).results:
         assert size == 2

@@ -258,7 +258,7 @@ def ignore_the_model() -> tuple[float, str]:
     return (time.monotonic() - started) / timeout, said
 
 
-@tensorflow_case("tensorflow.step_function.2", worlds=("new",))
+@tensorflow_case("tensorflow.step_function.2", worlds=("new",), starts_jobs=True)
 def a_result_that_ignores_the_model_is_refused_or_right(adapter: Any) -> None:
     """Nobody may wait for a transfer that does not come."""
     for part, said in run_ranks(2, ignore_the_model, **quickly(adapter)).results:

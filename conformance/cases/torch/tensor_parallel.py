@@ -525,7 +525,9 @@ def dropped_out(degree: int, microbatches: int) -> list[list[Any]]:
     return everyone
 
 
-@torch_case("torch.script_rules", "smp.nn.DistributedAttentionLayer", worlds=("new",))
+@torch_case(
+    "torch.script_rules", "smp.nn.DistributedAttentionLayer", worlds=("new",), starts_jobs=True
+)
 def tensor_ranks_drop_out_what_one_process_does_in_turn(adapter: Any) -> None:
     """Of two ranks, rank 1 has in microbatch 2 what one process has in microbatch 5."""
     import torch

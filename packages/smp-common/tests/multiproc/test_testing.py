@@ -15,6 +15,7 @@ import pytest
 from smdistributed.modelparallel.common.testing import (
     Launcher,
     RanksFailedError,
+    fork_client,
     jobs,
     run_ranks,
 )
@@ -94,6 +95,22 @@ def test_copies_do_not_finalize_what_all_of_them_have(
     )
     run_ranks(2, add_up, launcher="fork", timeout=60, preload=(module.stem,))
     assert not (tmp_path / "finalized").exists()
+
+
+def test_a_copy_of_a_process_uses_the_same_server() -> None:
+    run_ranks(1, working_folder, launcher="fork", timeout=60)
+    server = fork_client.server_with(())
+    child = os.fork()
+    if child == 0:
+        os._exit(int(fork_client.server_with(()) is not server))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_server_that_has_left_is_replaced() -> None:
+    server = fork_client.ForkServer(())
+    assert server.is_alive
+    server.close()
+    assert not server.is_alive
 
 
 def working_folder() -> str:

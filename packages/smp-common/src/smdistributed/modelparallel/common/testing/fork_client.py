@@ -107,8 +107,13 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can fork."""
-        return self._process.poll() is None
+        """Whether it can fork; also in a copy of the process that has started it."""
+        try:
+            return bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True  # it says nothing, and has not left
+        except OSError:
+            return False
 
     def fork(
         self,
