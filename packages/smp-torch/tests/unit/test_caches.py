@@ -53,3 +53,13 @@ def test_caches_are_found_that_the_collector_does_not_tell_of(
     caches.look_for_new()
     caches.clear()
     assert not later.cache_info().currsize
+
+
+def test_a_cache_that_no_module_has_is_found() -> None:
+    own = functools.lru_cache(given.__wrapped__)
+    with FakeTensorMode():
+        own(0, Holder(torch.ones(2)))
+    caches = FunctionCaches()
+    caches.look_for_new()
+    caches.clear()
+    assert not own.cache_info().currsize
