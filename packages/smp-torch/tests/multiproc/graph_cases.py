@@ -442,22 +442,35 @@ def compare_turning(name: str, turn: str) -> tuple[bool, int]:
     return same and all(map(torch.equal, want[1], got[1])), len(started)
 
 
-def lets_models_go() -> tuple[list[str], int, bool]:
-    """Returns why steps ran as they are, how many did not, and whether their model goes then."""
+def lets_models_go(in_hand: str) -> tuple[list[str], int, bool]:
+    """Returns why steps ran as they are, how many did not, and whether their model goes then.
+
+    Args:
+        in_hand: "has": the step function has the model, and goes with it.
+    """
     gc.collect()  # those of other trials
 
-    @smp.step(cuda_graphs=True)
-    def step(model: Any, x: torch.Tensor) -> Any:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    def made(own: Any) -> Any:
+        @smp.step(cuda_graphs=True)
+        def step(model: Any, x: torch.Tensor) -> Any:
+            model = own or model
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        return step
 
     with captured() as (begun, reasons):
         model = smp.DistributedModel(NETS["plain"][0]())
+        step = made(model if in_hand == "has" else None)
         for _ in range(4):
             step(model, torch.ones(16, WIDTH))
             model.zero_grad()
         kept = weakref.ref(model.get_module())
         del model
+        if in_hand == "has":
+            del step
+        num_begun = len(begun)
+        begun.clear()
         gc.collect()
-        return reasons.found, len(begun), kept() is None
+        return reasons.found, num_begun, kept() is None

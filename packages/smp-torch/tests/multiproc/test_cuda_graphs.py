@@ -254,7 +254,9 @@ def test_steps_that_turn_into_something_else(
     assert not any(ahead[1:])
 
 
-@pytest.mark.parametrize("world", ["alone", "shards"])
-def test_what_is_captured_goes_with_its_model(worlds: Worlds, world: str) -> None:
-    for told, count, is_gone in run(worlds, ONE_PARTITION[world], lets_models_go):
+@pytest.mark.parametrize(
+    ("world", "in_hand"), [("alone", "has"), ("alone", "gets"), ("shards", "gets")]
+)
+def test_what_is_captured_goes_with_its_model(worlds: Worlds, world: str, in_hand: str) -> None:
+    for told, count, is_gone in run(worlds, ONE_PARTITION[world], lets_models_go, in_hand):
         assert (told, count, is_gone) == ([], 2, True)

@@ -149,8 +149,18 @@ class BodyCaptures:
         if (kind := self._kinds.get(looks)) is None:
             kind = self._kinds[looks] = Kind()
             for model in models:
-                weakref.finalize(model, self._kinds.pop, looks, None).atexit = False
+                # Of a step function that has the model in hand, too, nothing may be kept.
+                weakref.finalize(model, _forget, weakref.ref(self), looks).atexit = False
         return kind
+
+    def forget(self, looks: Hashable) -> None:
+        """Lets go of mini-batches that look so."""
+        self._kinds.pop(looks, None)
+
+
+def _forget(captures: weakref.ref[BodyCaptures], looks: Hashable) -> None:
+    if (found := captures()) is not None:
+        found.forget(looks)
 
 
 def body_captures_of(
