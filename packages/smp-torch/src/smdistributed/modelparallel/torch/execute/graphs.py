@@ -105,9 +105,9 @@ class DeviceGraphs:
         # be no good any more, and memory that a thread of autograd frees then ends the process.
         former = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
-        # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
+            # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
             yield graph
         except BaseException:
             torch.cuda.set_sync_debug_mode(former)  # the end of a capture waits for the device
@@ -121,8 +121,13 @@ class DeviceGraphs:
         try:
             graph.capture_end()
         except RuntimeError:
-            # What the capture has begun goes on: the allocator gives of its memory, and generators
-            # count what a graph draws. Of the latter they are out after a capture that ends well.
+            # What the capture has begun goes on: the stream captures, the allocator gives of its
+            # memory, and generators count what a graph draws. Of the latter they are out after a
+            # capture that ends well.
+            if self._uses_streams:
+                reuse_while_capturing(is_on=False)
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
             self._end_allocating()
             if generators:
                 self._capture_nothing(generators)

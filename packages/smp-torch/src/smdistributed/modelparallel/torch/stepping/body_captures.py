@@ -176,11 +176,13 @@ def body_captures_of(
             parallelism.
         name: of the step function.
         cuda_graphs: whether the script asks for them; "auto": not where gradients are reduced
-            while a backward pass computes others, but by shards.
+            while a backward pass computes others, but by shards in memory that all ranks read.
         begin_pass: see ``BodyCaptures``.
     """
+    groups = runtime.sharding_groups
     is_alone = runtime.topology.dp_size == 1
-    if cuda_graphs == "auto" and not (is_alone or runtime.sharding_groups is not None):
+    is_read = groups is not None and groups.make_memory is not None
+    if cuda_graphs == "auto" and not (is_alone or is_read):
         return None
     graphs = graphs_for(runtime, name, cuda_graphs, "")
     if graphs is None:

@@ -8,19 +8,25 @@ from typing import Any
 
 import torch
 
-_REUSE = "graph_capture_record_stream_reuse:True"
+_REUSE = "graph_capture_record_stream_reuse:{}"
 
 
-def reuse_while_capturing() -> None:
+def reuse_while_capturing(*, is_on: bool = True) -> None:
     """Lets memory that several streams have used be used again within what is captured.
 
     Without this each captured exchange keeps its own. With it the process ends where autograd frees
-    such memory after a capture has failed. What the user set stays, this included.
+    such memory after a capture has failed, and a capture that is no good does not end: the
+    allocator asks first how its streams came together. What the user set stays, this included.
+
+    Args:
+        is_on: whether it is.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     # Some settings are reset where they are not named again; older PyTorch does not have this one.
     with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (_REUSE, given))))
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join(filter(None, (_REUSE.format(is_on), given)))
+        )
 
 
 def end_allocating(device: torch.device, pool: Any) -> None:
