@@ -623,7 +623,10 @@ USES = {
     "model called twice": Use(call="out = model(x); out = model(out)"),
     "two losses": Use(backward="model.backward(loss); model.backward((out ** 2).mean())"),
     "loss from a part": Use(loss="loss = (out[:, :2] - y[:, :2]).abs().max()"),
-    "backward of torch": Use(backward="torch.autograd.backward(loss)"),
+    # What plain PyTorch is given counts by its share of the batch, as here.
+    "backward of torch": Use(
+        backward="torch.autograd.backward(loss * getattr(model, 'weight', 1.0))"
+    ),
     "vector backward": Use(backward="model.backward(out, torch.ones_like(out) / out.numel())"),
     # Operations
     "in-place operations": Use(late="x = x * 1; x.relu_(); x.add_(1); x.t_(); x.t_()"),
@@ -633,6 +636,17 @@ USES = {
     "out argument": Use(
         late="with_out = torch.empty(0); torch.add(x.detach(), 1, out=with_out); x = x + with_out"
     ),
+    **{
+        f"{name} to an out argument": Use(
+            late=f"z = given * 10; torch.{call}, out=z); x = x + z.mean()",
+            more=", given",
+            call="out = model(x, x * 0.1 + 0.5)",
+        )
+        for name, call in {
+            "a selection": "masked_select(given, given > 0.5",
+            "a constant selection": "masked_select(torch.ones(2), torch.tensor([True, False])",
+        }.items()
+    },
     "resize": Use(late="z = torch.zeros(2); z.resize_(4).fill_(0.5); x = x + z"),
     "squeeze in place": Use(late="z = x.unsqueeze(0).clone(); z.squeeze_(0); x = z"),
     "set_": Use(late="z = torch.zeros(1); z.set_(torch.full((4,), 2.0)); x = x * z"),

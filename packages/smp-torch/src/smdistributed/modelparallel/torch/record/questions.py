@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import equal, fill, placeholders, template
+from smdistributed.modelparallel.torch.record.nested import (
+    equal,
+    fill,
+    placeholders,
+    template,
+    tensors_in,
+)
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.trace import Constant
 
@@ -118,7 +126,21 @@ class Question:
             )
 
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
-        return template(self.function(*args, **kwargs), _Shape.of, lambda obj: obj)
+        """Asks it.
+
+        Raises:
+            UnsupportedError: it writes to a tensor: an answer is found apart from the step.
+        """
+        given = tensors_in((args, kwargs))
+        versions = list(map(version_of, given))
+        result = self.function(*args, **kwargs)
+        if versions != list(map(version_of, given)):
+            raise UnsupportedError(
+                f"{self.where} gives what depends on data, and writes it to a tensor (out=, say), "
+                "in a step that is recorded before values exist: use what it returns, or keep the "
+                "call inside one module."
+            )
+        return template(result, _Shape.of, lambda obj: obj)
 
     def result(self, answer: Any, mode: FakeTensorMode, device: torch.device) -> Any:
         """Returns what the function gives on fakes, tensors in the shapes of the answer."""

@@ -34,8 +34,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     function_modes_left,
     function_modes_work,
     is_watched_below,
+    past_all_modes,
     past_dispatch_modes,
-    past_function_modes,
+    past_transforms,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.nested import (
@@ -439,7 +440,7 @@ def _autograd_function(function: Any) -> type | None:
 
 
 def _state_on_host() -> bytes:
-    with past_function_modes(), past_dispatch_modes():
+    with past_all_modes(), past_transforms():
         return torch.default_generator.get_state().numpy().tobytes()
 
 

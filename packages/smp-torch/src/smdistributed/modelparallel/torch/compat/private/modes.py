@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,8 +213,14 @@ def is_traced() -> bool:
 
 def is_of_control_flow(error: BaseException) -> bool:
     """Tells whether torch's own control flow (``torch.cond`` and the like) could not run here."""
-    return type(error).__name__ == "UncapturedHigherOrderOpError" or (
-        "HigherOrderOperator" in str(error)
+    is_told = type(error).__name__ == "UncapturedHigherOrderOpError"
+    if is_told or "HigherOrderOperator" in str(error):
+        return True
+    # Where a mode is, the compiler may fail at that first.
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return type(error).__module__.startswith("torch.") and any(
+        frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops")
+        for frame in frames
     )
 
 
