@@ -341,7 +341,14 @@ class Recording(TorchFunctionMode):
         self.tape.looks.append(Looks.of(tensor))
         made = self._made
         forget = weakref.ref(tensor, lambda dead: made.pop(key, None))
-        made[key] = forget, number, version_of(tensor), number_of_node(tensor)
+        made[key] = forget, number, version_of(tensor), self._node_of(tensor)
+
+    def _node_of(self, tensor: torch.Tensor) -> int:
+        try:
+            return number_of_node(tensor)
+        except RuntimeError:  # one of several views, of which another was written to
+            self.tape.refuse("it writes to one of several views that a call has given")
+            return -1
 
     def _template(self, structure: Any) -> Any:
         return template(structure, self._reference, self._object)
@@ -359,9 +366,9 @@ class Recording(TorchFunctionMode):
             reference, number, version, node = found
             # Writing in place, as calls of the tape do, gives it and its views other nodes.
             if version != version_of(tensor):
-                now = version_of(tensor), number_of_node(tensor)
+                now = version_of(tensor), self._node_of(tensor)
                 self._made[id(tensor)] = reference, number, *now
-            elif node != number_of_node(tensor):
+            elif node != self._node_of(tensor):
                 self.tape.refuse("autograd was told of a tensor past the functions of torch")
             return Made(number)
         for each in self._earlier:
