@@ -30,6 +30,8 @@ from smdistributed.modelparallel.torch.sharding.home import is_sharded
 from smdistributed.modelparallel.torch.stepping.captures import Captures, Kind, graphs_for
 
 _Kind = Kind[list[BodyTape], CapturedBodies]
+#: Kinds that are told apart, as of batches of all lengths.
+_MOST_KNOWN = 1000
 
 
 class BodyCaptures:
@@ -147,6 +149,8 @@ class BodyCaptures:
     def _kind(self, looks: Hashable, models: Sequence[DistributedModel]) -> _Kind:
         """Returns what is known of mini-batches that look so; it goes with any of the models."""
         if (kind := self._kinds.get(looks)) is None:
+            if len(self._kinds) == _MOST_KNOWN:
+                return Kind(why_not="there are too many kinds of mini-batches")
             kind = self._kinds[looks] = Kind()
             for model in models:
                 # Of a step function that has the model in hand, too, nothing may be kept.

@@ -180,7 +180,10 @@ class Captures(Generic[_Tapes, _Replay]):
     ) -> int:
         """Returns what this rank can do: run a mini-batch as it is, capture it, or a capture."""
         kind.is_taken_down = False
+        if not kind.why_not and kind.replay is None and self._is_full:
+            kind.why_not = f"{_MOST_KEPT} kinds of mini-batches do already"
         if kind.why_not:
+            kind.tapes = None
             self.tell(kind, kind.why_not)
             return _AS_IT_IS
         kind.calls += 1
@@ -247,8 +250,6 @@ class Captures(Generic[_Tapes, _Replay]):
 
     def _reason(self, parameters: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor]) -> str:
         """Returns why a kind of mini-batch is not captured; "" if it is."""
-        if len(self._kept) == _MOST_KEPT:
-            return f"{_MOST_KEPT} kinds of mini-batches do already"
         if not (self._is_asked_for or self._graphs.has_room):
             return (
                 "graphs keep the memory of a step, and there is not as much again; "
@@ -262,6 +263,10 @@ class Captures(Generic[_Tapes, _Replay]):
         if any(each.device != self._device or each.requires_grad for each in inputs):
             return "an argument is on another device, or requires a gradient"
         return ""
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._kept) == _MOST_KEPT
 
     def drop(self, kind: Kind[_Tapes, _Replay], reason: str) -> None:
         """Drops what was captured; it may be captured once more."""
