@@ -120,6 +120,8 @@ class _Capture(TorchDispatchMode):
             raise RuntimeError("operation not permitted: numbers of the host come to the device")
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise RuntimeError("operation not permitted: the host waits for a shape")
         if func is torch.ops.aten.set_data.default:
             return func(*args, **kwargs)  # which memory a tensor has is the host's alone
         for tensor in _tensors(list(_written(func, args, kwargs))):
@@ -167,8 +169,9 @@ def every_step(**options: object) -> None:
 
 
 def capture_every_step() -> None:
-    """Has step functions capture their passes in the second call, if that is possible."""
+    """Has step functions capture their passes in the second call or the third, if possible."""
     every_step(cuda_graphs=True)
-    captures._FIRST = 1
+    # A step that is not recorded learns in its first call who draws: until then all may.
+    captures._FIRST = 1 if smp.pp_size() > 1 else 2
     if not torch.cuda.is_available():
         captures.graphs_of = lambda device, **_: HostGraphs()

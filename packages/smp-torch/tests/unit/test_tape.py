@@ -305,6 +305,17 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return x * WEIGHT
 
 
+GENERATOR = torch.Generator()
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand(x.shape, generator=GENERATOR.manual_seed(0))
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x * nn.Parameter(WEIGHT.detach().clone())
+
+
 def filled_in_memory(x: torch.Tensor) -> torch.Tensor:
     """Computes as kernels do that are given where a tensor is."""
     (ctypes.c_float * x.numel()).from_address(x.data_ptr())[0] = 3.0
@@ -325,7 +336,9 @@ WEIGHT = nn.Parameter(torch.ones(4))
         (hooked, "RemovableHandle"),
         (watched, "a mode or a transform"),
         (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
-        (moved, "other memory"),
+        (moved, "other memory|past the functions of torch"),
+        (drawn, "a generator of its own"),
+        (copied, "of another one past the functions of torch"),
         (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "use_reentrant=True"),
         (lambda x: filled_in_memory(x * 2), "asks for the numbers of a tensor"),
         (lambda x: x * 2 if x.sum().item() > 0 else x * 3, "asks for the numbers of a tensor"),

@@ -137,6 +137,7 @@ def capture_bodies(
     Raises:
         Exception: something cannot be captured. Nothing has changed.
     """
+    _check_known(tapes, parameters, shards)
     outside = Outside(each for one in tapes for each in one.tape.outside.values())
     bodies: list[CapturedBody] = []
     added: list[torch.Tensor] = []
@@ -202,6 +203,19 @@ def capture_bodies(
     )
     captured.users = captured._users()
     return captured
+
+
+def _check_known(
+    tapes: Sequence[BodyTape],
+    parameters: Sequence[torch.Tensor],
+    shards: Sequence[ShardedModel],
+) -> None:
+    """Raises if a body adds to the gradient of a tensor whose gradient nobody would take back."""
+    known = set(map(id, parameters))
+    known |= {id(each) for model in shards for unit in model.units for each in unit.parameters}
+    for each in (each for one in tapes if one.differentiates for each in one.tape.outside.values()):
+        if each.requires_grad and id(each) not in known:
+            raise UnsupportedError("a tensor that gets a gradient belongs to no model")
 
 
 def _of_earlier_pass(reference: object) -> torch.Tensor:

@@ -36,9 +36,10 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     is_watched_below,
     past_all_modes,
     past_dispatch_modes,
+    past_subclass_functions,
     past_transforms,
 )
-from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 from smdistributed.modelparallel.torch.record.nested import (
     is_plain_value,
     map_tensors,
@@ -121,6 +122,8 @@ class Recording(TorchFunctionMode):
         #: By identity: a weak reference, the number, its version and the number of its node.
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
         self._draws: list[DrawBegins] = []
+        #: Where tensors are that calls have made, and views of those; see ``storage_of``.
+        self._own_memory: set[int] = set()
         #: Tensors that are the same in every pass, by their numbers, and their versions.
         self._constant: dict[int, int] = {}
         #: Tensors from outside, and where they were.
@@ -262,9 +265,15 @@ class Recording(TorchFunctionMode):
         templates = self._template((tuple(args), dict(kwargs)))
         if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
             tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
-        is_constant = not self._draws and all(map(self._is_constant, given))
+        others = opaque_objects((args, kwargs))
+        if any(isinstance(each, torch.Generator) for each in others):
+            tape.refuse("it draws from a generator of its own")
+        is_constant = not (self._draws or others) and all(map(self._is_constant, given))
+        before = self._random_states() if is_constant else []
         result = function(*args, **kwargs)
+        is_constant = is_constant and before == self._random_states()
         made = tensors_in(result)
+        self._note_memory(given, made)
         is_of_device = any(each.device.type == self._device_type for each in (*given, *made))
         if not (is_of_device or getattr(function, "is_effect", False)):
             tape.on_host.add(function)
@@ -331,6 +340,19 @@ class Recording(TorchFunctionMode):
             return tensor.device.type != self._device_type  # then they are compared
         return self._constant.get(found[1]) == version_of(tensor)
 
+    def _random_states(self) -> list[bytes]:
+        with past_all_modes(), past_transforms():
+            generators = [torch.default_generator]
+            if self._device_type == "cuda":
+                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+            return [each.get_state().numpy().tobytes() for each in generators]
+
+    def _note_memory(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        with past_subclass_functions():
+            known = {storage_of(each) for each in given if each.layout is torch.strided}
+            own = {storage_of(each) for each in made if each.layout is torch.strided}
+        self._own_memory |= own - known
+
     def _keep_constant(self, tensors: Sequence[torch.Tensor]) -> None:
         for each in tensors:
             if (found := self._made.get(id(each))) is not None:
@@ -382,6 +404,10 @@ class Recording(TorchFunctionMode):
             return OnHost(tensor)
         if tensor.grad_fn is not None:
             self.tape.refuse("it computes with a tensor that has a graph of its own")
+        with past_subclass_functions():
+            memory = storage_of(tensor) if tensor.layout is torch.strided else None
+        if memory in self._own_memory:
+            self.tape.refuse("it makes a tensor of another one past the functions of torch")
         if id(tensor) not in self.tape.outside:
             self.tape.outside[id(tensor)] = tensor
             self._places.append((tensor, place_of(tensor)))

@@ -116,7 +116,8 @@ def operated_by(tensor: torch.Tensor) -> type[Operated] | None:
     if not hasattr(found, "operate"):
         with past_subclass_functions():
             storage: Any = tensor.untyped_storage()
-        found = storage.operated
+        # What was made of such a tensor past all functions has a storage of its own.
+        found = getattr(storage, "operated", _Vacant)
     return found  # type: ignore[no-any-return]
 
 
