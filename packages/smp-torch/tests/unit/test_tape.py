@@ -338,6 +338,7 @@ WEIGHT = nn.Parameter(torch.ones(4))
         (torch.func.vmap(lambda x: x * 2), "a mode or a transform|past the functions of torch"),
         (moved, "other memory|past the functions of torch"),
         (drawn, "a generator of its own"),
+        (lambda x: x * 2 + torch.rand_like(x) * 0, "the library gives no key"),
         (copied, "of another one past the functions of torch"),
         (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "use_reentrant=True"),
         (lambda x: filled_in_memory(x * 2), "asks for the numbers of a tensor"),

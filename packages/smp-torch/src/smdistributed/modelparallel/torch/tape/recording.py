@@ -269,9 +269,9 @@ class Recording(TorchFunctionMode):
         if any(isinstance(each, torch.Generator) for each in others):
             tape.refuse("it draws from a generator of its own")
         is_constant = not (self._draws or others) and all(map(self._is_constant, given))
-        before = self._random_states() if is_constant else []
+        before = [] if self._draws else self._random_states()
         result = function(*args, **kwargs)
-        is_constant = is_constant and before == self._random_states()
+        has_drawn = bool(before) and before != self._random_states()
         made = tensors_in(result)
         self._note_memory(given, made)
         is_of_device = any(each.device.type == self._device_type for each in (*given, *made))
@@ -279,6 +279,8 @@ class Recording(TorchFunctionMode):
             tape.on_host.add(function)
             return result
         name = getattr(function, "__qualname__", type(function).__name__)
+        if has_drawn:
+            tape.refuse(f"{name} draws random numbers that the library gives no key")
         if settings.inference:
             tape.refuse("it is computed in inference mode")
         if settings.saves_otherwise:
