@@ -19,7 +19,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_function_modes,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.execute.taping import Draws
+from smdistributed.modelparallel.torch.execute.taping import Draws, not_counted
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
 from smdistributed.modelparallel.torch.record.undo import Snapshot
@@ -200,16 +200,15 @@ class TakenDown:
         self._recording.tape.refuse(why)
 
     def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a checkpointed function whose own code does not count in backward passes."""
+        """Returns a checkpointed function that may change no state when it is called again."""
+        again = not_counted(function, lambda: self._seen)
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
-            before = set(self._seen)
             with past_function_modes():
                 state = self._state = self._state or self._snapshot()
             try:
-                return function(*args, **kwargs)
+                return again(*args, **kwargs)
             finally:
-                self._seen.intersection_update(before)
                 with past_function_modes():
                     has_changed = bool(state.note_changes())
                 if has_changed and self._recording is not None:

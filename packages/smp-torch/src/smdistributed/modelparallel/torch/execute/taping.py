@@ -40,6 +40,24 @@ class Draws(Keyed, Protocol):
         """Inside, draws go by who stands between Python and torch."""
 
 
+def not_counted(function: Callable[..., Any], seen: Callable[[], set[str]]) -> Callable[..., Any]:
+    """Returns a checkpointed function whose own code does not count in backward passes.
+
+    Args:
+        function: that is called again in them.
+        seen: gives whose code the one in progress has run.
+    """
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        before = set(seen())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seen().intersection_update(before)
+
+    return recompute
+
+
 class TapedComputation(Computation):
     """Computes a mini-batch as it is, and takes its forward passes down.
 
@@ -95,16 +113,7 @@ class TapedComputation(Computation):
         return outgoing
 
     def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a checkpointed function whose own code does not count in backward passes."""
-
-        def recompute(*args: Any, **kwargs: Any) -> Any:
-            before = set(self._seen)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._seen.intersection_update(before)
-
-        return recompute
+        return not_counted(function, lambda: self._seen)
 
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """See ``Computation``."""

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.home import is_sharded
-from smdistributed.modelparallel.torch.stepping.captures import Captures, Kind, graphs_for
+from smdistributed.modelparallel.torch.stepping.captures import Captures, Due, Kind, graphs_for
 
 _Kind = Kind[list[BodyTape], CapturedBodies]
 #: Kinds that are told apart, as of batches of all lengths.
@@ -115,8 +115,7 @@ class BodyCaptures:
                 enter,
             )
 
-        replay = self._captures.decide(
-            kind,
+        due = Due(
             whole,
             given,
             around=around,
@@ -125,9 +124,10 @@ class BodyCaptures:
                 or any(each.gradients.adds_steps_up for each in shards)
             ),
             refusal=lambda tapes: next(filter(None, (each.tape.refusal for each in tapes)), ""),
-            fits=lambda replay: True,
+            fits=lambda replay: True,  # what it depends on is what tells kinds apart
             capture=captured,
         )
+        replay = self._captures.decide(kind, due)
         if replay is not None:
             return ConfirmedBodies(
                 replay,

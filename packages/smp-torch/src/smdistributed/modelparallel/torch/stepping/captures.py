@@ -96,6 +96,29 @@ class Kind(Generic[_Tapes, _Replay]):
     told: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Due(Generic[_Tapes, _Replay]):
+    """A mini-batch that is about to run.
+
+    Attributes:
+        parameters: that get gradients.
+        inputs: of the mini-batch.
+        around: what takes part in it from outside; see ``takes_part``.
+        adds_up: tells whether there are gradients that this one adds to.
+        refusal: returns why no graph does what was taken down; "" if one does.
+        fits: tells whether what was captured takes the mini-batch.
+        capture: captures it.
+    """
+
+    parameters: Sequence[torch.Tensor]
+    inputs: Iterable[torch.Tensor]
+    around: str
+    adds_up: Callable[[], bool]
+    refusal: Callable[[_Tapes], str]
+    fits: Callable[[_Replay], bool]
+    capture: Callable[[_Tapes], _Replay]
+
+
 class Captures(Generic[_Tapes, _Replay]):
     """Decides for each mini-batch of one step function.
 
@@ -129,33 +152,16 @@ class Captures(Generic[_Tapes, _Replay]):
         #: Those that were captured.
         self._kept: weakref.WeakSet[Kind[_Tapes, _Replay]] = weakref.WeakSet()
 
-    def decide(
-        self,
-        kind: Kind[_Tapes, _Replay],
-        parameters: Sequence[torch.Tensor],
-        inputs: Iterable[torch.Tensor],
-        *,
-        around: str,
-        adds_up: Callable[[], bool],
-        refusal: Callable[[_Tapes], str],
-        fits: Callable[[_Replay], bool],
-        capture: Callable[[_Tapes], _Replay],
-    ) -> _Replay | None:
+    def decide(self, kind: Kind[_Tapes, _Replay], due: Due[_Tapes, _Replay]) -> _Replay | None:
         """Returns what a mini-batch is launched from; None if it runs as it is.
 
         Collective: the ranks that decide together.
 
         Args:
             kind: of the mini-batch.
-            parameters: that get gradients.
-            inputs: of the mini-batch.
-            around: what takes part in it from outside; see ``takes_part``.
-            adds_up: tells whether there are gradients that this one adds to.
-            refusal: returns why no graph does what was taken down; "" if one does.
-            fits: tells whether what was captured takes the mini-batch.
-            capture: captures it.
+            due: the mini-batch.
         """
-        offer = self._offer(kind, parameters, inputs, around, adds_up, refusal, fits)
+        offer = self._offer(kind, due)
         everyones = self._together.everyones([offer, kind.captures < _MOST_CAPTURES])
         offers, can_capture = zip(*everyones, strict=True)
         if _AS_IT_IS in offers:
@@ -165,19 +171,10 @@ class Captures(Generic[_Tapes, _Replay]):
                 self.drop(kind, "another rank that computes with this one captures anew")
             return None
         if kind.replay is None:
-            self._capture(kind, capture)
+            self._capture(kind, due.capture)
         return kind.replay
 
-    def _offer(
-        self,
-        kind: Kind[_Tapes, _Replay],
-        parameters: Sequence[torch.Tensor],
-        inputs: Iterable[torch.Tensor],
-        around: str,
-        adds_up: Callable[[], bool],
-        refusal: Callable[[_Tapes], str],
-        fits: Callable[[_Replay], bool],
-    ) -> int:
+    def _offer(self, kind: Kind[_Tapes, _Replay], due: Due[_Tapes, _Replay]) -> int:
         """Returns what this rank can do: run a mini-batch as it is, capture it, or a capture."""
         kind.is_taken_down = False
         if not kind.why_not and kind.replay is None and self._is_full:
@@ -187,8 +184,8 @@ class Captures(Generic[_Tapes, _Replay]):
             self.tell(kind, kind.why_not)
             return _AS_IT_IS
         kind.calls += 1
-        if around:
-            self.tell(kind, around)
+        if due.around:
+            self.tell(kind, due.around)
             return _AS_IT_IS
         replay, tapes = kind.replay, kind.tapes
         if replay is None and (kind.calls <= _FIRST or tapes is None):
@@ -197,24 +194,24 @@ class Captures(Generic[_Tapes, _Replay]):
         if replay is not None and (reason := _broken(replay)):
             self.drop(kind, reason)
             return _AS_IT_IS
-        if adds_up():
+        if due.adds_up():
             self.tell(kind, "gradients of an earlier step are added to")
             return _AS_IT_IS
         if replay is None:
             assert tapes is not None
-            kind.why_not = self._reason(parameters, inputs)
+            kind.why_not = self._reason(due.parameters, due.inputs)
             self.tell(kind, kind.why_not)
-            if reason := refusal(tapes):
+            if reason := due.refusal(tapes):
                 kind.captures += 1
                 self.drop(kind, reason)
             return _AS_IT_IS if kind.why_not or kind.tapes is None else _TO_CAPTURE
         if replay.is_held:
             self.tell(kind, "gradients of an earlier step are still held")
             return _AS_IT_IS
-        if _are_kept(parameters):
+        if _are_kept(due.parameters):
             self.tell(kind, _KEPT)
             return _AS_IT_IS
-        if not fits(replay):
+        if not due.fits(replay):
             self.drop(kind, "arguments have other types, or losses another scale")
             return _AS_IT_IS
         return kind.number

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
-from smdistributed.modelparallel.torch.stepping.captures import Captures, Kind, graphs_for
+from smdistributed.modelparallel.torch.stepping.captures import Captures, Due, Kind, graphs_for
 from smdistributed.modelparallel.torch.stepping.head_start import HeadStart
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
 
@@ -124,8 +124,7 @@ class Replays:
             )
             return Replay(found, parameters, runtime.random, runtime.tensor_group)
 
-        replay = self._captures.decide(
-            kind,
+        due = Due(
             parameters,
             [each for one in read for each in one if each is not None],
             around=takes_part(),
@@ -134,6 +133,7 @@ class Replays:
             fits=lambda replay: replay.fits(read, scales),
             capture=captured,
         )
+        replay = self._captures.decide(kind, due)
         if replay is not None:
             replay.begin(read, scales, is_started=self._head_start.was_for(batch, replay))
             self._head_start.expect(batch, prepared, models, replay, parameters)
