@@ -201,13 +201,12 @@ class TakenDown:
 
     def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a checkpointed function that may change no state when it is called again."""
-        again = not_counted(function, lambda: self._seen)
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
             with past_function_modes():
                 state = self._state = self._state or self._snapshot()
             try:
-                return again(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 with past_function_modes():
                     has_changed = bool(state.note_changes())
@@ -215,7 +214,8 @@ class TakenDown:
                     # A graph does not run that Python.
                     self.refuse("a module keeps state, and is computed again")
 
-        return recompute
+        # Also what looks at the state runs code of others.
+        return not_counted(recompute, lambda: self._seen)
 
     def _snapshot(self) -> Snapshot:
         parameters = (each for module in self._modules for each in module.parameters(recurse=False))
