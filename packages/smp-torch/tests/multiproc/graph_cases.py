@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from host_graphs import HostGraphs
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.execute.captured_bodies import ConfirmedBodies
@@ -113,6 +114,31 @@ def _around(layer: nn.Module) -> nn.Module:
     )
 
 
+class Settings(dict[str, float]):
+    """Settings with code of their own, which who looks at them runs."""
+
+    def items(self) -> Any:
+        """See ``dict``."""
+        return super().items()
+
+
+class Checkpointed(nn.Linear):
+    """Is computed again in its backward pass, and may count how often it is computed."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.settings = Settings(factor=2.0)
+        self.calls, self.step = 0, step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self._compute, x, use_reentrant=False)
+        return result
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.step
+        return torch.tanh(super().forward(x) * self.settings["factor"])
+
+
 class Layers(nn.Module):
     """Transformer layers that tensor-parallel ranks compute together, two tokens an example.
 
@@ -140,6 +166,8 @@ class Layers(nn.Module):
 ANOTHER_WAY = "the Python of its modules did something else"
 #: Of a recorded step, and of the body of one that is not.
 ASKS = "decides by numbers|asks for the numbers of a tensor"
+#: Of one whose module changes when it is computed again.
+KEEPS_STATE = "a module keeps state, and is computed again"
 #: By name: the model, and why a rank does not run it as captured; "" if both do.
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (lambda: _around(nn.Linear(WIDTH, WIDTH)), ""),
@@ -149,6 +177,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: _around(nn.Dropout(0.5)), "of the host are not captured"),
     "counts": (lambda: _around(Own(_counted)), ANOTHER_WAY),
     "rebinds": (lambda: _around(Own(_rebinding)), ANOTHER_WAY),
+    "checkpointed": (lambda: _around(Checkpointed(0)), ""),
+    "checkpointed, counting": (lambda: _around(Checkpointed(1)), KEEPS_STATE),
     "leaves out": (lambda: _around(Leaving()), ANOTHER_WAY),
     "asks": (lambda: _around(Own(_asking)), ASKS),
     # On a GPU the host's numbers are no constant of a body, which goes another way then.
