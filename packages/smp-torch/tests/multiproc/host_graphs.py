@@ -52,7 +52,7 @@ class HostGraph:
             for each in tree_leaves(again):
                 if isinstance(each, torch.ScriptObject):
                     under_way.append(dist.Work.unbox(each))
-            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+            for old, new in zip(result, _tensors(again), strict=True):
                 if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                     old.copy_(new)
         _wait(under_way)
@@ -136,7 +136,7 @@ class _Capture(TorchDispatchMode):
             self._made |= memories - given
             # No kernel makes memory: on a GPU it stays where it was, with what is in it.
             if func.overloadpacket not in _MEMORY_ALONE:
-                call = (func, *before, _aliases(result), torch.is_grad_enabled())
+                call = (func, *before, _aliases(_tensors(result)), torch.is_grad_enabled())
                 self._graph.calls.append(call)
         return result
 

@@ -167,6 +167,8 @@ class Case:
     is_outside: bool
 
 
+#: A case in which they do not differ.
+ALIKE: dict[str, Any] = {"forward": "alike", "passes": "alike", "is_outside": False}
 #: (step, microbatch) -> whether ranks differ
 MOMENTS: dict[str, Callable[[int, int], bool]] = {
     "always": lambda step, microbatch: True,
@@ -281,8 +283,7 @@ class Training:
 
         Where one of them has done more than the others outside of steps, it is found there.
         """
-        alike = {"forward": "alike", "passes": "alike", "is_outside": False}
-        self.case = dataclasses.replace(self.case, **alike)
+        self.case = dataclasses.replace(self.case, **ALIKE)
         self.step(STEPS)
         for name, got, want in self._found:
             if want is None or got is None:
@@ -292,7 +293,7 @@ class Training:
                 torch.testing.assert_close(got, want, msg=name)
 
 
-def outcome(kind: type[Training], case: Case) -> str:
+def outcome(kind: Callable[[Case], Training], case: Case) -> str:
     """Returns what became of a case on this rank."""
     try:
         training = kind(case)
@@ -315,7 +316,7 @@ def outcome(kind: type[Training], case: Case) -> str:
 
 
 def population_of(
-    kind: type[Training], cases: Sequence[Case], first: int, stride: int
+    kind: Callable[[Case], Training], cases: Sequence[Case], first: int, stride: int
 ) -> dict[str, int]:
     """Tries cases of a kind of training; returns how often all ranks came to which end."""
     found: Counter[str] = Counter()

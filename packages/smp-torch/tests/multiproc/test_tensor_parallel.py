@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import captured_passes
 import other_passes
 import other_passes_inside
 import pytest
@@ -13,6 +14,7 @@ import tensor_cases
 import tensor_transformers
 import weight_reads
 from ended_jobs import ends_of
+from host_graphs import every_step
 from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import World, Worlds
@@ -34,6 +36,8 @@ def split(degree: int, ranks: int | None = None, **config: Any) -> World:
 
 WORLDS = {
     "tp2": split(2),
+    # One partition, whose microbatches are captured.
+    "tp2-graphs": split(2, communication_timeout=20),
     "tp2-memory": split(2, optimize="memory"),
     "tp2-prescaled": split(2, prescaled_batch=True),
     "tp2-dp2": split(2, 4),
@@ -54,6 +58,7 @@ SHARDS = {
 PARTS = 12
 #: What the other worlds run of the models that the first runs all.
 FEW = {
+    "tp2-graphs": (),
     "tp2-memory": ("gpt2", "cross"),
     "tp2-prescaled": ("gpt2", "linear", "embedding"),
     "tp2-dp2": ("gpt2",),
@@ -212,6 +217,32 @@ def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
 def test_passes_of_ranks_that_differ(worlds: Worlds, model: str, first: int, stride: int) -> None:
     for found in run(worlds, WORLDS["tp2"], run_passes, model, first, stride, timeout=280):
         assert set(found) <= {"exact", "refused", "not in PyTorch"}
+
+
+def run_captured_passes(model: str, first: int, stride: int) -> dict[str, int]:
+    every_step(cuda_graphs=True)
+    return captured_passes.population(model, first, stride)
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "stride"),
+    [
+        ("registered", 10, 61),
+        *(
+            pytest.param(model, first, 6, marks=pytest.mark.slow)
+            for model in ("registered", "auto")
+            for first in range(6)
+        ),
+    ],
+)
+def test_captured_passes_of_ranks_that_differ(
+    worlds: Worlds, model: str, first: int, stride: int
+) -> None:
+    def run_from(number: int) -> tuple[dict[str, int], ...]:
+        args = model, number, stride
+        return run(worlds, WORLDS["tp2-graphs"], run_captured_passes, *args, timeout=280)
+
+    assert set(ends_of(run_from, first, stride)) <= {"exact", "refused", "not in PyTorch"}
 
 
 def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
 from smdistributed.modelparallel.torch.record.undo import Snapshot
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Made, Tape
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 #: The arguments of one microbatch.
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -162,7 +163,8 @@ class TakenDown:
                 result = body(call)
         finally:
             self._recording = None
-        recording.end(tensors_in(result))
+        with slices_as_they_are():
+            recording.end(tensors_in(result))
         tape = recording.tape
         if not all(
             isinstance(each, Made) and each.number >= tape.num_given for each in tape.results
@@ -196,8 +198,8 @@ class TakenDown:
 
     def refuse(self, why: str) -> None:
         """See ``Bodies``."""
-        assert self._recording is not None
-        self._recording.tape.refuse(why)
+        if self._recording is not None:  # others may differentiate when this rank is done
+            self._recording.tape.refuse(why)
 
     def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a checkpointed function that may change no state when it is called again."""

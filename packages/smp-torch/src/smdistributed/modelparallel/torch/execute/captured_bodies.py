@@ -1,9 +1,9 @@
 """Bodies that were captured as CUDA graphs from their tapes, and are launched as Python confirms.
 
 The Python of a body runs in every mini-batch, answered from its tape; where it has come to its end
-as recorded, on all ranks of the sharding group, the graph of the whole microbatch is launched.
-Where it goes another way, this microbatch and those after it are computed as they are: a graph may
-read what the one before it has left.
+as recorded, on all ranks that exchange in it, the graph of the whole microbatch is launched. Where
+it goes another way, this microbatch and those after it are computed as they are: a graph may read
+what the one before it has left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
 from smdistributed.modelparallel.torch.compat.private.memory import unowned
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.execute.bodies import Arguments, Body, BodyTape, Call
-from smdistributed.modelparallel.torch.execute.captured import Draws, counting, users_of
+from smdistributed.modelparallel.torch.execute.captured import (
+    Draws,
+    Exchanges,
+    counting,
+    users_of,
+)
 from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
 from smdistributed.modelparallel.torch.execute.taping import Draws as StepDraws
 from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
@@ -34,11 +39,12 @@ from smdistributed.modelparallel.torch.record.nested import fill, template, tens
 from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.gradients import SoFar
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel
-from smdistributed.modelparallel.torch.tape.confirming import Confirming, Nobody
+from smdistributed.modelparallel.torch.tape.confirming import Confirming, Others
 from smdistributed.modelparallel.torch.tape.outside import Outside
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.running import run
 from smdistributed.modelparallel.torch.tape.tape import Made
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 
 class CapturedBody(NamedTuple):
@@ -79,6 +85,7 @@ class CapturedBodies:
         users: of each of both, how many see it if nobody else holds it.
         outside: what the kernels read that no body was given.
         wishes: a sum that ranks have in common which exchange the same.
+        exchanged: the memory that exchanges of slices go by.
         num_off: how many microbatches of the last mini-batch went another way.
     """
 
@@ -89,6 +96,7 @@ class CapturedBodies:
     users: list[int]
     outside: Outside
     wishes: int
+    exchanged: object
     num_off: int = 0
 
     @property
@@ -112,6 +120,7 @@ def capture_bodies(
     parameters: Sequence[nn.Parameter],
     shards: Sequence[ShardedModel],
     course: Course | None,
+    exchanges: Exchanges,
     draws: Sequence[Draws],
     random: StepDraws,
     devices: tuple[str, ...],
@@ -129,6 +138,7 @@ def capture_bodies(
         parameters: that are whole; they have no gradients, and no hooks but such as count.
         shards: the models in shards, without gradients.
         course: of the sharding group, if there are any.
+        exchanges: of modules in slices.
         draws: of each microbatch.
         random: of the step.
         devices: the types of those that autocast may be on for.
@@ -155,6 +165,7 @@ def capture_bodies(
                 with (
                     drawn.capturing(),
                     graphs.capturing(drawn.generators) as graph,
+                    exchanges.capturing(is_first=True, is_last=True),
                     contextlib.ExitStack() as stack,
                 ):
                     for model in shards:
@@ -198,8 +209,9 @@ def capture_bodies(
         for place, so_far in enumerate(bodies[-1].so_far)
         for unit, total in so_far.sums.items()
     }
+    wishes = zlib.crc32(repr(assumed).encode())
     captured = CapturedBodies(
-        bodies, shards, gradients, sums, [], outside, zlib.crc32(repr(assumed).encode())
+        bodies, shards, gradients, sums, [], outside, wishes, exchanges.memory
     )
     captured.users = captured._users()
     return captured
@@ -231,6 +243,7 @@ class ConfirmedBodies:
         devices: the types of those that autocast may be on for.
         random: of the step.
         course: of the sharding group; None without.
+        others: the ranks that compute modules in slices with this one.
         begin_pass: does what comes before a backward pass that Python did not begin itself.
 
     Attributes:
@@ -244,6 +257,7 @@ class ConfirmedBodies:
         devices: tuple[str, ...],
         random: StepDraws,
         course: Course | None,
+        others: Others,
         begin_pass: Callable[[], None],
     ) -> None:
         self._captured = captured
@@ -251,6 +265,7 @@ class ConfirmedBodies:
         self._devices = devices
         self._random = random
         self._course = course
+        self._others = others
         self._begin_pass = begin_pass
         self._next = 0
         self.is_off = False
@@ -274,7 +289,8 @@ class ConfirmedBodies:
                 captured.promised.renew()
         if not is_confirmed:
             return result
-        return self._launched(captured, Arguments(call).tensors, result)
+        with slices_as_they_are():
+            return self._launched(captured, Arguments(call).tensors, result)
 
     def _confirmed(self, captured: CapturedBody, call: Call, body: Body) -> tuple[bool, Any]:
         """Runs the Python of a body.
@@ -291,8 +307,10 @@ class ConfirmedBodies:
             self._devices,
             self._random,
             lambda: [each.detach() for each in arguments.tensors],
-            Nobody(),  # a rank hears of others when it needs them, or at the end
+            # Those with other shards are heard of when they are needed, or at the end.
+            self._others,
             known_hooks=saved_tensors_hooks(),
+            computing=slices_as_they_are,
         )
         with self._random.seen_by(confirming), confirming.confirming():
             result = body(arguments.with_others(promised.given(0, len(arguments.tensors))))
@@ -337,6 +355,7 @@ class ConfirmedBodies:
     def _agreed(self, confirming: Confirming) -> bool:
         """Whether the Python of all ranks that launch together did as recorded."""
         if self._course is None:
+            confirming.confirmed()
             return not confirming.is_off
         with confirming.aside():
             return self._course.confirm(is_as_recorded=not confirming.is_off)

@@ -1,6 +1,6 @@
 """Mini-batches of a step with one partition that run as CUDA graphs.
 
-Ranks of a sharding group, which exchange within a pass, decide together.
+Ranks that exchange within a pass, those of a sharding or a tensor-parallel group, decide together.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class BodyCaptures:
     """The captured mini-batches of one step function.
 
     Args:
-        runtime: the state of the library in this process; there is one partition, and no tensor
-            parallelism.
+        runtime: the state of the library in this process; there is one partition.
         graphs: capture bodies.
         name: of the step function, for messages.
         is_asked_for: see ``Captures``.
@@ -109,6 +108,7 @@ class BodyCaptures:
                 whole,
                 shards,
                 self._course,
+                runtime.tensor_group,
                 [CapturedDraws(runtime.random, each.num_draws) for each in tapes],
                 runtime.random,
                 self._devices,
@@ -135,6 +135,7 @@ class BodyCaptures:
                 self._devices,
                 runtime.random,
                 self._course,
+                runtime.tensor_group,
                 self._begin_pass,
             )
         if kind.is_taken_down:
@@ -176,19 +177,20 @@ def body_captures_of(
     """Returns the captured mini-batches of a step function; None where none are captured.
 
     Args:
-        runtime: the state of the library in this process; there is one partition, and no tensor
-            parallelism.
+        runtime: the state of the library in this process; there is one partition.
         name: of the step function.
-        cuda_graphs: whether the script asks for them; "auto": not where gradients are reduced
-            while a backward pass computes others, but by shards in memory that all ranks read.
+        cuda_graphs: whether the script asks for them; "auto": not where the gradients of a whole
+            model are reduced while a backward pass computes others, but by shards in memory that
+            all ranks read.
         begin_pass: see ``BodyCaptures``.
     """
     groups = runtime.sharding_groups
-    is_alone = runtime.topology.dp_size == 1
+    is_alone = runtime.topology.rdp_size == 1 and groups is None
     is_read = groups is not None and groups.make_memory is not None
     if cuda_graphs == "auto" and not (is_alone or is_read):
         return None
-    graphs = graphs_for(runtime, name, cuda_graphs, "")
+    is_mixed = groups is not None and runtime.tensor_group.size > 1
+    graphs = graphs_for(runtime, name, cuda_graphs, "slices are in shards" if is_mixed else "")
     if graphs is None:
         return None
     return BodyCaptures(

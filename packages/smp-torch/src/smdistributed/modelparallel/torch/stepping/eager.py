@@ -101,17 +101,19 @@ class EagerStep:
             for model in models:
                 model.data_parallel.begin_step()
             runtime.current_step = self
-            with (
-                running([model.data_parallel.shards for model in models]) as saving,
-                self._offloaded(len(calls), saving),
-                slices_guarded(model.holder.fakes.slice_guard for model in models),
-                engine_replaced(stand_in(self)),
-                self._together.in_step(self._serving),
-            ):
+            with contextlib.ExitStack() as stack:
+                saving = stack.enter_context(
+                    running([model.data_parallel.shards for model in models])
+                )
+                stack.enter_context(self._offloaded(len(calls), saving))
+                stack.enter_context(engine_replaced(stand_in(self)))
+                stack.enter_context(self._together.in_step(self._serving))
                 if self._captures is not None:
                     self._bodies = self._captures.of(
                         calls, weights, models, around, self._enter_captured
                     )
+                guards = (model.holder.fakes.slice_guard for model in models)
+                stack.enter_context(slices_guarded(guards))
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
                         self._usual_calls = self._calls
@@ -193,7 +195,7 @@ class EagerStep:
         """Runs a backward pass whose losses are scaled already."""
         former, self.is_differentiating = self.is_differentiating, True
         try:
-            self._together.backward(tensors, starts)
+            self.start(tensors, starts)
         finally:
             self.is_differentiating = former
 
@@ -263,6 +265,8 @@ class EagerStep:
     def start(self, tensors: Any, starts: Any) -> None:
         """Does what ``torch.autograd.backward`` does, on all ranks that compute together."""
         self._together.backward(tensors, starts)
+        if self._together.has_differed:
+            self._bodies.refuse("ranks that compute together differentiate different modules")
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:

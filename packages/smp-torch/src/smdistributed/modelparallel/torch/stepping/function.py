@@ -103,12 +103,9 @@ class StepFunction:
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
         given = runtime, self._function, self._rules, self._detach_outputs
         asked = runtime, self.name, self._cuda_graphs
-        if runtime.topology.pp_size == 1 and runtime.topology.tp_size == 1:
+        if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
-        replays = replays_of(*asked)
-        if runtime.topology.pp_size == 1 and replays is None:
-            return EagerStep(*given, lambda begin_pass: None)
-        return PipelinedStep(*given, self._static, replays, self._compiling)
+        return PipelinedStep(*given, self._static, replays_of(*asked), self._compiling)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""

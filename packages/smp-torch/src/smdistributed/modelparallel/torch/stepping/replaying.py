@@ -166,13 +166,10 @@ def replays_of(
     """Returns the captured mini-batches of a step function; None where none are captured.
 
     Args:
-        runtime: the state of the library in this process.
+        runtime: the state of the library in this process; there are several partitions.
         name: of the step function.
-        cuda_graphs: whether the script asks for them; "auto": they are captured where the step is
-            recorded anyway.
+        cuda_graphs: whether the script asks for them.
     """
-    if cuda_graphs == "auto" and runtime.topology.pp_size == 1:
-        return None
     reason = "parameters are in shards" if runtime.config.sharded_data_parallel_degree > 1 else ""
     graphs = graphs_for(runtime, name, cuda_graphs, reason)
     if graphs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -88,6 +89,7 @@ class Confirming(TorchFunctionMode):
         others: the ranks that compute the pass with this one.
         is_as_written: compiled modules run as they are written.
         known_hooks: hooks of saved tensors that are around every pass.
+        computing: a context for what is computed from the tape, where Python leaves it.
 
     Attributes:
         is_off: Python has gone another way; everything is computed as it is called.
@@ -105,6 +107,7 @@ class Confirming(TorchFunctionMode):
         *,
         is_as_written: bool = False,
         known_hooks: Any = None,
+        computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         super().__init__()
         self._promised = promised
@@ -118,8 +121,10 @@ class Confirming(TorchFunctionMode):
         self._random = random
         self._give = give
         self._others = others
-        #: What is done with tensors of the pass, once there are any, and with which.
-        self._later: list[tuple[int, Callable[[torch.Tensor], None]]] = []
+        self._computing = computing
+        #: What is done with tensors of the pass, once there are any: before which event, and with
+        #: which of them.
+        self._later: deque[tuple[int, int, Callable[[torch.Tensor], None]]] = deque()
         self._open: list[_Draw] = []
         #: Objects that this pass has made for itself, by their numbers.
         self._owned: dict[int, Any] = {}
@@ -278,7 +283,7 @@ class Confirming(TorchFunctionMode):
                 do(tensor)
         else:
             # Nobody holds a promise who does not want to keep it.
-            self._later.append((self._promised.numbers[id(tensor)], do))
+            self._later.append((self._at, self._promised.numbers[id(tensor)], do))
 
     def _other(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.is_off:
@@ -380,17 +385,23 @@ class Confirming(TorchFunctionMode):
         for promised, tensor in zip(self._promised.promises, self._give(), strict=False):
             if tensor is not None:
                 keep(promised, tensor)
-        with Running(self._random, self._devices) as running:
-            for event in self._events[: self._at]:
+        with self._computing(), Running(self._random, self._devices) as running:
+            for position, event in enumerate(self._events[: self._at]):
+                self._do_later(position)
                 result = running.go(event, self._own)
                 if isinstance(event, Call):
                     for promised, tensor in pairs(event.result, result):
                         if promised is not tensor:
                             keep(promised, tensor)
                     del result
+            self._do_later(self._at)
             for each, draw in zip(self._open, running.draws, strict=True):
                 each.go_on(draw)
-        for number, do in self._later:
+
+    def _do_later(self, position: int) -> None:
+        """Does what is done with tensors of the pass before an event."""
+        while self._later and self._later[0][0] <= position:
+            _, number, do = self._later.popleft()
             do(self._promised.promises[number])
 
 

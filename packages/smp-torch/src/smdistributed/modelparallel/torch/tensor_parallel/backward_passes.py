@@ -70,6 +70,7 @@ class _DifferError(Exception):
 class PassesAlone:
     """The backward passes of a rank that computes its modules alone; see ``BackwardPasses``."""
 
+    has_differed = False
     backward = staticmethod(torch.autograd.backward)
 
     def in_step(self, serving: Serving) -> contextlib.AbstractContextManager[None]:
@@ -96,6 +97,9 @@ class BackwardPasses:
         collectives: between the ranks.
         words: of the group.
         is_prescaled: the ranks bring the same examples, so their passes are the same.
+
+    Attributes:
+        has_differed: in the step in progress, a pass of this rank had not what others had.
     """
 
     def __init__(self, collectives: Collectives, words: Words, *, is_prescaled: bool) -> None:
@@ -106,6 +110,7 @@ class BackwardPasses:
         self._noted = Noted(keeps_graphs=False)
         self._serving: Serving = contextlib.nullcontext
         self._is_called_again = False
+        self.has_differed = False
         #: A pass is being started that ranks will agree on.
         self._is_starting = False
         words.join = self._join
@@ -120,6 +125,7 @@ class BackwardPasses:
             serving: a context for the passes that other ranks make alone.
         """
         self._forget(keeps_graphs=True)
+        self.has_differed = False
         self._notes, self._serving = True, serving
         try:
             yield
@@ -326,6 +332,7 @@ class BackwardPasses:
         everyones = self._words.say(Moment.BACKWARD, self._noted.names_of(reached), word)
         if all(each[0] == word[0] for each in everyones):
             return None
+        self.has_differed = True
         if self._is_prescaled:
             self._refuse(f"{_RULE}, as prescaled_batch is on", reached)
         if not all(each[1] for each in everyones):
