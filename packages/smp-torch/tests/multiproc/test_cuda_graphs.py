@@ -15,6 +15,7 @@ from graph_cases import (
     RUN_BACKWARD,
     compare,
     compare_turning,
+    launched_by_default,
     lets_models_go,
 )
 from world import pipeline, quick, replicas, run, world_of
@@ -181,6 +182,14 @@ def test_between_steps_with_one_partition(worlds: Worlds, kind: str, moment: str
     for same, count, told in run(worlds, ONE_PARTITION[kind], compare, "factor", moment):
         assert same
         assert count > 0 or _runs_backward(moment, told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_captured"), [("alone", True), ("slices", True), ("replicas", False)]
+)
+def test_a_script_asks_for_nothing(worlds: Worlds, kind: str, is_captured: bool) -> None:
+    for count in run(worlds, ONE_PARTITION[kind], launched_by_default):
+        assert count == (5 if is_captured else 0)
 
 
 def _runs_backward(moment: str, told: list[str]) -> bool:

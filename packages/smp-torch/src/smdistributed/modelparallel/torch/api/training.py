@@ -49,8 +49,7 @@ def step(
             which runs in every call, does the same. "auto" captures with several partitions,
             without replicas, and with parameters in shards that the GPUs of one host read, where
             as much memory is free again as a step needs; True also elsewhere, and a warning says
-            what runs as it is. With tensor parallelism the function is then recorded as it is with
-            several partitions (``detach_outputs`` must be True). False never.
+            what runs as it is. False never.
         compile: an addition of this library: where the function is recorded, what it and modules
             that are split compute between modules, such as a loss, is compiled; a dictionary gives
             options of ``torch.compile``. Modules run compiled if you compile them. What the

@@ -86,9 +86,8 @@ class PipelinedStep:
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
-                "detach_outputs=False needs pipeline_parallel_degree 1 and no cuda_graphs: with "
-                "more partitions the returned tensors come from other processes, and captured "
-                "passes keep none of their graphs."
+                "detach_outputs=False needs pipeline_parallel_degree 1: with more partitions the "
+                "returned tensors come from other processes."
             )
         self.runtime = runtime
         self._function = function
