@@ -53,8 +53,8 @@ class StepFunction:
         input_split_axes: batch axis by argument name; 0 for all others.
         detach_outputs: detach returned tensors.
         static: the Python of the function is promised to do the same in every call.
-        cuda_graphs: passes are captured as CUDA graphs; "auto": see ``body_captures_of`` where there
-            is one partition.
+        cuda_graphs: passes are captured as CUDA graphs; "auto": with one partition see
+            ``body_captures_of``.
         compiling: options of ``torch.compile``, if what lies between modules is compiled.
 
     Raises:
