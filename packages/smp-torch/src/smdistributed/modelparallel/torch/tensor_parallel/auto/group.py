@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
     agreed,
@@ -168,8 +169,9 @@ class ClosedGroup(DistributedModule):
     _smp_gate: Gate
     _smp_seen: SeenState
 
+    @run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. Collective: TP_GROUP.
+        """Calls the module, also where what is around it is compiled. Collective: TP_GROUP.
 
         Raises:
             SMPError: the ranks call different modules, or this one in different ways.
