@@ -54,7 +54,7 @@ class Holder:
     Attributes:
         fakes: the names of the model's modules and tensors, and their stand-ins.
         absence: refuses what needs the tensors of other ranks.
-        version: how often the structure of the user's model was taken.
+        version: how often the structure of the user's model was taken, or other hooks were found.
     """
 
     def __init__(self, runtime: TorchRuntime, module: nn.Module, number: int) -> None:
@@ -199,6 +199,8 @@ class Holder:
         if self._placement is not None:
             self.check_values()
         if self.fakes.is_current:
+            if not self._is_whole and self.fakes.hooks.follow(self.fakes.named_parameters):
+                self.version += 1
             return False
         runtime, former = self._runtime, self.fakes
         self.fakes = FakeModel(former.model, runtime.fake_mode, runtime.device, former)
@@ -213,6 +215,11 @@ class Holder:
             self._placement.check_ties()
             self._settle()
         return True
+
+    def end_step(self) -> None:
+        """Takes note of the hooks that modules have put on their own parameters, on this rank."""
+        if not self._is_whole:
+            self.fakes.hooks.leave_out(self.fakes.named_parameters)
 
     def _settle(self) -> None:
         device, delayed = self._runtime.device, self._runtime.delayed

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Action
-from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 
 
 def final_gradients(
@@ -23,7 +23,7 @@ def final_gradients(
     passes = [action for action in actions if action.kind.completes]
     last: dict[nn.Parameter, int] = {}
     for position, action in enumerate(passes):
-        for parameter in _parameters(plans[action.microbatch].segments[action.segment]):
+        for parameter in parameters_of(plans[action.microbatch].segments[action.segment].nodes):
             last[parameter] = position
     completed: list[set[nn.Parameter]] = [set() for _ in passes]
     for parameter, position in last.items():
@@ -31,9 +31,10 @@ def final_gradients(
     return [frozenset(parameters) for parameters in completed]
 
 
-def _parameters(segment: SegmentNodes) -> set[nn.Parameter]:
+def parameters_of(nodes: Iterable[Node]) -> set[nn.Parameter]:
+    """Returns the parameters that nodes compute with."""
     found: set[nn.Parameter] = set()
-    for node in segment.nodes:
+    for node in nodes:
         if node.kind is NodeKind.LEAF:
             found.update(node.target.parameters())
         elif node.kind is NodeKind.ATTRIBUTE:

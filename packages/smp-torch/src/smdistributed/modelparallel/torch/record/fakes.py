@@ -15,6 +15,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHooks
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 
 #: (module, name of a parameter or buffer in it)
@@ -37,6 +38,7 @@ class FakeModel:
         slots: every parameter and buffer slot -> its fake; tied slots share one.
         real: id of a real tensor -> its fake, while the fakes are in place.
         behind: slot -> its real tensor, while the fakes are in place.
+        hooks: the user's, on the gradients of its parameters.
         slice_guard: refuses what reads slices of parameters while the model runs.
     """
 
@@ -82,6 +84,8 @@ class FakeModel:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
                     self._tensors[module, slot] = tensor
+        self.hooks = GradientHooks() if former is None else former.hooks
+        self.hooks.look(self.named_parameters())
 
     @property
     def is_current(self) -> bool:
@@ -97,6 +101,15 @@ class FakeModel:
             slot in module._buffers or module._parameters.get(slot) is tensor
             for (module, slot), tensor in self._tensors.items()
         )
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters, wherever their values are, by name; tied ones once."""
+        found = {
+            id(tensor): (self.slot_name(slot), tensor)
+            for slot, tensor in reversed(self._tensors.items())
+            if slot[1] in slot[0]._parameters
+        }
+        return dict(reversed(found.values()))
 
     def has_the_same(self, slot: Slot, other: FakeModel) -> bool:
         """Tells whether a parameter or buffer is the one that the model had at another time."""

@@ -30,10 +30,14 @@ UNRECORDED = {
     torch.Tensor.__len__,
 }
 
-#: What gives code to a backward pass, or the nodes of autograd, which take hooks unseen.
-GIVING_BACKWARD_CODE = {
+#: What puts hooks on gradients.
+HOOKING_GRADIENTS = {
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
+}
+#: What gives code to a backward pass, or the nodes of autograd, which take hooks themselves.
+GIVING_BACKWARD_CODE = {
+    *HOOKING_GRADIENTS,
     torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
 }
 #: What looks at a gradient, which the recording does not have.

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.backward import hooks_of_nodes_seen
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     checkpointing_replaced,
     stops_early,
@@ -58,6 +59,9 @@ class Listener(Protocol):
 
     def note_backward_code(self) -> None:
         """Hears of code of the user's that will run in a backward pass."""
+
+    def note_hook_of_node(self) -> None:
+        """Hears of a hook that a node of autograd takes."""
 
     def note_exchange(self, name: str, group: ProcessGroup | None) -> None:
         """Hears of a call of a function of ``torch.distributed``.
@@ -117,6 +121,7 @@ def intercepted(listener: Listener, modules: Iterable[nn.Module]) -> Iterator[No
             _checkpoints_seen(listener),
             _saved_tensors_hooks_seen(listener),
             collectives_seen(listener.note_exchange),
+            hooks_of_nodes_seen(listener.note_hook_of_node),
             _real_tensors_from_memory(),
         ):
             yield

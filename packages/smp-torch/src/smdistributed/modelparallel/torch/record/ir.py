@@ -223,7 +223,7 @@ class Node:
             and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]
             and [v.index for v in self.changes] == [v.index for v in other.changes]
             and self.taps == other.taps
-            and self.region == other.region
+            and (self.region, self.in_turn) == (other.region, other.in_turn)
             and equal(self.args, other.args, _same_value)
             and equal(self.kwargs, other.kwargs, _same_value)
         )

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.record.carried import (
     state_of,
 )
 from smdistributed.modelparallel.torch.record.costs import Profile
+from smdistributed.modelparallel.torch.record.gradient_hooks import Moment
 from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
@@ -45,8 +46,6 @@ from smdistributed.modelparallel.torch.record.trace import (
     Trace,
 )
 from smdistributed.modelparallel.torch.record.turns import (
-    accumulation_hooks,
-    gradient_hooks,
     has_backward_hooks,
     keeps_state,
 )
@@ -314,13 +313,14 @@ class LeafCalls:
         if entry.recomputes or (entry.region is not None and entry.stateful):
             entry.in_turn = "it is checkpointed, so its backward pass changes its state again"
         changes = keeps_state(entry.stateful)
-        real = self._scene.real_parameters(leaf)
-        hooks = [
-            (now.fake(parameter), hook) for parameter in real for hook in gradient_hooks(parameter)
-        ]
+        found = self._scene.hooks_in(leaf)
+        hooks = [(now.fake(hook.parameter), hook.function) for hook in found]
         entry.runs_backward |= bool(hooks) or has_backward_hooks(leaf)
-        if any(map(accumulation_hooks, real)):
+        if any(hook.moment is not Moment.GRADIENT for hook in found):
             entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
+            return
+        if any(hook.several for hook in found):
+            entry.in_turn = "its parameters have hooks of several gradients"
             return
         if not (changes or entry.runs_backward):
             return
@@ -337,8 +337,12 @@ class LeafCalls:
                 # The trial shows one of its ways, and of some no backward pass.
                 entry.in_turn = "it keeps state and decides by its input"
                 entry.rewrites = True
-        # What is added to a log stays with the rank.
-        entry.changes = [each for each in trial.changes if each.owner or each.added is None]
+        # What is added to a log stays with the rank, and so does what only hooks see.
+        entry.changes = [
+            each
+            for each in trial.changes
+            if each.owner or (each.added is None and self._scene.is_seen_by_code(each))
+        ]
         self._scene.settle(entry)
 
     def _call_again(

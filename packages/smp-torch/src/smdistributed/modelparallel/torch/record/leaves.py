@@ -205,6 +205,7 @@ class Watch:
         self._meter = meter
         self._state = state
         self._noted = state.backward_code, state.gradient_reads
+        self._parameter_hooks = state.parameter_hooks
         self._questions = state.questions
         self._written_again = len(state.written_again)
         self._real_runs = state.real_runs
@@ -224,6 +225,8 @@ class Watch:
         entry.work = self._meter.work_since(self._reading)
         noted = self._state.backward_code, self._state.gradient_reads
         entry.runs_backward = noted != self._noted
+        if self._state.parameter_hooks != self._parameter_hooks:
+            entry.in_turn = "it puts hooks on gradients, which other microbatches may have too"
         entry.asks = self._state.questions != self._questions
         entry.decides = entry.asks or self._state.real_runs != self._real_runs
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]

@@ -15,6 +15,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.python_random import python_draws
 from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
+from smdistributed.modelparallel.torch.record.refusals import NowhereError
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.undo import Change
@@ -204,7 +205,7 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         try:
             return call(module, *args, **kwargs)
-        except SliceReadError:
+        except (SliceReadError, NowhereError):
             raise
         except Exception as error:
             # Only fakes fail so; what also fails for real is the user's own error.

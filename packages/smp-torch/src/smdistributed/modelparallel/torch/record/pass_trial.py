@@ -72,7 +72,7 @@ class PassTrial:
             keeps_state: the forward pass changes something besides statistics.
             runs_code: the backward pass runs hooks, or functions that are written in Python.
         """
-        before = Snapshot(self._leaf.modules())
+        before = self._snapshot()
         try:
             self.in_turn = self._why(before, keeps_state=keeps_state, runs_code=runs_code)
         except Exception as error:
@@ -84,6 +84,9 @@ class PassTrial:
             for growth in before.put_back():
                 growth.remove()
 
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._leaf.modules(), [hook for _, hook in self._hooks])
+
     def _why(self, before: Snapshot, *, keeps_state: bool, runs_code: bool) -> str:
         state = self._state
         reads, regions = state.gradient_reads, state.num_regions
@@ -94,7 +97,7 @@ class PassTrial:
         writes_forward = before.has_written
         with state.pausing():
             kept = KeptTensors(self._arguments, result)
-            between = Snapshot(self._leaf.modules())
+            between = self._snapshot()
             ran_code, writes_back = self._differentiate(result)
             self.changes = between.note_changes()
             writes_back |= between.has_written

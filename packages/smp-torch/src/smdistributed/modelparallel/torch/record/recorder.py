@@ -35,6 +35,7 @@ from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
 from smdistributed.modelparallel.torch.record.functions import (
     GIVING_BACKWARD_CODE,
+    HOOKING_GRADIENTS,
     READING_GRADIENTS,
     REQUIRING_GRADIENT,
     SWITCHING_GRADIENTS,
@@ -54,7 +55,11 @@ from smdistributed.modelparallel.torch.record.new_calls import NewCalls
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.questions import Question
-from smdistributed.modelparallel.torch.record.refusals import exchanges_stand_ins
+from smdistributed.modelparallel.torch.record.refusals import (
+    NowhereError,
+    exchanges_stand_ins,
+    hooks_stand_ins,
+)
 from smdistributed.modelparallel.torch.record.regions import Again, BuffersWatched
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -322,8 +327,8 @@ class Recorder(TorchFunctionMode):
         for span in opened.spans:
             if span not in chosen and not span.is_inside(set(chosen)):
                 self._scene.check_hooks(span.module)
-                if span.exchanged:
-                    raise exchanges_stand_ins(span.exchanged, span.entry.name)
+                if span.refused is not None:
+                    raise span.refused(span.entry.name)
         log = collapsed(opened.log, chosen)
         kept = {id(entry.outputs[0][1]) for entry in log if entry.kind is EntryKind.NUMBER}
         passed.pending[:] = [each for each in passed.pending if id(each.tensor) in kept]
@@ -385,6 +390,8 @@ class Recorder(TorchFunctionMode):
         return self._new.make(func, name, func, args, kwargs)
 
     def _refuse(self, func: Any, args: Any) -> None:
+        if func in HOOKING_GRADIENTS:
+            self._check_hooked(args[0])
         if (
             func in SWITCHING_GRADIENTS
             and not self._state.leaf_depth
@@ -408,6 +415,25 @@ class Recorder(TorchFunctionMode):
             raise UnsupportedError(
                 "with more than one partition, tensor.backward() cannot reach the other "
                 "partitions: call model.backward(tensor) on the DistributedModel instead."
+            )
+
+    def _check_hooked(self, tensor: torch.Tensor) -> None:
+        """Makes sure that a module puts hooks on the gradients of its own parameters alone.
+
+        Raises:
+            UnsupportedError: it is another module's, whose rank does not run this one.
+        """
+        fake, module = self._now.fake(tensor), self._calls.current.module
+        if module is None or id(fake) not in self._scene.slots:
+            return
+        self._state.parameter_hooks += 1
+        leaf = self._scene.leaf_of.get(module, module)
+        if not any(each is fake for each in leaf.parameters()):
+            model, slot = self._scene.slots[id(fake)]
+            raise NowhereError(
+                f"{self._calls.where()} puts a hook on the gradient of {model.slot_name(slot)}, "
+                "which another module has: the rank that computes its gradient would not know. "
+                "Let that module do it, or do it before or between calls of step functions."
             )
 
     def call_function(
@@ -442,13 +468,30 @@ class Recorder(TorchFunctionMode):
         state = self._state
         if state.paused and not state.runs_for_real:
             return
-        ranks = get_process_group_ranks(group)
-        is_alone = not self._companions.issuperset(ranks)
-        is_between = not state.runs_for_real and (state.is_glue or self._now.span is None)
-        if is_alone or (is_between and not state.leaf_depth):
-            raise exchanges_stand_ins(name, self._calls.where())
-        if self._now.span is not None:
-            self._now.span.exchanged = name
+        refused = functools.partial(exchanges_stand_ins, name)
+        if not self._companions.issuperset(get_process_group_ranks(group)):
+            raise refused(self._calls.where())
+        self._only_inside(refused)
+
+    def note_hook_of_node(self) -> None:
+        """Notes that a node of autograd takes a hook.
+
+        Raises:
+            UnsupportedError: by code between the modules that stay whole.
+        """
+        if not self._state.paused:
+            self.note_backward_code()
+            self._state.parameter_hooks += 1  # for all that is known of the node
+            self._only_inside(hooks_stand_ins)
+
+    def _only_inside(self, refused: Callable[[str], UnsupportedError]) -> None:
+        """Takes note of what only a module that stays whole can do."""
+        state, span = self._state, self._now.span
+        is_between = not state.runs_for_real and (state.is_glue or span is None)
+        if is_between and not state.leaf_depth:
+            raise refused(self._calls.where())
+        if span is not None:
+            span.refused = refused
 
     def call_module(
         self,

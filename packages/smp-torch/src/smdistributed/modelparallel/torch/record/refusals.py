@@ -34,6 +34,10 @@ _REFUSED: Mapping[Callable[..., Any], str] = {
 }
 
 
+class NowhereError(UnsupportedError):
+    """A module that stays whole does what none may do, run on stand-ins or on tensors."""
+
+
 def refusal(function: Any, kwargs: Mapping[str, Any], where: str) -> str:
     """Returns why a call cannot be made outside the modules that stay whole; "" if it can.
 
@@ -65,4 +69,17 @@ def exchanges_stand_ins(name: str, where: str) -> UnsupportedError:
         f"torch.distributed.{name} was called in {where} while a pipelined step runs: it would "
         "exchange the stand-ins of a recording, which have no values. Return the tensor from the "
         "step function and exchange it after the call, or do it inside one module that stays whole."
+    )
+
+
+def hooks_stand_ins(where: str) -> UnsupportedError:
+    """Returns the error of a hook on a node of autograd between the modules that stay whole.
+
+    Args:
+        where: who puts it there, for the message.
+    """
+    return UnsupportedError(
+        f"a node of autograd was given a hook in {where} while a pipelined step runs: it is of a "
+        "recording, and no backward pass comes to it. Put hooks on parameters before or between "
+        "calls of step functions, or do it inside one module that stays whole."
     )

@@ -27,6 +27,7 @@ class RunState:
         real_runs: how often a module had to run on real tensors.
         backward_code: how often code was given that a backward pass will run.
         gradient_reads: how often a gradient was looked at.
+        parameter_hooks: how often a hook was put on the gradient of a parameter.
     """
 
     is_open: bool
@@ -41,6 +42,7 @@ class RunState:
     real_runs: int = 0
     backward_code: int = 0
     gradient_reads: int = 0
+    parameter_hooks: int = 0
 
     def begin(self) -> None:
         """Starts a microbatch."""

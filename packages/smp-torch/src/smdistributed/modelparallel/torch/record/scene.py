@@ -15,11 +15,11 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
+from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHook
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.reach import OF_MODULES
 from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace import Entry, Seen
-from smdistributed.modelparallel.torch.record.turns import gradient_hooks
 from smdistributed.modelparallel.torch.record.undo import Change, Place, Snapshot
 
 
@@ -132,8 +132,14 @@ class Scene:
 
     def seen_by(self, leaf: nn.Module) -> Snapshot:
         """Returns the Python state that a leaf can see, the hooks of its parameters included."""
-        hooks = [hook for each in self.real_parameters(leaf) for hook in gradient_hooks(each)]
+        hooks = [hook.function for hook in self.hooks_in(leaf)]
         return Snapshot(leaf.modules(), hooks, moved=self.own_tensors)
+
+    def hooks_in(self, leaf: nn.Module) -> list[GradientHook]:
+        """Returns the hooks on the gradients of the parameters in a leaf."""
+        own = set(map(id, self.real_parameters(leaf)))
+        found = (hook for model in self.models for hook in model.hooks.found)
+        return [hook for hook in found if id(hook.parameter) in own]
 
     def real_parameters(self, leaf: nn.Module) -> list[torch.Tensor]:
         """Returns the parameters in a leaf for which fakes stand at present."""
@@ -226,6 +232,11 @@ class Scene:
             self._is_seen_by_glue(change)
             or any(not change.places.isdisjoint(places) for places in others)
         )
+
+    def is_seen_by_code(self, change: Change) -> bool:
+        """Whether code of a step, or of any module, sees a change: not hooks on gradients alone."""
+        seen = (self._places_of(leaf) for leaf in self.leaves)
+        return self._is_seen_by_glue(change) or any(map(change.places.intersection, seen))
 
     def _is_seen_by_glue(self, change: Change) -> bool:
         return not change.places.isdisjoint(self._places_of(None))

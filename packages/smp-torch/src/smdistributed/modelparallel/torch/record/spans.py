@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Leaf
@@ -39,7 +40,8 @@ class Span:
         failed: it raised, and code around it went on.
         written: tensors that belong to no model and that it changes, with copies from before.
         left_behind: why it cannot be a leaf, for what it leaves outside of its result.
-        exchanged: the function of ``torch.distributed`` that its own code called; "" if none.
+        refused: makes the error, given its name, if its own code did what only a module that stays
+            whole can do.
     """
 
     module: nn.Module
@@ -54,7 +56,7 @@ class Span:
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     left_behind: Exception | None = None
-    exchanged: str = ""
+    refused: Callable[[str], UnsupportedError] | None = None
 
     def is_inside(self, spans: set[Span]) -> bool:
         """Whether it was made from one of some calls."""

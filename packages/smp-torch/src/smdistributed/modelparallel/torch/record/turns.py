@@ -16,15 +16,13 @@ import importlib.metadata
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.compat.private.backward import hooks_after_accumulation
 from smdistributed.modelparallel.torch.compat.private.compiled import is_made_by_torch
-from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.writes import writes_of
 
@@ -184,22 +182,6 @@ def _read(node: Any, name: str) -> list[torch.Tensor]:
 def has_backward_hooks(leaf: nn.Module) -> bool:
     """Whether a module, or one in it, has hooks of its backward pass."""
     return any(each._backward_hooks or each._backward_pre_hooks for each in leaf.modules())
-
-
-def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """Returns the user's hooks on the gradient of a parameter."""
-    with past_function_modes():
-        return _of_others((tensor._backward_hooks or {}).values())
-
-
-def accumulation_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """Returns the user's hooks that run when a gradient has been added to a parameter's."""
-    with past_function_modes():
-        return _of_others(hooks_after_accumulation(tensor))
-
-
-def _of_others(hooks: Iterable[Callable[[torch.Tensor], Any]]) -> list[Callable[..., Any]]:
-    return [each for each in hooks if is_code_of_others(module_of(each))]
 
 
 def module_of(function: Any) -> str:

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
+from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import NodeKind
@@ -325,7 +326,9 @@ class Lockstep:
         try:
             for number, way in () if failure is not None else self._new.items():
                 way.graph.put_in_order(orders.get(number, ()))
-                way.plan = self._plan(way)
+                plan = self._plan(way)
+                self._check_hooks(plan)
+                way.plan = plan
         except Exception as error:
             failure = error
         models = [model for model in models_of(self._runtime) if model.holder.is_placed]
@@ -333,6 +336,16 @@ class Lockstep:
             for model in models:
                 model.drawing.take(passed.profile)
         self._compare(failure)
+
+    def _check_hooks(self, plan: Plan) -> None:
+        """Makes sure that hooks on gradients do in the passes of a plan what they do in one."""
+        fakes = [each.holder.fakes for each in models_of(self._runtime) if each.holder.is_partial]
+        for each in fakes:
+            each.hooks.look(each.named_parameters())
+        hooks = [hook for each in fakes for hook in each.hooks.found]
+        where = "in a hook on gradients, which is tried out"
+        with self._runtime.communicator.reach.only([self._runtime.rank], where):
+            check_shared_hooks(plan, hooks)
 
     def _plan(self, way: Way) -> Plan:
         """Cuts a graph, or returns the plan of one that does the same."""

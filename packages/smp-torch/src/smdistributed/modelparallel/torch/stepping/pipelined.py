@@ -135,6 +135,7 @@ class PipelinedStep:
         self._absent_gradients.end(prepared, trained)
         for model in models_of(self.runtime):
             model.rest_slices()
+            model.holder.end_step()
         for model in trained:
             model.run_post_step_hooks()
         assert self._ran is not None

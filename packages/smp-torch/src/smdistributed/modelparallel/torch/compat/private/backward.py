@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 _MARK = "smp: seen"
+#: Where torch defines the hooks by which one function gets the gradients of several tensors.
+_OF_SEVERAL = f"{torch.autograd.graph.register_multi_grad_hook.__name__}.<locals>."
 
 
 def saved_tensors_hooks() -> Any:
@@ -76,6 +80,73 @@ def hooks_on_gradient(tensor: torch.Tensor) -> tuple[Callable[..., Any], ...]:
 def hooks_after_accumulation(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
     """Returns the hooks that a leaf calls when its gradient has been added up."""
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
+
+
+class Several(NamedTuple):
+    """A function that gets the gradients of several tensors, or of the first that has one.
+
+    Attributes:
+        key: the same object for each of the tensors.
+        number: of the tensors; 0 if the function gets the first gradient alone.
+        function: gets them.
+    """
+
+    key: Any
+    number: int
+    function: Callable[..., Any]
+
+
+def hook_of_several(hook: Any) -> Several | None:
+    """Returns what torch has made a hook of by ``register_multi_grad_hook``; None if it has not."""
+    code = getattr(hook, "__code__", None)
+    if not isinstance(code, types.CodeType) or not code.co_qualname.startswith(_OF_SEVERAL):
+        return None
+    kept = {
+        name: cell.cell_contents
+        for name, cell in zip(code.co_freevars, hook.__closure__, strict=True)
+    }
+    return Several(kept["lock"], kept.get("len_tensors", 0), kept["fn"])
+
+
+def number_of_hooks_ever() -> int:
+    """Returns how many hooks of any kind have been registered in this process."""
+    return int(RemovableHandle.next_id)
+
+
+def hooks_of_accumulation(
+    leaf: torch.Tensor,
+) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Returns the hooks before and after what adds up the gradient of a leaf, by autograd's node.
+
+    Which tensors do not know of; they live as long as somebody keeps the node.
+    """
+    node = get_gradient_edge(leaf).node
+    return _listed(node.register_prehook), _listed(node.register_hook)
+
+
+def _listed(register: Callable[..., RemovableHandle]) -> list[Callable[..., Any]]:
+    """Returns the hooks in the dict that one more is put into, for a moment."""
+    handle = register(lambda *_: None)
+    found = handle.hooks_dict_ref()
+    handle.remove()
+    return list((found or {}).values())
+
+
+@contextlib.contextmanager
+def hooks_of_nodes_seen(see: Callable[[], None]) -> Iterator[None]:
+    """Inside, a function is called before a node of autograd takes a hook."""
+    module: Any = torch.autograd.Function
+    register = module._register_hook
+
+    def see_and_register(*args: Any) -> Any:
+        see()
+        return register(*args)
+
+    module._register_hook = staticmethod(see_and_register)
+    try:
+        yield
+    finally:
+        del module._register_hook
 
 
 def is_accumulation_kept(leaf: torch.Tensor) -> bool:
