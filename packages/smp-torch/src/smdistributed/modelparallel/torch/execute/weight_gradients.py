@@ -218,6 +218,8 @@ def may_wait(input: Any, weight: Any, bias: Any, *, dim: int) -> bool:
         return False
     if bias is not None and not _is_leaf(bias, 1):
         return False
+    if not (_adds_up(weight) and _adds_up(bias)):
+        return False  # hooks of both see in which order their gradients come
     if is_any_autocast() and torch.is_autocast_enabled(input.device.type):
         return torch.float64 not in (input.dtype, weight.dtype) and input.is_floating_point()
     return bool(input.dtype is weight.dtype)

@@ -84,7 +84,7 @@ class FakeModel:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
                     self._tensors[module, slot] = tensor
-        self.hooks = GradientHooks() if former is None else former.hooks
+        self.hooks: GradientHooks = GradientHooks() if former is None else former.hooks
         self.hooks.look(self.named_parameters())
 
     @property

@@ -518,8 +518,8 @@ class Recorder(TorchFunctionMode):
         with self._state.pausing():
             self._state.written_again += watched.written()
 
-    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
-        """Notes that the user asked for the gradients of ``tensors``."""
+    def backward(self, model: nn.Module, tensors: Any, grad_tensors: Any) -> None:
+        """Notes that the user asked for the gradients of ``tensors``, by a model of the user's."""
         if isinstance(tensors, torch.Tensor):
             tensors, grad_tensors = [tensors], None if grad_tensors is None else [grad_tensors]
         starts = [None] * len(tensors) if grad_tensors is None else grad_tensors

@@ -144,8 +144,11 @@ class TorchRuntime(Runtime):
             a number of its own, and the lowest one that no other model alive has; both the same on
             every process.
         """
-        if self.live_models():
+        before = len(self.live_models())
+        if before:
             gc.collect()  # what is alive must not depend on when a process last looked
+        if len(self.live_models()) < before:
+            gc.collect()  # what step functions have kept with it
         taken = {each.place_in_keys for each in self.live_models()}
         self.models.append(weakref.ref(model))
         self.num_models += 1

@@ -8,6 +8,7 @@ be of that kind, once its Python has run; otherwise it was done in vain.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class HeadStart:
         is_first = runtime.coordinates.pp_rank == 0
         self._can_begin = is_first and runtime.tensor_group.size == 1
         self._expected: _Expected | None = None
-        self._done: tuple[MiniBatch, Replay] | None = None
+        self._done: tuple[weakref.ref[MiniBatch], Replay] | None = None  # it has the user's models
 
     def begin(self, batch: MiniBatch) -> None:
         """Does the first action of a mini-batch, if it is likely to be that of the last one."""
@@ -68,11 +69,15 @@ class HeadStart:
         if not (is_in_use or takes_part() or replay.has_moved):
             tensors = tensors_in(batch.calls[0])
             expected.executor.start(lambda: replay.start(tensors))
-            self._done = batch, replay
+            self._done = weakref.ref(batch), replay
+
+    def let_go(self) -> None:
+        """Expects nothing any more."""
+        self._expected = self._done = None
 
     def was_for(self, batch: MiniBatch, replay: Replay) -> bool:
         """Whether the first action of a mini-batch has been done."""
-        return self._done is not None and self._done[0] is batch and self._done[1] is replay
+        return self._done is not None and self._done[0]() is batch and self._done[1] is replay
 
     def expect(
         self,

@@ -303,6 +303,13 @@ class Lockstep:
             fake = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
         return fake.requires_grad_(kind.requires_grad)
 
+    def let_go(self) -> None:
+        """Forgets everything; every rank must, before the same call."""
+        self._scene = None
+        self._passed, self._new, self._said = [], {}, []
+        for known in (self._traces, self._ways_in, self._plans):
+            known.clear()
+
     def _forget(self) -> None:
         for key, trace in list(self._traces.items())[:-_MOST_TRACES]:
             del self._traces[key]

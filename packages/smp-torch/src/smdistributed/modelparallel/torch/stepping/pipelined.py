@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,6 +102,9 @@ class PipelinedStep:
         self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)
         self._replays = replays
+        #: Models that it has called, and the numbers of all that there were in the last call.
+        self._watched: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
+        self._numbers: set[int] = set()
         self._ran: tuple[Executor, list[Any]] | None = None
         self._recorder: Recorder | None = None
 
@@ -118,6 +122,7 @@ class PipelinedStep:
                 self.runtime.tensor_group.begin_step(draw_step_seed()),
                 self._passes.recall,
             )
+            self._follow_models(batch)
             if self._replays is not None:
                 self._replays.start(batch)
             passed = self._passes.passes(batch)
@@ -126,8 +131,9 @@ class PipelinedStep:
         self._inputs.check_written(batch, [each.graph.written for each in passed])
         prepared = self._preparation.of(tuple(each.plan for each in passed))
         constants = [each.constants_read() for each in passed]
-        scales = _scales(passed, batch.weights)
+        scales = _scales(self._differentiated_by(passed), batch.weights)
         trained = self._models_of(prepared.differentiated)
+        self._watch(self._models_of(prepared.modules))
         with self._telling_others():
             results = self._computed(prepared, batch, passed, constants, scales)
             for model in trained:
@@ -156,7 +162,8 @@ class PipelinedStep:
     def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
         """Notes a ``model.backward`` while the body is recorded."""
         if self._recorder is not None:
-            self._recorder.backward(model, tensors, grad_tensors)
+            # What is recorded keeps no DistributedModel: the script lets go of that.
+            self._recorder.backward(model.get_module(), tensors, grad_tensors)
 
     def timeline(self) -> Timeline:
         """See ``StepFunction.timeline``."""
@@ -182,6 +189,44 @@ class PipelinedStep:
             for model in models_of(self.runtime)
             if not modules.isdisjoint(model.holder.fakes.names)
         ]
+
+    def _differentiated_by(self, passed: Sequence[Passed]) -> list[DistributedModel]:
+        """Returns the models by which the script asked for gradients."""
+        roots = {
+            entry.target
+            for each in passed
+            if each.way is not None
+            for entry in each.way.entries
+            if entry.kind is EntryKind.BACKWARD
+        }
+        return [model for model in models_of(self.runtime) if model.get_module() in roots]
+
+    # ------------------------------------------------------------------ models that go
+
+    def _watch(self, models: Sequence[DistributedModel]) -> None:
+        """Lets go of models with the last of them: no rank computes then.
+
+        Else with the next call: ranks must forget the same things at the same time.
+        """
+        for model in models:
+            if model not in self._watched:
+                self._watched.add(model)
+                weakref.finalize(model, _end, weakref.ref(self)).atexit = False
+
+    def _follow_models(self, batch: MiniBatch) -> None:
+        """Lets go of models that are gone, by the word of rank 0 of the pipeline."""
+        if batch.header.recalled is None:
+            numbers = {number for number, *_ in batch.header.kind.state.models}
+            if not self._numbers <= numbers:
+                self.let_go()
+            self._numbers = numbers
+
+    def let_go(self) -> None:
+        """Forgets what is known of steps, and the models with it."""
+        self._passes.let_go()
+        self._preparation.let_go()
+        if self._replays is not None:
+            self._replays.let_go()
 
     # ------------------------------------------------------------------ execution
 
@@ -322,17 +367,19 @@ class PipelinedStep:
         return self.offloading.running(passes, saving, compiled)
 
 
-def _scales(passed: Sequence[Passed], weights: Sequence[float]) -> list[Scale]:
-    """Returns by what the losses of each microbatch count."""
-    models: list[DistributedModel] = list(
-        dict.fromkeys(
-            entry.target
-            for each in passed
-            if each.way is not None
-            for entry in each.way.entries
-            if entry.kind is EntryKind.BACKWARD
-        )
-    )
+def _end(step: weakref.ref[PipelinedStep]) -> None:
+    """Hears that a model is gone."""
+    if (found := step()) is not None and not found.runtime.live_models():
+        found.let_go()
+
+
+def _scales(models: Sequence[DistributedModel], weights: Sequence[float]) -> list[Scale]:
+    """Returns by what the losses of each microbatch count.
+
+    Args:
+        models: by which gradients are asked for.
+        weights: the share of each microbatch in the batch.
+    """
     kinds = {model.data_parallel.gradient_scale for model in models}
     if len(kinds) > 1:
         raise UnsupportedError(

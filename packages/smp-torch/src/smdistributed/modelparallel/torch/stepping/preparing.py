@@ -92,6 +92,11 @@ class Preparation:
         self._order.forget()
         self._known.clear()
 
+    def let_go(self) -> None:
+        """Forgets everything; every rank must, before the same call."""
+        self.again()
+        self._programs.clear()
+
     def _prepare(self, plans: tuple[Plan, ...], schedule: Schedule) -> Prepared:
         runtime = self._runtime
         pp_size = runtime.topology.pp_size

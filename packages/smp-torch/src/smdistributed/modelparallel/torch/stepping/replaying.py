@@ -74,6 +74,11 @@ class Replays:
         """Starts a mini-batch before its Python has run, if it is likely to run as the last one."""
         self._head_start.begin(batch)
 
+    def let_go(self) -> None:
+        """Lets go of what was captured."""
+        self._kinds.clear()
+        self._head_start.let_go()
+
     def of(
         self,
         batch: MiniBatch,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.record.nested import same, template, value_paths
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace import EntryKind
@@ -30,7 +32,7 @@ class _Kept:
 
     Attributes:
         kind: of the call.
-        arguments: of the call, without tensors.
+        arguments: of the call, without tensors and models.
         passed: its microbatches.
         calls: since the Python ran.
     """
@@ -60,6 +62,11 @@ class StaticPasses:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._numbers = itertools.count()
 
+    def let_go(self) -> None:
+        """See ``Lockstep``."""
+        self._kept.clear()
+        self._lockstep.let_go()
+
     def recall(self, batch: MiniBatch) -> Recalled | None:
         """Returns the call that this one is like, if there is one; on rank 0 of the pipeline."""
         number = self._find(batch)
@@ -81,14 +88,14 @@ class StaticPasses:
         if recalled is not None:
             self._check(self._kept[recalled.number], passed)
         elif not _has_objects(batch.given) and not any(map(_depends_on_data, passed)):
-            kept = _Kept(batch.header.kind, _without_tensors(batch.given), passed)
+            kept = _Kept(batch.header.kind, _kept_of(batch.given), passed)
             self._kept[next(self._numbers)] = kept
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return passed
 
     def _find(self, batch: MiniBatch) -> int | None:
-        arguments = _without_tensors(batch.given)
+        arguments = _kept_of(batch.given)
         for number, kept in self._kept.items():
             if kept.kind == batch.header.kind and same(kept.arguments, arguments, operator.is_):
                 return number
@@ -120,8 +127,15 @@ def _has_objects(obj: Any) -> bool:
     return bool(found)
 
 
-def _without_tensors(obj: Any) -> Any:
-    return template(obj, lambda tensor: None, lambda obj: obj)
+def _kept_of(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Returns what is kept of the arguments of a call: no tensors, no models that would stay."""
+    args, kwargs = given
+    named = {name: _weakly(each) for name, each in kwargs.items()}
+    return template((tuple(map(_weakly, args)), named), lambda tensor: None, lambda obj: obj)
+
+
+def _weakly(argument: Any) -> Any:
+    return weakref.ref(argument) if isinstance(argument, DistributedModel) else argument
 
 
 def _difference(before: Passed, now: Passed) -> str:
