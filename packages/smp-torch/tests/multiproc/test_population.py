@@ -1,9 +1,9 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
-``repeated_writes``, ``recomputed`` and ``around`` generate the scripts. What is refused says why;
-nothing may give other numbers than plain PyTorch. Every run tries a part that goes through all of
-them in strides.
+``repeated_writes``, ``recomputed``, ``around`` and ``several_gradients`` generate the scripts. What
+is refused says why; nothing may give other numbers than plain PyTorch. Every run tries a part that
+goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import population
 import pytest
 import recomputed
 import repeated_writes
+import several_gradients
 import torch
 import uses
 import views
@@ -52,6 +53,7 @@ STRIDES = {
     "repeated": 230,
     "recomputed": 240,
     "around": 6,
+    "gradients": 128,
 }
 
 
@@ -113,9 +115,10 @@ POPULATIONS = {
     "repeated": mixed(repeated_writes.REPEATED),
     "recomputed": mixed(recomputed.RECOMPUTED),
     "around": list(around.AROUND),
+    "gradients": mixed(several_gradients.HOOKED),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
-ONE_WORLD = ("repeated", "recomputed", "roads")
+ONE_WORLD = ("repeated", "recomputed", "roads", "gradients")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -224,6 +227,11 @@ def try_around(names: Sequence[str]) -> dict[str, str]:
     return {name: around.AROUND[name].outcome() for name in names}
 
 
+def try_gradients(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts whose hooks look at several gradients."""
+    return {name: several_gradients.HOOKED[name].outcome() for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -237,6 +245,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "repeated": try_repeated,
     "recomputed": try_recomputed,
     "around": try_around,
+    "gradients": try_gradients,
 }
 
 
@@ -248,6 +257,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(views.SEEN) >= 6000
     assert len(repeated_writes.REPEATED) >= 2000
     assert len(recomputed.RECOMPUTED) >= 1600
+    assert len(several_gradients.HOOKED) >= 1000
     assert len(POPULATIONS["uses"]) >= 150
 
 

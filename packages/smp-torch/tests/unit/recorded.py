@@ -98,4 +98,4 @@ class Recorded:
     def backward(self, loss: torch.Tensor) -> None:
         """Stands for ``model.backward`` in a body."""
         if self.recorder is not None:
-            self.recorder.backward(None, loss, None)
+            self.recorder.backward(self.module, loss, None)

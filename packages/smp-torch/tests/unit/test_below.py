@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -18,7 +19,12 @@ from smdistributed.modelparallel.torch.compat.private.below import (
     scripted_functions_seen,
     without_memory,
 )
-from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    past_subclass_functions,
+    pytree,
+)
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -159,3 +165,57 @@ def test_functions_of_torchscript_are_functions_of_torch() -> None:
     assert called == ["sine", "sine", "last_sine"]
     scripted(tensor)
     assert len(called) == 3
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x: torch.Tensor, power: float = 2.0) -> torch.Tensor:
+        return torch.nn.functional.gelu(x + x).pow(power) * self.factor
+
+
+def scaled(x: torch.Tensor, power: float = 2.0) -> torch.Tensor:
+    return torch.nn.functional.gelu(x + x).pow(power) * 2.0
+
+
+@pytest.fixture
+def fusing() -> Iterator[None]:
+    """Has TorchScript fuse operations on the host, as it does on GPUs."""
+    settings: Any = torch._C
+    before = settings._jit_can_fuse_on_cpu()
+    settings._jit_override_can_fuse_on_cpu(True)
+    settings._jit_set_te_must_use_llvm_cpu(False)
+    yield
+    settings._jit_override_can_fuse_on_cpu(before)
+    settings._jit_set_te_must_use_llvm_cpu(True)
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("of", [Scaled(), scaled], ids=["method", "function"])
+def test_what_torchscript_has_fused_runs_on_fakes_by_operations(fusing: None, of: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        made = torch.jit.script(of)
+    for _ in range(4):
+        made(torch.ones(3), 2.0)
+    with _Seen() as seen:
+        made(torch.ones(3), 2.0)
+    assert "gelu" not in seen.names, "it is fused on tensors"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(3))
+    with scripted_functions_seen(), mode, _Seen() as seen:
+        for found in (made(fake), made(fake, 2.0), made(fake, power=2.0)):
+            assert found.shape == (3,)
+    assert [name for name in seen.names if name != "device"] == ["add", "gelu", "pow", "mul"] * 3
+    assert torch.equal(made(torch.ones(3)), of(torch.ones(3)))

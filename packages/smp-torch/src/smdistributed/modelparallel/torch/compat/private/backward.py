@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -175,7 +176,8 @@ def accumulations_seen(
         yield
     finally:
         for leaf, hooks in former:
-            leaf._post_accumulate_grad_hooks = hooks
+            # None would leave the hook in place, and autograd would go on to call it.
+            leaf._post_accumulate_grad_hooks = OrderedDict() if hooks is None else hooks
 
 
 @contextlib.contextmanager

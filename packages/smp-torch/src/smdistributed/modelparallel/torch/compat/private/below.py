@@ -12,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensor,
+    past_subclass_functions,
+    pytree,
+)
 
 #: Reserved for others than PyTorch, who none of them is here.
 _KEY = "DeferredInit"
@@ -176,6 +180,12 @@ def _operate(func: Any, *args: Any, **kwargs: Any) -> Any:
 class Scripted(functools.partial[Any]):
     """A function of TorchScript for a class of tensors; modes of torch functions do not see it."""
 
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls it."""
+        if _has_fakes(list(pytree.tree_iter((args, kwargs)))):
+            return _by_operations(self.args[0], args, kwargs)
+        return super().__call__(*args, **kwargs)
+
 
 @contextlib.contextmanager
 def scripted_functions_seen() -> Iterator[None]:
@@ -183,21 +193,42 @@ def scripted_functions_seen() -> Iterator[None]:
 
     What TorchScript fuses reads memory past the dispatcher, and asks for a shape past everything;
     of what is refused it makes an error of its own. Methods of its modules torch tells
-    ``__torch_function__`` of by itself.
+    ``__torch_function__`` of by itself. On fakes, which have no memory, nothing is fused.
     """
     kind: Any = torch._C.ScriptFunction
-    original = kind.__call__
+    method: Any = torch._C.ScriptMethod
+    original, original_method = kind.__call__, method.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in pytree.tree_iter((args, kwargs)):
+        leaves = list(pytree.tree_iter((args, kwargs)))
+        for each in leaves:
             if hasattr(type(each), "operate"):
                 run = Scripted(original, function)
                 run.__name__ = function.name  # type: ignore[attr-defined]
                 return each.__torch_function__(run, (), args, kwargs)
+        if _has_fakes(leaves):
+            return _by_operations(function, args, kwargs)
         return original(function, *args, **kwargs)
 
-    kind.__call__ = call
+    def call_method(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_fakes(list(pytree.tree_iter((args, kwargs)))):
+            return _by_operations(function, (function.owner, *args), kwargs)
+        return original_method(function, *args, **kwargs)
+
+    kind.__call__, method.__call__ = call, call_method
     try:
         yield
     finally:
-        kind.__call__ = original
+        kind.__call__, method.__call__ = original, original_method
+
+
+def _has_fakes(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(each, FakeTensor) for each in leaves)
+
+
+def _by_operations(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Runs what TorchScript has made operation by operation, with nothing fused."""
+    rest = function.schema.arguments[len(args) :]
+    given = (kwargs.get(each.name, each.default_value) for each in rest)
+    interpret: Any = getattr(torch._C, "_jit_interpret_graph")  # noqa: B009 # it has no stub
+    return interpret(function.inlined_graph, (*args, *given))

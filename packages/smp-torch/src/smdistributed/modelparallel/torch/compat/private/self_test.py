@@ -13,11 +13,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as native_checkpoint
 
 from smdistributed.modelparallel.torch.compat.private.backward import (
+    accumulations_seen,
     applied_alone,
     engine_replaced,
+    hook_of_several,
+    hooks_of_accumulation,
+    hooks_of_nodes_seen,
+    hooks_on_gradient,
     is_accumulation_kept,
     is_in_backward,
     lifted_by_transforms,
+    number_of_hooks_ever,
     saved_tensors_hooks,
     when_backward_ends,
 )
@@ -105,6 +111,7 @@ def self_test() -> list[str]:
             _optimizers,
             _buckets,
             _collectives,
+            _hooks_of_gradients,
             _ends_of_backward_passes,
             _subclasses,
             _tensors_without_memory,
@@ -350,6 +357,33 @@ def _functions_alone() -> None:
     _expect(made.tolist() == [2.0, 2.0], "a function is applied")
     (found,) = torch.autograd.grad(made.sum(), given)
     _expect(found.tolist() == [3.0, 3.0], "a function's backward pass is its own")
+
+
+def _hooks_of_gradients() -> None:
+    pair = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    before = number_of_hooks_ever()
+    for mode, number in (("all", 2), ("any", 0)):
+        torch.autograd.graph.register_multi_grad_hook(pair, print, mode=mode)  # type: ignore[arg-type]
+        found = [hook_of_several(hooks_on_gradient(each)[-1]) for each in pair]
+        _expect(
+            all(each == (found[0].key, number, print) for each in found if each and found[0]),
+            "a hook of several gradients is known",
+        )
+    _expect(hook_of_several(print) is None, "other hooks are none")
+    node = torch.autograd.graph.get_gradient_edge(pair[0]).node
+    seen: list[bool] = []
+    with hooks_of_nodes_seen(lambda: seen.append(True)):
+        node.register_prehook(max)
+        node.register_hook(min)
+    _expect(len(seen) == 2, "hooks of nodes are seen")
+    _expect(hooks_of_accumulation(pair[0]) == ([max], [min]), "hooks of nodes are listed")
+    _expect(number_of_hooks_ever() >= before + 6, "hooks are counted")
+    leaf = nn.Parameter(torch.ones(1))
+    added: list[torch.Tensor] = []
+    with accumulations_seen([leaf], added.append):
+        leaf.sum().backward()
+    leaf.sum().backward()
+    _expect(len(added) == 1, "what sees gradients added up can be taken away")
 
 
 def _ends_of_backward_passes() -> None:
