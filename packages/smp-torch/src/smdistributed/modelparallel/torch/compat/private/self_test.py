@@ -381,8 +381,8 @@ def _hooks_of_gradients() -> None:
     leaf = nn.Parameter(torch.ones(1))
     added: list[torch.Tensor] = []
     with accumulations_seen([leaf], added.append):
-        leaf.sum().backward()
-    leaf.sum().backward()
+        torch.autograd.backward(leaf.sum())
+    torch.autograd.backward(leaf.sum())
     _expect(len(added) == 1, "what sees gradients added up can be taken away")
 
 
