@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.adapters.base import Adapter
+from conformance.cases.common.starting import quickly
 from conformance.registry import Body, Case, add, case, torch_case
 from conformance.worlds import FRAMEWORKS
 
@@ -160,12 +161,12 @@ def replicas_without_ddp(framework: str) -> None:
     adapter_of(framework).smp.init({"pipeline_parallel_degree": 1, "microbatches": 2})
 
 
-@torch_case("config.C04a", "config.ddp", worlds=NEW)
+@torch_case("config.C04a", "config.ddp", worlds=NEW, starts_jobs=True)
 def replicas_need_ddp(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
     with pytest.raises(RanksFailedError, match=r"2 replicas of the model, which needs ddp"):
-        run_ranks(2, replicas_without_ddp, timeout=240, args=[adapter.name])
+        run_ranks(2, replicas_without_ddp, args=[adapter.name], **quickly(adapter))
 
 
 @case("config.C05", "config.auto_partition", "config.default_partition", worlds=NEW)

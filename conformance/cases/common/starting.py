@@ -124,6 +124,12 @@ def quickly(adapter: Adapter, num_ranks: int = 2) -> dict[str, Any]:
     return {"launcher": launcher, "preload": preloaded(adapter.name), "timeout": 240}
 
 
+def by_smprun(adapter: Adapter) -> dict[str, Any]:
+    """Returns how it starts a job that smprun watches, of copies where there can be any."""
+    how = quickly(adapter)
+    return {**how, "launcher": "smprun" if how["launcher"] == "smprun" else "smprun-fork"}
+
+
 def want_three(framework: str) -> None:
     """Asks for what the number of processes does not allow."""
     adapter_of(framework).smp.init({"pipeline_parallel_degree": 3})
@@ -176,11 +182,11 @@ def fail(framework: str) -> None:
 
 
 # The tests of smp-tf's failures start such jobs, too.
-@case("common.no_bad_partner", worlds=("new",), quick_with=("torch",))
+@case("common.no_bad_partner", worlds=("new",), quick_with=("torch",), starts_jobs=True)
 def a_failure_ends_the_whole_job_and_is_told(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 
     with pytest.raises(RanksFailedError, match="gone") as error:
-        run_ranks(2, fail, timeout=120, args=[adapter.name])
+        run_ranks(2, fail, args=[adapter.name], **by_smprun(adapter))
     assert error.value.outcome.exit_code != 0
     assert "no end within" not in str(error.value), "the other one waited until its time was up"
