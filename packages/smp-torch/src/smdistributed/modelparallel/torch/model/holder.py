@@ -71,7 +71,6 @@ class Holder:
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
         self.version = 0
         #: With one partition, which modules are recorded whole, if steps are recorded.
-        self._on_one: Placement | None = None
 
     # ------------------------------------------------------------------ the partition
 
@@ -81,21 +80,15 @@ class Holder:
         return self._placement is not None or self._is_whole
 
     @property
-    def is_placed(self) -> bool:
-        """Whether it is decided which modules are recorded whole: not before the first step."""
-        return self._placement is not None or self._on_one is not None
-
-    @property
     def placement(self) -> Placement:
         """Where every module is.
 
         Raises:
             NotPartitionedError: that is not decided.
         """
-        placement = self._on_one if self._is_whole else self._placement
-        if placement is None:
+        if self._placement is None:
             raise NotPartitionedError(NOT_PARTITIONED)
-        return placement
+        return self._placement
 
     @property
     def is_split(self) -> bool:
@@ -175,10 +168,6 @@ class Holder:
             self._runtime.delayed.fill(tensor, self._runtime.device)
         self.fakes.model.to(self._runtime.device)
 
-    def place_on_one(self, placement: Placement) -> None:
-        """Takes which modules are recorded whole, of a model whose tensors are all here."""
-        self._on_one = placement
-
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'."""
         self._placement = placement
@@ -208,8 +197,6 @@ class Holder:
             slot for slot in self._sharded if self.fakes.has_the_same(slot, former)
         )
         self.version += 1
-        if self._on_one is not None:
-            self._on_one = self._on_one.after_changes(self.fakes)
         if self._placement is not None:
             self._placement = self._placement.after_changes(self.fakes)
             self._placement.check_ties()

@@ -166,6 +166,7 @@ def lean_or_fastest(
     Where gradients of weights wait, two more microbatches in flight than there are ranks gain much
     on four ranks, and next to nothing on two, where they are a third of what a rank keeps.
     """
+    active_microbatches = min(active_microbatches, num_microbatches)  # more cannot be in flight
     if kind != "zero_bubble" or active_microbatches <= graph.num_ranks:
         return fastest(graph, num_microbatches, kind, active_microbatches, thorough=thorough)
     step = max(1, (active_microbatches - graph.num_ranks) // _BOUNDS)

@@ -9,7 +9,7 @@ Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,6 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.partitioner import (
     Assignment,
-    PlacedUnit,
     Unit,
     partition,
 )
@@ -43,40 +42,6 @@ class Placement:
 
     fakes: FakeModel
     assignment: Assignment
-
-    @classmethod
-    def on_one(
-        cls, fakes: FakeModel, profile: Profile, compiled: Container[nn.Module]
-    ) -> Placement:
-        """Returns that of a model on the only partition.
-
-        The model itself is split, and what asks about the inputs of a step, which only Python in
-        a step can answer; all else is recorded whole.
-
-        Args:
-            fakes: the model.
-            profile: what one microbatch did.
-            compiled: the modules that run as compiled code.
-        """
-
-        def asks(module: nn.Module) -> bool:
-            costs = profile.modules.get(module)
-            return bool(costs and costs.asks) or any(map(asks, module.children()))
-
-        def units(module: nn.Module) -> Iterator[PlacedUnit]:
-            is_root = module is fakes.model and not isinstance(module, DistributedModule)
-            children = list(module.children())
-            is_split = (
-                bool(children)
-                and (is_root or asks(module))
-                and module not in compiled
-                and _can_be_split(module, profile.modules.get(module))
-            )
-            yield PlacedUnit(fakes.names[module], 0, 0.0, 0.0, is_split)
-            for child in children if is_split else ():
-                yield from units(child)
-
-        return cls(fakes, Assignment(tuple(units(fakes.model)), 1, 0.0))
 
     @cached_property
     def leaves(self) -> dict[nn.Module, Leaf]:

@@ -107,8 +107,6 @@ class CommonOrder:
 def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     """Returns the schedule that this rank makes of its plans."""
     config, num_ranks = runtime.config, runtime.topology.pp_size
-    if num_ranks == 1:
-        return one_by_one(plans, num_ranks)  # nobody waits for this rank
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
     if not reasons:
         schedule, makespan, in_seconds = common_schedule(

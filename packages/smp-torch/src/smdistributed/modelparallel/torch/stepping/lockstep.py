@@ -271,18 +271,18 @@ class Lockstep:
 
     def _scene_now(self) -> Scene:
         models = models_of(self._runtime)
-        key = tuple((each.number, each.holder.version, each.holder.is_placed) for each in models)
+        key = tuple((each.number, each.holder.version, each.holder.partitioned) for each in models)
         if self._scene is None or self._scene[0] != key:
             leaves = {
                 module: leaf
                 for model in models
-                if model.holder.is_placed
+                if model.holder.partitioned
                 for module, leaf in model.holder.placement.leaves.items()
             }
             scene = Scene(
                 [model.holder.fakes for model in models],
                 leaves,
-                [model.holder.fakes for model in models if not model.holder.is_placed],
+                [model.holder.fakes for model in models if not model.holder.partitioned],
                 [self._function],
             )
             self._scene = key, scene
@@ -338,7 +338,7 @@ class Lockstep:
                 way.plan = plan
         except Exception as error:
             failure = error
-        models = [model for model in models_of(self._runtime) if model.holder.is_placed]
+        models = [model for model in models_of(self._runtime) if model.holder.partitioned]
         for passed in self._passed:
             for model in models:
                 model.drawing.take(passed.profile)
@@ -361,7 +361,7 @@ class Lockstep:
         for plan in alike:
             if plan.graph.does_as(way.graph):
                 return plan
-        models = [model for model in models_of(self._runtime) if model.holder.is_placed]
+        models = [model for model in models_of(self._runtime) if model.holder.partitioned]
         partition_of = {
             module: partition
             for model in models

@@ -236,8 +236,7 @@ class PipelinedStep:
         try:
             yield
         except Exception as error:
-            if self.runtime.topology.pp_size > 1:
-                self.runtime.departures.report(error)
+            self.runtime.departures.report(error)
             raise
 
     def _computed(
@@ -314,9 +313,6 @@ class PipelinedStep:
     def _in_modules(self) -> Iterator[None]:
         """Inside, code of modules runs, which those that have other modules do not run."""
         runtime = self.runtime
-        if runtime.topology.pp_size == 1:
-            yield
-            return
         reach, partition = runtime.communicator.reach, runtime.coordinates.pp_rank
 
         def see(name: str, group: dist.ProcessGroup) -> None:

@@ -46,11 +46,8 @@ def place_models(
         called = not profile.modules.keys().isdisjoint(model.holder.fakes.names)
         if called or model.get_module() in read:
             model.drawing.take(profile)
-            if not model.holder.is_placed:
+            if not model.holder.partitioned:
                 model.refresh()  # the forward may have replaced modules
-                if runtime.topology.pp_size == 1:
-                    _place_on_one(runtime, model, profile)
-                    continue
                 _place(runtime, model, profile, costs)
                 idle = idle_partitions(model.placement.assignment)
                 if idle and runtime.rank == 0:
@@ -78,13 +75,6 @@ def idle_partitions(assignment: Assignment) -> list[int]:
     return sorted({*range(assignment.num_partitions)} - {*assignment.units.values()})
 
 
-def _place_on_one(runtime: TorchRuntime, model: DistributedModel, profile: Profile) -> None:
-    own = Placement.on_one(model.holder.fakes, profile, model.compiled)
-    # Ranks of a tensor-parallel group must record alike, whatever their data had them ask.
-    assignment = runtime.communicator.from_first(own.assignment, CommGroup.WORLD)
-    model.holder.place_on_one(Placement(model.holder.fakes, assignment))
-
-
 def _place(
     runtime: TorchRuntime, model: DistributedModel, profile: Profile, costs: ComputeCosts
 ) -> None:
@@ -94,7 +84,7 @@ def _place(
         pinned.setdefault(model.get_module(), config.default_partition)
     pinned = holder.fixed_partition or pinned
     num_partitions = runtime.topology.pp_size
-    wants_v = config.pipeline in ("zero_bubble_v", "auto") and num_partitions > 1
+    wants_v = config.pipeline in ("zero_bubble_v", "auto")
 
     def decided(*, v_shaped: bool) -> Placement:
         return decide(

@@ -142,6 +142,5 @@ def _usual_directions(pp_size: int) -> set[tuple[int, int]]:
     """Returns the pairs of pp_ranks that nearly every step uses: inputs, neighbours, tied ends."""
     pairs = {(0, rank) for rank in range(1, pp_size)}
     pairs |= {(rank, rank + 1) for rank in range(pp_size - 1)}
-    if pp_size > 1:
-        pairs |= {(0, pp_size - 1)}
+    pairs |= {(0, pp_size - 1)}
     return pairs | {(target, source) for source, target in pairs}
