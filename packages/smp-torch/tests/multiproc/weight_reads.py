@@ -518,7 +518,7 @@ def kept_between_steps() -> None:
 
     for kept in (weight.detach(), weight.data):
         pair.given("before", functools.partial(look, kept))
-        with pytest.raises(SliceReadError, match=r"was given inner\.map\.weight, or its gradient"):
+        with pytest.raises(SliceReadError, match=r"was given inner\.map\.weight(, or its| or)"):
             pair.train()
     pair.given("before", None)
     assert set(shapes) == {(WIDTH, WIDTH // smp.tp_size())}
