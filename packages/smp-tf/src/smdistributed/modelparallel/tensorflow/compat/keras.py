@@ -196,6 +196,36 @@ def calls_of_layers(
     return replaced([Replacement(tf.keras.layers.Layer, "__call__", make)])
 
 
+#: What Keras's training loop has, by which names of Keras 2 are told from those of a layer.
+_OF_TRAINING = ("compile", "compute", "evaluate", "fit", "loss", "metrics", "predict", "step")
+
+
+def own_training(model: Any) -> list[str]:
+    """Returns what of Keras's training loop a model, or its class, has in its own way."""
+    if IS_KERAS_3:
+        trainer = private("trainers.trainer").Trainer
+        parts = (trainer, private("backend.tensorflow.trainer").TensorFlowTrainer)
+        names = {name for part in parts for name in vars(part)}
+    else:
+        every = vars(tf.keras.Model)
+        names = {name for name in every if any(word in name for word in _OF_TRAINING)}
+    owners = [*(kind for kind in type(model).__mro__ if not _is_keras(kind))]
+    own = {name for kind in owners for name in vars(kind)}
+    own |= {name for name, value in vars(model).items() if callable(value) and name in names}
+    return sorted(name for name in names & own if not name.startswith("__"))
+
+
+def _is_keras(kind: type) -> bool:
+    return kind is object or _root(kind) in (_root(tf.keras.Model), "tensorflow", "keras")
+
+
+def signature_of_call(model: Any) -> inspect.Signature | None:
+    """Returns what a model's own ``call`` takes; None if it is one of Keras's."""
+    if any("call" in vars(kind) for kind in type(model).__mro__ if not _is_keras(kind)):
+        return inspect.signature(model.call)
+    return None
+
+
 def takes_training(model: Any) -> bool:
     """Tells whether the ``call`` of a Keras model has a parameter ``training``."""
     return "training" in inspect.signature(model.call).parameters

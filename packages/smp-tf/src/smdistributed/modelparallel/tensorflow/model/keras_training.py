@@ -27,12 +27,14 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
 
         Raises:
             UnsupportedError: ``jit_compile`` or ``run_eagerly`` is asked for: a step is one graph,
-                whose transfers XLA does not compile. Or a loss is no mean over examples.
+                whose transfers XLA does not compile. Or a loss is no mean over examples. Or the
+                model in this one has a training step, loss or metrics of its own.
         """
         refuse_sums(
             kwargs.get("loss", args[1] if len(args) > 1 else None),
             self._smp_engine.runtime.config.microbatches,
         )
+        self._smp_refuse_own_training()
         for name in ("jit_compile", "run_eagerly"):
             if kwargs.get(name) is True:
                 raise UnsupportedError(
@@ -40,6 +42,32 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
                     "switched on with tf.config.optimizer.set_jit(True)."
                 )
         super().compile(*args, **{**kwargs, "jit_compile": False})
+
+    def _smp_refuse_own_training(self) -> None:
+        wrapped = getattr(self, "wrapped", None)
+        if wrapped is not None and (own := keras.own_training(wrapped)):
+            raise UnsupportedError(
+                "Keras's training loop runs what the DistributedModel has of it, not what the "
+                f"model in it has; {type(wrapped).__name__} has a {', '.join(own)} of its own: "
+                "make its class a subclass of smp.DistributedModel, with a step function in "
+                "train_step for the gradients, or train it in a loop of your own."
+            )
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains the model, as ``tf.keras.Model.fit`` does.
+
+        Raises:
+            UnsupportedError: a callback writes and reads the weights of a whole model in files.
+        """
+        for callback in tf.nest.flatten(kwargs.get("callbacks")):
+            if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
+                raise UnsupportedError(
+                    "BackupAndRestore writes the weights of a process as those of the model; "
+                    "received it among the callbacks of fit: save and restore with "
+                    "smp.CheckpointManager, in a function registered with "
+                    "smp.register_post_partition_hook and in a tf.keras.callbacks.LambdaCallback."
+                )
+        return super().fit(*args, **kwargs)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Trains on one batch; returns the metrics.

@@ -149,6 +149,18 @@ class StepOutput:
             )
         return tf.add_n(list(parts))
 
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        """Refuses to be one tensor.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "what a step function returns has a tensor for each microbatch "
+            f"({len(self._outputs)}); received it where one tensor is needed: take accumulate() of "
+            "gradients, reduce_mean() of losses, merge() of what has the batch axis."
+        )
+
     def __repr__(self) -> str:
         return f"StepOutput({self._outputs!r})"
 
