@@ -55,7 +55,6 @@ def _refuse(name: str, message: str) -> None:
         ("gradients_of_features", "the gradient of one result of a call of the model by another"),
         ("called_in_a_function", "in a tf.function inside of a step function, which would be"),
         ("vectorized", "cannot be vectorized"),
-        ("penalty_in_the_loss", "a result of compute is computed from variable"),
         ("kept_by_the_call", "compute uses .*Tanh:0, which call kept elsewhere"),
         ("own_train_step", "in a train_step of your own, too, the part that computes"),
     ],

@@ -309,7 +309,7 @@ def penalty_in_gradients(side: Side) -> Found:
 
 
 def penalty_in_the_loss(side: Side) -> Found:
-    """Each process would tell a loss of its own."""
+    """A loss with a penalty on all weights, which is the same on all processes."""
     return _penalized(side, is_told=True)
 
 
@@ -346,4 +346,5 @@ NAMES = (
     "frozen_in_the_middle",
     "weights_by_hand",
     "penalty_in_gradients",
+    "penalty_in_the_loss",
 )

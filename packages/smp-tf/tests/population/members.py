@@ -217,7 +217,6 @@ MEMBERS: dict[str, Callable[..., Found]] = {
     **{f"state: {' '.join(map(str, way))}": _meeting(way) for way in tf_meetings.WAYS},
     "gradients of features": tf_users_training.gradients_of_features,
     "called in a function": tf_users_python.called_in_a_function,
-    "penalty in the loss": tf_users_training.penalty_in_the_loss,
     "kept by the call": tf_users_training.kept_by_the_call,
     "vectorized": tf_users_python.vectorized,
     "a train_step of one's own": tf_users_fit.own_train_step,

@@ -18,7 +18,9 @@ _KERAS_3 = pytest.mark.skipif(not keras.IS_KERAS_3, reason="Keras 2 has none")
 
 @pytest.fixture
 def with_others() -> Iterator[None]:
-    with whole_model(lambda own, variables: own, lambda own: own, lambda variables: True):
+    with whole_model(
+        lambda own, variables: own, lambda own: own, lambda variables: True, lambda *_: None
+    ):
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.gradients import whole
+from smdistributed.modelparallel.tensorflow.gradients import shared, whole
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime, start
 
 slot: RuntimeSlot[TFRuntime] = RuntimeSlot()
@@ -34,3 +34,5 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
     if is_first:
         runtime = slot.get()
         runtime.replacements.enter_context(whole.in_optimizers(runtime))
+        if runtime.topology.pp_size > 1:
+            runtime.replacements.enter_context(shared.followed(runtime))

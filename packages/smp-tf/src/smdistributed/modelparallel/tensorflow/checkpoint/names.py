@@ -127,7 +127,11 @@ class CheckpointNames:
         """
         known = {
             *self._names,
-            *(id(model._smp_engine.anchor_variable()) for model in self._models.values()),
+            *(
+                id(anchor)
+                for model in self._models.values()
+                for anchor in model._smp_engine.anchor_variables()
+            ),
         }
         for slot in slots:
             trained = getattr(keras.variable_of(slot), "_smp_slot_of", None)

@@ -65,6 +65,11 @@ def graph_of(graph: graphs.Graph, name: str) -> graphs.Graph:
     return atomic_function.to_func_graph(graph._get_function(name))
 
 
+def own_graph(graph: graphs.Graph, name: str) -> graphs.Graph:
+    """Returns the graph of a function that a graph knows, the very one if it was made here."""
+    return graph._get_function(name).graph
+
+
 def attributes_of(graph: graphs.Graph, name: str) -> dict[str, Any]:
     """Returns what is said of how a function is to run."""
     return dict(graph._get_function(name).cached_definition.attr)

@@ -26,7 +26,7 @@ def with_gradient(
     """Returns the tensors, with a gradient of our own, for tapes and ``tf.gradients`` alike.
 
     Args:
-        originals: tensors of the present graph.
+        originals: tensors of the present graph, or eager ones, which tapes alone differentiate.
         gradient: takes a gradient (or None) for each, returns one (or None) for each. It lives as
             long as the graph.
         label: the name of the operation.
@@ -34,9 +34,10 @@ def with_gradient(
     graph = ops.get_default_graph()
     with record.stop_recording(), graph.gradient_override_map({"IdentityN": _NAME}):
         results = tf.identity_n(list(originals), name=label)
-    if not hasattr(graph, "_smp_gradients"):
-        graph._smp_gradients = {}
-    graph._smp_gradients[results[0].op.name] = gradient
+    if not tf.executing_eagerly():
+        if not hasattr(graph, "_smp_gradients"):
+            graph._smp_gradients = {}
+        graph._smp_gradients[results[0].op.name] = gradient
     record.record_operation(label, results, list(originals), gradient)
     return list(results)
 
@@ -71,15 +72,58 @@ _sources: ContextVar[tuple[Any, ...]] = ContextVar("sources", default=())
 _is_vectorizing: ContextVar[bool] = ContextVar("is_vectorizing", default=False)
 
 
+#: Tapes that record in this thread.
+_tapes: ContextVar[tuple[Any, ...]] = ContextVar("tapes", default=())
+
+
 def requests_noted() -> contextlib.AbstractContextManager[None]:
-    """Within, ``present_sources`` and ``is_vectorizing`` say what is under way."""
+    """Within, ``present_sources``, ``is_vectorizing`` and ``watched`` know what is under way."""
     return replaced(
         [
+            Replacement(tf.GradientTape, "_push_tape", _begins),
+            Replacement(tf.GradientTape, "_pop_tape", _pauses),
             Replacement(imperative_grad, "imperative_grad", _noting("sources")),
+            Replacement(gradients_util, "_GradientsHelper", _asking_for_watched),
             Replacement(gradients_util, "_GradientsHelper", _noting("xs")),
             Replacement(parallel_for, "_pfor_impl", _vectorizing),
         ]
     )
+
+
+def _begins(original: Any) -> Any:
+    def push(self: Any) -> None:
+        original(self)
+        _tapes.set((*_tapes.get(), self))
+
+    return push
+
+
+def _pauses(original: Any) -> Any:
+    def pop(self: Any) -> None:
+        original(self)
+        _tapes.set(tuple(each for each in _tapes.get() if each is not self))
+
+    return pop
+
+
+def watched(tensor: Any) -> Any:
+    """Returns a tensor whose gradient is asked for with all others, whatever those are of."""
+    for tape in _tapes.get():
+        tape.watch(tensor)
+    graph = tensor.graph
+    graph._smp_watched = [*getattr(graph, "_smp_watched", []), tensor]
+    return tensor
+
+
+def _asking_for_watched(original: Any) -> Any:
+    """Returns what makes ``tf.gradients`` ask for those of ``watched`` tensors as well."""
+
+    def helper(ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = list(xs) if isinstance(xs, (list, tuple)) else [xs]
+        more = getattr(ops.get_default_graph(), "_smp_watched", [])
+        return original(ys, [*asked, *more], *args, **kwargs)[: len(asked)]
+
+    return helper
 
 
 def is_vectorizing() -> bool:

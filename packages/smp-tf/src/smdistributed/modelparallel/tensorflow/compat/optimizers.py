@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.compat.keras import (
     IS_KERAS_3,
     build_optimizer,
@@ -22,6 +23,7 @@ from smdistributed.modelparallel.tensorflow.compat.keras import (
     scales,
     variable_of,
 )
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 Gradients = Sequence[Any]
@@ -31,10 +33,12 @@ Norm = Callable[[Any, Sequence[Any]], Any]
 IsFinite = Callable[[Any], Any]
 #: Takes variables of which none has a gradient in this process; tells whether others may have some.
 HasOthers = Callable[[Sequence[Any]], bool]
+#: Takes gradients and the variables that are to be updated by them; raises if that cannot be.
+Check = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 def whole_model(
-    norm: Norm, is_finite: IsFinite, has_others: HasOthers
+    norm: Norm, is_finite: IsFinite, has_others: HasOthers, check: Check
 ) -> AbstractContextManager[None]:
     """Within, optimizers decide by the gradients of all processes.
 
@@ -44,10 +48,11 @@ def whole_model(
         norm: returns the norm that gradients have together with those of the other processes.
         is_finite: tells whether all processes have finite gradients.
         has_others: tells whether other processes may have gradients where this one has none.
+        check: is called before each update.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
     deciding = [*kind(norm, is_finite), *_skipping(norm, has_others)]
-    return replaced([*deciding, *_finalizing(has_others)])
+    return replaced([*deciding, *_finalizing(has_others), *_checking(check)])
 
 
 def _skipping(norm: Norm, has_others: HasOthers) -> Iterator[Replacement]:
@@ -68,6 +73,40 @@ def _skipping(norm: Norm, has_others: HasOthers) -> Iterator[Replacement]:
 
     for kind in optimizer_bases():
         yield Replacement(kind, "apply_gradients", make)
+
+
+def _checking(check: Check) -> Iterator[Replacement]:
+    """Yields what looks at each update before it is made."""
+
+    def of_pairs(original: Any) -> Any:
+        def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            _checked(check, [gradient for gradient, _ in pairs], [one for _, one in pairs])
+            return original(self, pairs, *args, **kwargs)
+
+        return apply_gradients
+
+    def of_lists(original: Any) -> Any:
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            known = self._trainable_variables if trainable_variables is None else None
+            _checked(check, list(grads), list(known if known is not None else trainable_variables))
+            return original(self, grads, trainable_variables)
+
+        return apply
+
+    if IS_KERAS_3:
+        yield Replacement(private("optimizers.base_optimizer").BaseOptimizer, "apply", of_lists)
+    else:
+        for kind in optimizer_bases():
+            yield Replacement(kind, "apply_gradients", of_pairs)
+
+
+def _checked(check: Check, gradients: Gradients, variables: Sequence[Any]) -> None:
+    try:
+        check(gradients, variables)
+    except Exception as error:
+        autograph.pass_through(error)
+        raise
 
 
 def _finalizing(has_others: HasOthers) -> Iterator[Replacement]:
@@ -143,7 +182,7 @@ def _keras_3(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     yield Replacement(
         scaling,
         "check_finite",
-        lambda original: lambda self, gradients: is_finite(original(self, gradients)),
+        lambda original: unnoted()(lambda self, gradients: is_finite(original(self, gradients))),
     )
 
 
@@ -159,7 +198,7 @@ def _keras_2(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     yield Replacement(
         private("mixed_precision.loss_scale_optimizer"),
         "_is_all_finite",
-        lambda original: lambda gradients: is_finite(original(gradients)),
+        lambda original: unnoted()(lambda gradients: is_finite(original(gradients))),
     )
 
 
@@ -187,10 +226,12 @@ def _clipped(gradients: Gradients, most: Any, variables: Sequence[Any], norm: No
     """Returns gradients, scaled as Keras does it, such that all together have at most a norm."""
     present = [each for each in gradients if each is not None]
     if not IS_KERAS_3:
-        whole = norm(tf.linalg.global_norm(present) if present else tf.zeros([]), variables)
+        with unnoted():
+            whole = norm(tf.linalg.global_norm(present) if present else tf.zeros([]), variables)
         return list(tf.clip_by_global_norm(list(gradients), most, use_norm=whole)[0])
-    own = private("optimizers.base_optimizer").global_norm(present) if present else tf.zeros([])
-    whole = norm(own, variables)
+    norm_of = private("optimizers.base_optimizer").global_norm
+    with unnoted():
+        whole = norm(norm_of(present) if present else tf.zeros([]), variables)
     # No finite norm makes no finite gradient. The product of slices is dense, as it is in Keras,
     # whose optimizers update by slices in another way.
     scale = most * tf.minimum(1.0 / whole, 1.0 / most) + (whole - whole)

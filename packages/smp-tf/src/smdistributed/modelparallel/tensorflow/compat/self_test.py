@@ -24,10 +24,12 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
     present_sources,
     requests_noted,
     unrecorded,
+    watched,
     with_gradient,
 )
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.compat.operations import operations_noted, unnoted
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
 from smdistributed.modelparallel.tensorflow.compat.processes import surviving_calls
 from smdistributed.modelparallel.tensorflow.compat.variables import (
@@ -55,6 +57,7 @@ def self_test() -> None:
     _test_access()
     _test_calls_of_layers()
     _test_sources()
+    _test_operations()
     _test_functions()
 
 
@@ -207,6 +210,7 @@ def _test_sources() -> None:
     """A gradient of ours knows what is asked for, of a tape and of ``tf.gradients``, and how."""
     seen: list[Any] = []
     noted: list[bool] = []
+    variable = tf.Variable(1.0)
 
     def gradient(dy: Any) -> list[Any]:
         seen.append(present_sources())
@@ -223,6 +227,11 @@ def _test_sources() -> None:
         tape.gradient(y, [x])
         tf.gradients(y, x)
         assert [each[0] is x for each in seen] == [True, True]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            y = with_gradient([watched(tf.identity(x))], gradient, "SmpSelfTest")[0]
+        assert tape.gradient(y, [variable.handle]) == [None]
+        assert tf.gradients(y, [x * 2.0]) == [None]
+        assert len(seen) == 4
         tf.vectorized_map(note, tf.ones([2]))
         assert any(noted)
         return []
@@ -284,12 +293,17 @@ def _test_optimizers() -> None:
     def has_others(variables: Any) -> bool:
         return not variables
 
-    with whole_model(norm, is_finite, has_others):
+    def check(gradients: Any, variables: Any) -> None:
+        checked.append((len(gradients), len(variables)))
+
+    checked: list[tuple[int, int]] = []
+    with whole_model(norm, is_finite, has_others, check):
         unused = tf.keras.optimizers.SGD(1.0)
         unused.apply_gradients([])
         assert int(tf.convert_to_tensor(unused.iterations)) == 1
         for kind in keras.optimizer_kinds("SGD"):
             assert after(kind(1.0, global_clipnorm=4.0)) == 0.5
+        assert checked[-1] == (1, 1)
         scaling = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0))
         assert after(scaling) == 1.0
         adam = tf.keras.optimizers.Adam(0.1)
@@ -306,6 +320,39 @@ def _test_optimizers() -> None:
     assert asked == [*norms, "finite True"], asked
     assert after(tf.keras.optimizers.SGD(1.0, global_clipnorm=1.0)) == 0.0
     assert asked == [*norms, "finite True"], asked
+
+
+def _test_operations() -> None:
+    """Operations are seen, eagerly and in graphs, and get other results; so are calls and reads."""
+    calls: list[tuple[int, int]] = []
+    reads: list[Any] = []
+    begun: list[Any] = []
+
+    def made(kind: str, args: Any, results: Any) -> Any:
+        if kind != "AddV2":
+            return results
+        with unnoted():
+            return [10.0 * results[0]]
+
+    def called(graph: Any, args: Any, results: Any) -> None:
+        calls.append((len(graph.inputs), len(results)))
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def added(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = x + 1.0
+        return total, tape.gradient(total, x)
+
+    one = tf.constant(1.0)
+    with operations_noted(made, made, begun.append, called, reads.append):
+        total = one + 1.0
+        inside, gradient = added(one)
+        with unnoted():
+            assert float(one + 1.0) == 2.0
+    assert reads
+    assert (len(begun), calls) == (1, [(1, 2)])
+    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 1.0)
 
 
 def _test_surviving_calls() -> None:

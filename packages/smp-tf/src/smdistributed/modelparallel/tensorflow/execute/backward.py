@@ -16,6 +16,8 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
     unrecorded,
     with_gradient,
 )
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.parameters.shares import Family, Share, note, share_of
 from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
 
 
@@ -40,8 +42,9 @@ class Backward:
         run: adds the backward programs.
         outputs: of the programs; what the call returns stands behind them.
         sources: what the call takes: inputs, then values of variables: those of the model that live
-            here, others, and one that stands for missing ones.
-        own: gradients in the trace of all these variables but the last.
+            here, others, and those that stand for missing ones.
+        own: gradients in the trace of all these variables but those that stand for missing ones.
+        variables: whose values are among the sources.
     """
 
     call: Any
@@ -50,6 +53,7 @@ class Backward:
     outputs: Sequence[Any]
     sources: Sequence[Any]
     own: Sequence[Any]
+    variables: Sequence[Any]
     _asked: int = field(default=0, init=False)
     _attached: list[Any] = field(default_factory=list, init=False)
 
@@ -92,20 +96,51 @@ class Backward:
             )
         refuse_vectorizing()
         self._refuse_own_outputs()
-        trace = self.call.local.plan.trace
         given = [
             dy if dy is not None else tf.zeros_like(output)
             for dy, output in zip(upstream, self.outputs, strict=False)
         ]
         self.call.gradients = given
+        with unnoted():
+            return [None] * len(self.outputs) + self._computed(given)
+
+    def _computed(self, given: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of sources, given those of outputs."""
+        trace = self.call.local.plan.trace
         for dy, value in zip(trace.output_gradients, given, strict=True):
             if dy is not None:
                 self.values[dy.name] = tf.convert_to_tensor(value)
         with unrecorded():
             self.run()
             found = [self._found(each) for each in (*trace.input_gradients, *self.own)]
-            found.append(tf.zeros([]))  # of the variable that stands for missing ones
-        return [None] * len(self.outputs) + self._once(found, given)
+            missing = len(self.variables) - len(self.own)
+            found += [tf.zeros([]) for _ in range(missing)]  # of what stands for missing variables
+        results = self._once(found, given)
+        self._note_family(results[len(results) - len(self.variables) :])
+        return results
+
+    def _note_family(self, gradients: Sequence[Any]) -> None:
+        """Lets gradients of variables know which they are of, and what was asked for with them."""
+        asked = {id(each) for each in present_sources()}
+        pairs = [
+            (gradient, share_of(variable))
+            for variable, gradient in zip(self.variables, gradients, strict=True)
+            if gradient is not None and id(variable.handle) in asked
+        ]
+        known = [(gradient, share) for gradient, share in pairs if share is not None]
+        if not known:
+            return
+        members = frozenset().union(*(share.variables for _, share in known))
+        (of_variables,) = known[0][1].families
+        family = Family(lambda: members, of_variables.name_of, is_of_gradients=True)
+        self.call.family = family
+        for gradient, share in known:
+            for tensor in tensors_in(gradient):
+                if tensor.dtype.is_floating:
+                    note(
+                        tensor,
+                        Share(share.variables, frozenset([family]), is_padding=share.is_padding),
+                    )
 
     def _refuse_own_outputs(self) -> None:
         """Raises if a gradient of one output by another one is asked for: it would be None."""

@@ -15,10 +15,11 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import graphs, resources
-from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, watched
 from smdistributed.modelparallel.tensorflow.execute.backward import Backward
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
+from smdistributed.modelparallel.tensorflow.parameters.shares import Family
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
@@ -36,6 +37,7 @@ class Call:
         transfers: operation of each transfer of this process that must be put in an order.
         gradients: the gradients that the body computed of the outputs; None until it asks.
         returned: operations that bring gradients of the call.
+        family: the gradients that the body asked for.
     """
 
     local: LocalPrograms
@@ -45,6 +47,7 @@ class Call:
     transfers: dict[Transfer, Any] = field(default_factory=dict)
     gradients: list[Any] | None = None
     returned: set[Any] = field(default_factory=set)
+    family: Family | None = None
 
 
 class Replay:
@@ -64,7 +67,7 @@ class Replay:
         local: LocalPrograms,
         inputs: Sequence[Any],
         key: Any,
-        anchor: Any,
+        anchors: Sequence[Any],
     ) -> tuple[list[Any], Call]:
         """Adds a call; returns its outputs and what is known of it.
 
@@ -74,8 +77,8 @@ class Replay:
             local: what this process executes.
             inputs: tensors of the present graph.
             key: of random operations, int64 of shape [2].
-            anchor: a variable that stands for the missing ones where this process trains none. Its
-                gradient is zero.
+            anchors: variables that stand for missing ones where this process trains few. Their
+                gradients are zero.
         """
         trace = local.plan.trace
         graph = tf.compat.v1.get_default_graph()
@@ -103,7 +106,8 @@ class Replay:
             if (home := home_of(variable)) is None or home.is_here
         ]
         reads = [variable.read_value() for variable, _ in mine]
-        reads.append(anchor.read_value())
+        # Of a process that has none of the variables that a tape watches others wait for its part.
+        reads += [watched(anchor.read_value()) for anchor in anchors]
         backward = Backward(
             call,
             values,
@@ -111,6 +115,7 @@ class Replay:
             outputs,
             [*inputs, *reads],
             [gradient for _, gradient in mine],
+            [*(variable for variable, _ in mine), *anchors],
         )
         return backward.attached(), call
 

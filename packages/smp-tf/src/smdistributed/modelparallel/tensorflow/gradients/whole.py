@@ -12,8 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.tensorflow.compat import optimizers
+from smdistributed.modelparallel.tensorflow.compat import keras, optimizers
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
@@ -29,7 +31,9 @@ def clip_by_global_norm(
         clip_norm: greatest norm of the gradients of all partitions together.
     """
     present = [each for each in gradients if each is not None]
-    norm = _whole_norm(runtime, tf.linalg.global_norm(present) if present else tf.zeros([]))
+    with unnoted():
+        own = tf.linalg.global_norm(present) if present else tf.zeros([])
+        norm = _whole_norm(runtime, own)
     clipped, _ = tf.clip_by_global_norm(list(gradients), clip_norm, use_norm=norm)
     return clipped, norm
 
@@ -50,7 +54,48 @@ def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
             return False
         return not variables or any(home_of(variable) is not None for variable in variables)
 
-    return optimizers.whole_model(norm, is_finite, has_others)
+    def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        _refuse_in_body(runtime)
+        _refuse_unplaced(runtime, variables)
+
+    return optimizers.whole_model(norm, is_finite, has_others, check)
+
+
+def _refuse_in_body(runtime: TFRuntime) -> None:
+    """Raises if an optimizer updates once for each microbatch, where one process does for a batch.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    microbatches = runtime.config.microbatches
+    if runtime.current_step is not None and microbatches > 1:
+        raise UnsupportedError(
+            "an optimizer updates after a step function, by what accumulate() makes of gradients; "
+            f"received an update inside of one, which would be made {microbatches} times a batch, "
+            "once for each microbatch: return the gradients, and update outside."
+        )
+
+
+def _refuse_unplaced(runtime: TFRuntime, variables: Sequence[Any]) -> None:
+    """Raises if variables are updated of a model that no step function has called.
+
+    Raises:
+        NotPartitionedError: they are.
+    """
+    if runtime.topology.pp_size == 1:
+        return
+    updated = {id(keras.variable_of(variable)) for variable in variables}
+    for engine in list(runtime.engines):
+        if engine.is_partitioned:
+            continue
+        if any(id(each) in updated for each in keras.variables_made(engine.model)):
+            raise NotPartitionedError(
+                f"the DistributedModel {engine.name} is trained by calling it in a step function, "
+                "which spreads it over the processes; received an update of variables of it that "
+                "no step function has placed, as where layers of it are called by themselves: "
+                "every process would train the whole model. Call the model in a function "
+                "decorated with @smp.step (in a train_step, too), and layers in its call."
+            )
 
 
 def _whole_norm(runtime: TFRuntime, own: Any) -> Any:

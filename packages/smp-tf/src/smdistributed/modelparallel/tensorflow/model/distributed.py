@@ -52,6 +52,7 @@ class DistributedModel(KerasTraining):
         if len(args) == 1 and isinstance(args[0], tf.keras.Model):
             wrapped, args = args[0], ()
             kwargs.setdefault("name", f"distributed_{wrapped.name}")
+            self._smp_take_as(wrapped)
         super().__init__(*args, **kwargs)
         if wrapped is not None:
             self.wrapped = wrapped
@@ -72,6 +73,18 @@ class DistributedModel(KerasTraining):
         )
         # Not an attribute of the model for Keras: nothing in it is a layer or a variable.
         object.__setattr__(self, "_smp_engine", engine)
+
+    def _smp_take_as(self, wrapped: Any) -> None:
+        """Lets Keras see what the wrapped model takes: tensors, masks and others by their names."""
+        signature = keras.signature_of_call(wrapped)
+        if signature is None:
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapped(*args, **kwargs)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        object.__setattr__(self, "call", call)
 
     def save_model(self, save_path: str | os.PathLike[str] = DEFAULT_FOLDER) -> None:
         """Writes the whole model with its present weights as a SavedModel.
@@ -153,16 +166,24 @@ class DistributedModel(KerasTraining):
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The trainable variables of this process; never empty after partitioning.
+        """The trainable variables of this process; two or more after partitioning.
 
-        Where no trainable variable lives it is one of the library's, whose gradient is zero.
+        Where fewer live there are variables of the library, whose gradients are zero.
         """
         engine: Engine = self._smp_engine
-        found = engine.local(super().trainable_variables)
-        if engine.is_partitioned and not engine.is_tracing and not found:
-            engine.anchor_variable()
-            found = [engine.anchor]
-        return found
+        return engine.trainable(super().trainable_variables)
+
+    @property
+    def trainable_weights(self) -> list[Any]:
+        """Same as ``trainable_variables``."""
+        engine: Engine = self._smp_engine
+        return engine.trainable(super().trainable_weights)
+
+    @property
+    def non_trainable_weights(self) -> list[Any]:
+        """Same as ``non_trainable_variables``, with the seeds of layers."""
+        engine: Engine = self._smp_engine
+        return engine.local(super().non_trainable_weights)
 
     @property
     def non_trainable_variables(self) -> list[Any]:

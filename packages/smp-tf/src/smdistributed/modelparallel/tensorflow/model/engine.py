@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import PartitionError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    NotPartitionedError,
+    PartitionError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import autograph, graphs, keras
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.execute.backward import refuse_vectorizing
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
@@ -21,10 +27,12 @@ from smdistributed.modelparallel.tensorflow.model.signature import (
     example,
     signature,
 )
+from smdistributed.modelparallel.tensorflow.parameters.shares import Family, Key, Share, note
 from smdistributed.modelparallel.tensorflow.parameters.variables import (
     Home,
     ModelVariables,
     home_of,
+    path_of,
 )
 from smdistributed.modelparallel.tensorflow.plan.placement import Placement, place
 from smdistributed.modelparallel.tensorflow.plan.segments import Plan, cut
@@ -33,6 +41,32 @@ from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
 
 _Variables = Callable[[], tuple[list[Any], list[Any]]]
+
+
+class NoVariablesYet(list[Any]):
+    """The variables of a model that was asked for them before it had any; of no use later on.
+
+    Args:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[Any]:
+        """Goes through no variables.
+
+        Raises:
+            NotPartitionedError: the model has got variables since.
+        """
+        if self._engine.is_partitioned:
+            raise NotPartitionedError(
+                f"variables of {self._engine.name} are there after its first call in a step "
+                "function; received what it had before, none: ask for model.trainable_variables "
+                "again, after that call."
+            )
+        return super().__iter__()
 
 
 @dataclass(eq=False)
@@ -48,7 +82,7 @@ class Engine:
         losses: returns the losses of its layers after a call.
         is_tracing: whether the model's own call is being traced.
         is_partitioned: whether variables have their places.
-        anchor: see ``anchor_variable``.
+        anchors: see ``anchor_variables``.
         layer_names: of its layers.
         placement: what is decided about it.
         example: positional arguments of its first call, as specs, and the others.
@@ -64,7 +98,7 @@ class Engine:
     losses: Callable[[], list[Any]]
     is_tracing: bool = False
     is_partitioned: bool = False
-    anchor: Any = None
+    anchors: list[Any] = field(default_factory=list)
     layer_names: LayerNames = field(default_factory=LayerNames)
     placement: Placement = field(default_factory=Placement)
     example: Any = None
@@ -72,9 +106,12 @@ class Engine:
     newest: tuple[Trace, LocalPrograms] | None = None
 
     def __post_init__(self) -> None:
+        self.runtime.engines.add(self)
         self._variables = ModelVariables(
             self.runtime.coordinates.pp_rank, self.runtime.pipeline_ranks
         )
+        self._names: dict[Key, str] = {}
+        self._family = Family(self._members, lambda key: self._names.get(key, ""))
         self._replay = Replay(self.runtime.links, self.runtime.pipeline_ranks)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,9 +131,10 @@ class Engine:
         if self.example is None:
             self.example = example(args, kwargs)
         self.newest = traced, local = step.programs[key]
-        outputs, call = self._replay.call(
-            local, asked.tensors, step.random_key(), self.anchor_variable()
-        )
+        with unnoted():
+            outputs, call = self._replay.call(
+                local, asked.tensors, step.random_key(), self.anchor_variables()
+            )
         step.calls[-1].append(call)
         num_results = len(outputs) - traced.num_losses
         step.losses = outputs[num_results:]
@@ -131,20 +169,59 @@ class Engine:
             )
         return bool(around)
 
-    def anchor_variable(self) -> Any:
-        """Returns the variable that stands for the missing ones where nothing is trained.
+    def anchor_variables(self) -> list[Any]:
+        """Returns the variables that stand for missing ones where less than two are trained.
 
-        Its gradient is zero. Without it such a process would never be asked for gradients, and the
-        others would wait for its part of the backward pass.
+        Their gradients are zero. Without one a process that trains nothing would never be asked for
+        gradients, and the others would wait for its part of the backward pass. With two of them
+        each process sees where a script puts variables or gradients together.
         """
-        if self.anchor is None:
+        if not self.anchors:
             kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
-            # Not seen by a tf.function, which would make the graph again without new variables.
-            self.anchor = apart(lambda: kind(0.0, name="smp_anchor"))
             partition = self.runtime.coordinates.pp_rank
             home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
-            keras.variable_of(self.anchor)._smp_home = home
-        return keras.variable_of(self.anchor)
+            for place in range(2 if self.runtime.topology.pp_size > 1 else 1):
+                # Not seen by a tf.function, which would make the graph again without new variables.
+                make = functools.partial(kind, 0.0, name=f"smp_anchor_{place}")
+                self.anchors.append(apart(make))
+                keras.variable_of(self.anchors[-1])._smp_home = home
+            self._note_shares(self.anchors, is_padding=True)
+        return [keras.variable_of(each) for each in self.anchors]
+
+    def trainable(self, variables: Sequence[Any]) -> list[Any]:
+        """Returns those of the trainable variables that this process has, with missing ones."""
+        found = self.local(variables)
+        if not found and not self.is_partitioned:
+            return NoVariablesYet(self)
+        if self.is_partitioned and not self.is_tracing:
+            self.anchor_variables()
+            found += self.anchors[: max(len(self.anchors) - len(found), 0)]
+        return found
+
+    def _note_shares(self, variables: Sequence[Any], is_padding: bool = False) -> None:
+        """Lets values that are computed of variables of this process know which they are of."""
+        if self.runtime.topology.pp_size == 1:
+            return
+        for each in variables:
+            variable = keras.variable_of(each)
+            home = home_of(variable)
+            if home is None or not home.is_here:
+                continue
+            key = (id(self), id(variable))
+            self._names[key] = "" if is_padding else path_of(variable)
+            share = Share(
+                frozenset([key]),
+                frozenset([self._family]),
+                is_padding=is_padding,
+                is_variable=True,
+            )
+            for known in (each, variable, variable.handle):
+                note(known, share)
+
+    def _members(self) -> frozenset[Any]:
+        """Returns the trainable variables of this process, as shares know them."""
+        every = self.trainable(self.everywhere()[0])
+        return frozenset((id(self), id(keras.variable_of(each))) for each in every)
 
     def local(self, variables: Sequence[Any]) -> list[Any]:
         """Returns those of the variables that have a value in this process."""
@@ -168,6 +245,7 @@ class Engine:
         metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
         self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
+        self._note_shares([*every, *self._variables.made])
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True

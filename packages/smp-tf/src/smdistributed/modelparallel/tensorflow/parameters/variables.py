@@ -17,6 +17,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
 
 
@@ -69,7 +70,8 @@ class AccessGuard:
         """Within, nothing is refused: operations are only noted, or values come from elsewhere."""
         saved, self._is_suspended = self._is_suspended, True
         try:
-            yield
+            with unnoted():
+                yield
         finally:
             self._is_suspended = saved
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -62,6 +63,9 @@ class TFRuntime(Runtime):
         unseeded: what random operations without seeds draw from; the same on all processes.
         calls: see ``processes.surviving_calls``.
         replacements: what ends with the library: functions that stand replaced, and the watch.
+        engines: what executes the models of the script.
+        places: in the script, where it made numbers of the whole model of those of this process,
+            eagerly, since the last step.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
         is_partitioned: whether some model is.
@@ -75,6 +79,8 @@ class TFRuntime(Runtime):
     unseeded: int
     calls: deque[Any]
     replacements: ExitStack = field(default_factory=ExitStack)
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    places: list[int] = field(default_factory=list)
     current_step: Any = None
     timeline: Timeline | None = None
     is_partitioned: bool = False

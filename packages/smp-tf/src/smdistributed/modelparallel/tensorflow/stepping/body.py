@@ -10,6 +10,8 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import functions, graphs, resources
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.gradients.combining import PARTIAL, refusal
+from smdistributed.modelparallel.tensorflow.parameters.shares import Form, share_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import path_of
 
 
@@ -54,6 +56,17 @@ class Body:
         waiting = [op for op in self.operations if resources.waits_for_more(op)]
         return bool(changed) and self._uses(resources.read(waiting), changed)
 
+    def fewest_gradients(self) -> int | None:
+        """Returns of how many variables gradients were asked for together, at least."""
+        families = [call.family for call in self._calls if call.family is not None]
+        return min((len(each.members()) for each in families), default=None)
+
+    def note_uneven(self) -> None:
+        """Notes that other processes cannot see when gradients of several are put together."""
+        for call in self._calls:
+            if call.family is not None:
+                call.family.is_even = False
+
     def refuse_kept(self) -> None:
         """Raises if it uses what a call of a model computed, but did not return.
 
@@ -86,6 +99,9 @@ class Body:
             for variable in call.local.plan.trace.variables
         }
         for result in tf.nest.flatten(results):
+            share = share_of(result)
+            if share is not None and share.form in (*PARTIAL, Form.SOME):
+                return str(refusal([share]))
             # What was made eagerly, outside, comes from nothing here; slices are of gradients.
             is_made_here = isinstance(result, tf.Tensor) and hasattr(result, "op")
             if not is_made_here or not result.dtype.is_floating:
@@ -125,7 +141,9 @@ class Body:
             elif op in seen:
                 continue
             seen.add(op)
-            if op in ends or op in returned:
+            share = share_of(tensor)
+            is_whole = share is not None and share.form is Form.WHOLE
+            if is_whole or op in ends or op in returned:
                 continue
             around = has_nested and bool(functions.called(op.node_def))
             for each in inputs:

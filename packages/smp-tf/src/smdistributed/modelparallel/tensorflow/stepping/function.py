@@ -28,6 +28,7 @@ from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.gradients.meeting import note_places
 from smdistributed.modelparallel.tensorflow.record.likeness import Likeness
 from smdistributed.modelparallel.tensorflow.record.structure import (
     Structure,
@@ -205,6 +206,7 @@ class StepFunction:
             checks = checks_of(cut, weights)
             begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
+            note_places(graph, [])
             step = StepInProgress(graph, number, progress, first, begin=begin)
             runtime.current_step = step
             try:
@@ -232,10 +234,13 @@ class StepFunction:
         if runtime.topology.pp_size > 1:
             give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
             # A process that holds none of these variables must take the same order, or fail, too.
-            found = body.meets_models(), body.partial_result(results)
+            found = body.meets_models(), body.partial_result(results), body.fewest_gradients()
             answers = runtime.communicator.allgather(found, CommGroup.PP_GROUP)
-            if refused := [reason for _, reason in answers if reason]:
+            meet, reasons, fewest = zip(*answers, strict=True)
+            if refused := [reason for reason in reasons if reason]:
                 raise UnsupportedError(refused[0])
+            if any(each is not None and each < 2 for each in fewest):
+                body.note_uneven()
             self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
@@ -243,7 +248,7 @@ class StepFunction:
                 runtime.config.pipeline,
                 runtime.config.active_microbatches,
                 runtime.links,
-                is_serial=any(meets for meets, _ in answers),
+                is_serial=any(meet),
             )
 
 

@@ -1,0 +1,281 @@
+"""What operations make of values that know which variables they are of.
+
+A value of one variable stays one, whatever is computed of it. Numbers of several variables may be
+added up, or the greatest or least of them taken: such a sum is the whole model's once it has a
+number of each variable on each process. Anything else that is of several variables is of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.tensorflow.parameters.shares import Form, Share, merged
+
+_JOINING = frozenset({"Pack", "ConcatV2"})
+_ADDING = frozenset({"AddV2", "Add", "AddN"})
+_CHOOSING = {"Maximum": Form.MOST, "Minimum": Form.LEAST}
+#: What makes one number of a row, and what such numbers of several processes make together.
+_REDUCING = {
+    **dict.fromkeys(("Sum", "L2Loss", "Mean"), Form.SUM),
+    **dict.fromkeys(("Max", "Any"), Form.MOST),
+    **dict.fromkeys(("Min", "All"), Form.LEAST),
+}
+#: What makes a number of each number, so that what is side by side stays so.
+_EACH = frozenset(
+    {
+        *("Abs", "Add", "AddV2", "Cast", "CheckNumerics", "CheckNumericsV2", "ClipByValue", "Div"),
+        *("DivNoNan", "Equal", "Exp", "Expm1", "Greater", "GreaterEqual", "Identity", "IsFinite"),
+        *("IsInf", "IsNan", "Less", "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot"),
+        *("LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "Neg", "NotEqual", "OnesLike"),
+        *("Pow", "RealDiv", "Reciprocal", "Relu", "Rsqrt", "Select", "SelectV2", "Sigmoid", "Sign"),
+        *("Snapshot", "Sqrt", "Square", "SquaredDifference", "StopGradient", "Sub", "Tanh"),
+        "ZerosLike",
+    }
+)
+_TAKING = frozenset(
+    {
+        *("ExpandDims", "Gather", "GatherV2", "Reshape", "Slice", "Split", "SplitV", "Squeeze"),
+        *("StridedSlice", "Unpack"),
+    }
+)
+_SAME = frozenset({"Identity", "Snapshot", "StopGradient", "CheckNumerics", "CheckNumericsV2"})
+#: What tells something else of a value than its numbers.
+_ABOUT = frozenset({"Rank", "Shape", "ShapeN", "Size", "VarIsInitializedOp", "VariableShape"})
+_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+#: What waits for numbers of other variables.
+PARTIAL = (Form.SUM, Form.MOST, Form.LEAST)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that has values of variables among its inputs.
+
+    Attributes:
+        kind: its type.
+        inputs: tensors and numbers.
+        shares: of each input.
+        results: tensors.
+    """
+
+    kind: str
+    inputs: Sequence[Any]
+    shares: Sequence[Share | None]
+    results: Sequence[Any]
+
+    @property
+    def known(self) -> list[Share]:
+        """Shares of inputs that are of variables of this process."""
+        return [each for each in self.shares if each is not None and each.form is not Form.WHOLE]
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the first result is one number."""
+        return bool(self.results[0].shape.rank == 0)
+
+
+def of_results(operation: Operation) -> list[Share | None]:
+    """Returns what is known of each result of an operation.
+
+    Raises:
+        UnsupportedError: they are of one variable, and of others of this process as well.
+    """
+    results = operation.results
+    numbers = [getattr(each, "dtype", tf.string) not in _NO_NUMBERS for each in results]
+    if not operation.known or not any(numbers) or operation.kind in _ABOUT:
+        return [None] * len(results)
+    if len(results) > 1 and list(map(_kind, results)) == list(map(_kind, operation.inputs)):
+        return list(operation.shares)  # of IdentityN, and of what reduces a list over replicas
+    share = _of_numbers(operation)
+    return [share if is_number else None for is_number in numbers]
+
+
+def _kind(tensor: Any) -> Any:
+    return getattr(tensor, "dtype", None), getattr(tensor, "shape", None)
+
+
+def _of_numbers(operation: Operation) -> Share:
+    kind, known = operation.kind, operation.known
+    forms = {each.form for each in known}
+    own = merged(known, Form.OWN)
+    found = None
+    if operation.is_scalar and kind in _ADDING and forms <= {Form.OWN, Form.SUM}:
+        found = _added(operation, own)
+    elif kind in _SAME and len(known) == 1:
+        found = known[0]
+    elif forms == {Form.OWN} and _are_alike(known) and not _is_list_of_one(operation):
+        found = own
+    elif operation.is_scalar and kind in _CHOOSING and forms <= {Form.OWN, _CHOOSING[kind]}:
+        found = _chosen(operation, _CHOOSING[kind])
+    elif kind in _JOINING and forms == {Form.OWN}:
+        found = _joined(operation)
+    elif forms == {Form.OWN} and not operation.is_scalar:
+        found = own  # such as a layer's result, of the variables that it names
+    elif forms == {Form.JOINED} and len({(each.variables, each.padding) for each in known}) == 1:
+        found = _of_joined(operation)
+    elif _is_piece(operation, forms):
+        found = merged(known, Form.PIECE)
+    return found or _of_some(operation)
+
+
+def _is_piece(operation: Operation, forms: set[Form]) -> bool:
+    """Tells whether it takes numbers of a row apart, or computes with what was taken."""
+    if forms == {Form.PIECE}:
+        return operation.kind in _TAKING | _EACH
+    is_both = forms == {Form.OWN, Form.PIECE}
+    return is_both and operation.kind in _EACH and not operation.is_scalar
+
+
+def _are_alike(known: Sequence[Share]) -> bool:
+    """Tells whether shares are of the same variables, or of one of each model."""
+    return len({each.variables for each in known}) == 1 or merged(known, Form.OWN).is_of_one
+
+
+def _is_list_of_one(operation: Operation) -> bool:
+    """Tells whether it makes a row of numbers, of which there may be more elsewhere."""
+    return (
+        operation.kind == "Pack"
+        and len(operation.inputs) == 1
+        and operation.results[0].shape.rank == 1
+        and operation.results[0].dtype.is_floating
+    )
+
+
+def _of_some(operation: Operation) -> Share:
+    """Returns the share of a value that is of no use but for gradients.
+
+    Raises:
+        UnsupportedError: it is to change a value of one variable.
+    """
+    known = operation.known
+    some = [each for each in known if each.form in (*PARTIAL, Form.SOME)]
+    is_added = operation.is_scalar and operation.kind in _ADDING
+    if some and len(some) < len(known) and not is_added:
+        raise refusal(some)
+    made_by = next((each.made_by for each in some if each.made_by), operation.kind)
+    return merged(known, Form.SOME, made_by=made_by)
+
+
+def _added(operation: Operation, own: Share) -> Share | None:
+    """Returns the share of a sum of scalars; None if it is not known what to add up.
+
+    What is of no variable is added once, whatever the number of processes.
+    """
+    pairs = list(zip(operation.inputs, operation.shares, strict=True))
+    is_whole = any(each is not None and each.form is Form.WHOLE for each in operation.shares)
+    is_alike = _are_alike(operation.known)
+    is_added_up = len({each.is_kept for each in operation.known}) > 1
+    if is_whole or (is_added_up and not is_alike):
+        return None
+    dtype, form = operation.results[0].dtype, Form.SUM
+    # What is added to nothing is the first of several.
+    if is_alike and not any(each is None and _is_zero(value) for value, each in pairs):
+        form = Form.SUM if any(each.form is Form.SUM for each in operation.known) else Form.OWN
+    if form is Form.SUM and operation.kind == "AddN":
+        # A list of terms, which may have numbers added to each.
+        pairs = [
+            (value, replace(each, pure=None, base=None) if each and each.form is Form.OWN else each)
+            for value, each in pairs
+        ]
+    bases = [each.base for _, each in pairs if each is not None and each.base is not None]
+    if form is Form.SUM and len(bases) > 1:
+        return None
+    bases += [value for value, each in pairs if each is None and not _is_zero(value)]
+    parts = [
+        value if each.pure is None else each.pure
+        for value, each in pairs
+        if each is not None and not each.is_padding
+    ]
+    if (
+        len(parts) == len(pairs)
+        and not bases
+        and all(each.pure is None for each in operation.known)
+    ):
+        return replace(own, form=form)
+    return replace(
+        own,
+        form=form,
+        pure=_sum(parts, dtype),
+        base=_sum(bases, dtype) if bases else None,
+    )
+
+
+def _sum(parts: Sequence[Any], dtype: Any) -> Any:
+    if not parts:
+        return tf.zeros([], dtype)
+    values = [tf.cast(each, dtype) for each in parts]
+    return values[0] if len(values) == 1 else tf.add_n(values)
+
+
+def _is_zero(value: Any) -> bool:
+    """Tells whether a summand is known to be zero, as that with which ``sum`` begins."""
+    if tf.is_tensor(value):
+        value = tf.get_static_value(value)
+    return isinstance(value, (int, float, np.generic, np.ndarray)) and not np.any(value)
+
+
+def _chosen(operation: Operation, form: Form) -> Share | None:
+    """Returns the share of the greatest or the least of two numbers of variables."""
+    known = operation.known
+    if len(known) < len(operation.inputs):
+        return None
+    own = [
+        value if each.pure is None else each.pure
+        for value, each in zip(operation.inputs, known, strict=True)
+        if not each.is_padding
+    ]
+    dtype = operation.results[0].dtype
+    rest = own[0] if own else tf.constant(dtype.min if form is Form.MOST else dtype.max, dtype)
+    return merged(known, form, pure=None if len(own) == len(known) else rest)
+
+
+def _joined(operation: Operation) -> Share | None:
+    """Returns the share of numbers of several variables in one row, missing ones at its end."""
+    values = operation.inputs[:-1] if operation.kind == "ConcatV2" else operation.inputs
+    shares = operation.shares[: len(values)]
+    if operation.results[0].shape.rank != 1 or None in shares:
+        return None
+    are_padding = [each is not None and each.is_padding for each in shares]
+    if are_padding != sorted(are_padding):
+        return None
+    padding = sum(
+        value.shape.num_elements()
+        for value, is_it in zip(values, are_padding, strict=True)
+        if is_it
+    )
+    return merged(operation.known, Form.JOINED, padding=padding)
+
+
+def _of_joined(operation: Operation) -> Share | None:
+    """Returns the share of what is computed of rows with the same variables side by side."""
+    share, result = operation.known[0], operation.results[0]
+    if operation.kind in _REDUCING and result.shape.num_elements() == 1:
+        return replace(share, form=_REDUCING[operation.kind])
+    if operation.kind in _EACH and result.shape.rank == 1:
+        return merged(operation.known, Form.JOINED, padding=share.padding)
+    if operation.kind in _TAKING:
+        return merged(operation.known, Form.PIECE)
+    return None
+
+
+def refusal(shares: Sequence[Share]) -> UnsupportedError:
+    """Returns the error of a use of values of several variables of this process."""
+    share = merged(shares, Form.SOME)
+    names = sorted({each.name_of(key) for each in share.families for key in share.variables} - {""})
+    few = ", ".join(names[:3] or ["none"]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
+    made_by = next((f" ({each.made_by})" for each in shares if each.made_by), "")
+    return UnsupportedError(
+        "what is computed of several variables or gradients must be of those of all partitions; "
+        f"received a value of {few}{made_by}, which are variables of this process: take a sum, the "
+        "greatest or the least of one number for each of model.trainable_variables, or of the "
+        "gradients by them (tf.linalg.global_norm, tf.clip_by_global_norm, tf.add_n, "
+        "tf.norm(tf.stack(...)), sum()), which is the whole model's, or call "
+        "smp.clip_by_global_norm, which takes any gradients."
+    )

@@ -1,0 +1,313 @@
+"""Numbers of a whole model, where a script makes them of the variables of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from smdistributed.modelparallel.tensorflow.compat import functions, resources
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
+from smdistributed.modelparallel.tensorflow.compat.operations import (
+    is_unnoted,
+    operations_noted,
+    unnoted,
+)
+from smdistributed.modelparallel.tensorflow.gradients.combining import (
+    PARTIAL,
+    Operation,
+    of_results,
+    refusal,
+)
+from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, of_partitions
+from smdistributed.modelparallel.tensorflow.parameters.shares import (
+    Form,
+    Share,
+    merged,
+    note,
+    share_of,
+)
+from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+
+_WRITING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+
+
+def followed(runtime: TFRuntime) -> AbstractContextManager[None]:
+    """Within, sums over the variables of a process are those of the model. See ``combining``."""
+    following = _Following(runtime)
+    return operations_noted(
+        following.eagerly,
+        following.in_graph,
+        lambda graph: begin_function(runtime, graph),
+        following.called,
+        following.read,
+    )
+
+
+class _Following:
+    """Follows what is computed of variables in this process.
+
+    Args:
+        runtime: of this process.
+    """
+
+    def __init__(self, runtime: TFRuntime) -> None:
+        self._runtime = runtime
+
+    def eagerly(self, kind: str, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """Follows an operation that was computed; returns its results, or those of the model."""
+        if not any(map(_has_share, args)):
+            return results
+        with unnoted():
+            inputs = _inputs(kind, args)
+            return self._followed(kind, inputs, [share_of(each) for each in inputs], results)
+
+    def in_graph(self, kind: str, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """Follows an operation that a graph got."""
+        shares = [_in_graph(each) for each in args]
+        if not any(shares):
+            return results
+        with unnoted(), unrecorded():  # what made the operation records it, with these results
+            return self._followed(kind, args, shares, results)
+
+    def called(self, graph: Any, args: Sequence[Any], results: Sequence[Any]) -> None:
+        """Follows a call of a function, whose graph was followed when it was made."""
+        with unnoted():
+            captured = {id(inside) for _, inside in graph.captures}
+            given = {
+                id(inside): _in_graph(each)
+                for inside, each in zip(graph.inputs, args, strict=False)
+                if id(inside) not in captured and each.dtype != tf.resource
+            }
+            if any(each is not None for each in given.values()):
+                _walk(graph, given)
+            for result, inside in zip(results, graph.outputs, strict=False):
+                note(result, given.get(id(inside)) or share_of(inside))
+
+    def read(self, tensor: Any) -> None:
+        """Refuses to tell Python the numbers of what one process would have more of."""
+        share = share_of(tensor)
+        if share is not None and share.form in (*PARTIAL, Form.SOME):
+            raise refusal([share])
+
+    def _followed(
+        self,
+        kind: str,
+        inputs: Sequence[Any],
+        shares: Sequence[Share | None],
+        results: Sequence[Any],
+    ) -> Sequence[Any]:
+        if kind in _WRITING:
+            _write(kind, inputs[0], *shares[:2])
+            return results
+        found = _of_branches(kind, results, shares) or of_results(
+            Operation(kind, inputs, shares, results)
+        )
+        share = found[0] if found else None
+        if share is not None and share.form in PARTIAL and share.is_complete:
+            if not all(family.is_even for family in share.counted):
+                raise refusal([share])
+            total = self._whole(kind, inputs, share, results[0])
+            note(total, merged([share], Form.WHOLE))
+            return [total, *results[1:]]
+        for result, each in zip(results, found, strict=True):
+            if each is not None:
+                note(result, each)
+        return results
+
+    def _whole(self, kind: str, inputs: Sequence[Any], share: Share, own: Any) -> Any:
+        """Returns the number of the whole model, given that of this process.
+
+        Its gradient is that of the own one, by which the operation was differentiated.
+        """
+        numbers = inputs[0][: inputs[0].shape[0] - share.padding] if share.padding else None
+        part = own if share.pure is None else share.pure
+        if numbers is not None:
+            part = _reduced(kind, numbers)
+        if kind == "Mean":
+            numbers = inputs[0] if numbers is None else numbers
+            count, wide = tf.size(numbers, tf.int64), tf.size(inputs[0], tf.int64)
+            sums, counts = of_partitions(self._runtime, [tf.reduce_sum(numbers), count])
+            total = tf.reduce_sum(sums) / tf.reduce_sum(counts)
+            factor = tf.cast(wide, tf.float64) / tf.reduce_sum(counts)
+        else:
+            part = tf.reshape(part, [])  # of one number, with dimensions or without
+            (every,) = of_partitions(self._runtime, [part])
+            reduce = {
+                Form.SUM: tf.reduce_sum,
+                Form.MOST: tf.reduce_max,
+                Form.LEAST: tf.reduce_min,
+            }[share.form]
+            total = reduce(every)
+            factor = tf.ones([], tf.float64)
+            if share.form is not Form.SUM:
+                factor = tf.cast(tf.cast(part, tf.float64) == total, tf.float64)
+        total = tf.reshape(tf.cast(total, own.dtype), own.shape)
+        if share.base is not None:
+            total = total + tf.cast(share.base, own.dtype)
+        if not own.dtype.is_floating:
+            return total
+
+        def gradient(of_own: Any, of_total: Any) -> list[Any]:
+            given = [each for each in (of_own, of_total) if each is not None]
+            if of_total is not None:
+                given[-1] = of_total * tf.cast(factor, own.dtype)
+            return [tf.add_n(given) if given else None, None]
+
+        return with_gradient([own, total], gradient, "SmpWhole")[1]
+
+
+def _has_share(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(share_of(each) is not None for each in value)
+    return share_of(value) is not None
+
+
+def _inputs(kind: str, args: Sequence[Any]) -> list[Any]:
+    """Returns the inputs of an eager operation, without its attributes."""
+    found: list[Any] = []
+    for each in args:
+        if isinstance(each, str):
+            break
+        if isinstance(each, (list, tuple)) and _has_share(each):
+            found += (
+                each
+                if kind in ("AddN", "Pack", "ConcatV2", "IdentityN") or len(args) == 1
+                else [_packed(each)]
+            )
+        else:
+            found.append(each)
+    return found
+
+
+def _packed(values: Sequence[Any]) -> Any:
+    """Returns a list as the tensor that TensorFlow makes of it by itself."""
+    row = tf.stack(values)
+    (share,) = of_results(Operation("Pack", values, [share_of(each) for each in values], [row]))
+    note(row, share)
+    return row
+
+
+def _in_graph(tensor: Any) -> Share | None:
+    """Returns what is known of a tensor, also of one that a function takes from around it."""
+    share = share_of(tensor)
+    is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
+    if share is None and not is_eager and tensor.op.type == "Placeholder":
+        share = share_of(resources.origin(tensor.graph, tensor))
+        note(tensor, share)
+    return share
+
+
+def _write(kind: str, handle: Any, to: Share | None, share: Share | None = None) -> None:
+    """Notes what a variable of the script is written with.
+
+    Raises:
+        UnsupportedError: it is of several variables of this process.
+    """
+    if share is None:
+        if kind == "AssignVariableOp" and to is not None and not to.is_variable:
+            note(handle, None)
+        return
+    if share.form in (*PARTIAL, Form.SOME):
+        raise refusal([share])
+    if not tf.executing_eagerly() and not isinstance(handle, tf.__internal__.EagerTensor):
+        handle = resources.origin(handle.graph, handle)
+    is_model = to is not None and to.is_variable
+    if is_model or share.form is Form.WHOLE:
+        return
+    if kind != "AssignVariableOp" and to is not None and to.variables != share.variables:
+        raise refusal([to, share])
+    note(handle, replace(share, is_kept=True))
+
+
+def _of_branches(
+    kind: str, results: Sequence[Any], shares: Sequence[Share | None]
+) -> list[Share | None] | None:
+    """Returns what is known of the results of a branch or a loop; None for other operations.
+
+    Their functions were followed when they were made, with what they take from around them.
+    """
+    if kind not in ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile"):
+        return None
+    if not results or not hasattr(results[0], "op"):
+        return [None] * len(results)
+    operation = results[0].op
+    known = [each for each in shares if each is not None and each.form in (*PARTIAL, Form.SOME)]
+    if known and len(known) < len(list(filter(None, shares))):
+        raise refusal(known)
+    graphs = [
+        functions.own_graph(operation.graph, name) for name in functions.called(operation.node_def)
+    ]
+    if kind.endswith("While"):
+        graphs = [each for each in graphs if len(each.outputs) == len(results)]
+    found: list[Share | None] = []
+    for place in range(len(results)):
+        those = [share_of(each.outputs[place]) for each in graphs if place < len(each.outputs)]
+        if kind.endswith("While"):
+            those.append(shares[place])
+        known = [each for each in those if each is not None]
+        found.append(merged(known, known[0].form) if known else None)
+    return found
+
+
+def _walk(graph: Any, given: dict[int, Share | None]) -> None:
+    """Follows a function that was made without knowing of its arguments.
+
+    Args:
+        graph: of the function.
+        given: what is known of its tensors, by ``id``; what is found is added.
+
+    Raises:
+        UnsupportedError: it puts values of several arguments together.
+    """
+    for operation in graph.get_operations():
+        inputs = list(operation.inputs)
+        if is_unnoted(operation) or not any(given.get(id(each)) for each in inputs):
+            continue
+        shares = [given.get(id(each)) or share_of(each) for each in inputs]
+        if operation.type in _WRITING:
+            _write(operation.type, inputs[0], *shares[:2])
+            continue
+        names = functions.called(operation.node_def)
+        if names:
+            _walk_nested(operation, names, shares, given)
+            continue
+        results = list(operation.outputs)
+        for result, each in zip(
+            results, of_results(Operation(operation.type, inputs, shares, results)), strict=True
+        ):
+            if each is not None and each.form in PARTIAL:
+                each = merged([each], Form.SOME, made_by=operation.type)
+            given[id(result)] = each
+
+
+def _walk_nested(
+    operation: Any, names: Sequence[str], shares: Sequence[Share | None], given: dict[int, Any]
+) -> None:
+    """Follows the functions that an operation of a function calls."""
+    for name in names:
+        inner = functions.own_graph(operation.graph, name)
+        first = len(shares) - len(inner.inputs)
+        inside = {
+            id(each): share
+            for each, share in zip(inner.inputs, shares[max(first, 0) :], strict=False)
+        }
+        _walk(inner, inside)
+        for result, each in zip(operation.outputs, inner.outputs, strict=False):
+            given[id(result)] = given.get(id(result)) or inside.get(id(each)) or share_of(each)
+
+
+def _reduced(kind: str, numbers: Any) -> Any:
+    """Returns what an operation makes of a row."""
+    return {
+        "Sum": tf.reduce_sum,
+        "L2Loss": tf.nn.l2_loss,
+        "Max": tf.reduce_max,
+        "Min": tf.reduce_min,
+        "Any": tf.reduce_any,
+        "All": tf.reduce_all,
+        "Mean": tf.reduce_mean,
+    }[kind](numbers)
