@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -153,6 +154,7 @@ def _noting(name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         place = inspect.signature(original)
 
+        @functools.wraps(original)
         def noting(*args: Any, **kwargs: Any) -> Any:
             asked = place.bind(*args, **kwargs).arguments[name]
             token = _sources.set(tuple(tf.nest.flatten(asked)))

@@ -6,14 +6,16 @@ TensorFlow's own callbacks (``op_callbacks``) cannot give an eager operation ano
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import execute
+from tensorflow.python.eager import execute, imperative_grad, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import op_def_library, ops
+from tensorflow.python.ops import gradients_util
 
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
@@ -22,10 +24,13 @@ from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, 
 Made = Callable[[str, Sequence[Any], Sequence[Any]], Sequence[Any]]
 #: Takes the graph of a function, the tensors that it was called with, and its results.
 Called = Callable[[Any, Sequence[Any], Sequence[Any]], None]
+#: Takes what gradients were asked for of, and the gradients.
+Differentiated = Callable[[Sequence[Any], Sequence[Any]], None]
 #: Takes what is looked at: an eager tensor whose numbers Python asks for, or a graph.
 Read = Callable[[Any], None]
 
 _UNNOTED = "_smp_unnoted"
+_STANDING = "_smp_stands_for"
 _is_unnoted: ContextVar[bool] = ContextVar("is_unnoted", default=False)
 
 
@@ -39,6 +44,17 @@ def unnoted() -> Iterator[None]:
         _is_unnoted.reset(token)
 
 
+def stands_for(result: Any, own: Any, gradient: Callable[[Any], Any]) -> None:
+    """Notes that a result takes the place of an operation's own one, for tapes.
+
+    Args:
+        result: what stands in for it.
+        own: what the operation made.
+        gradient: takes that of ``result``, returns that of ``own``.
+    """
+    setattr(result, _STANDING, (own, gradient))
+
+
 def is_unnoted(operation: Any) -> bool:
     """Tells whether an operation of a graph was made while nobody looked."""
     return getattr(operation, _UNNOTED, False)
@@ -46,7 +62,12 @@ def is_unnoted(operation: Any) -> bool:
 
 @contextlib.contextmanager
 def operations_noted(
-    eagerly: Made, in_graph: Made, before: Read, called: Called, read: Read
+    eagerly: Made,
+    in_graph: Made,
+    before: Read,
+    called: Called,
+    differentiated: Differentiated,
+    read: Read,
 ) -> Iterator[None]:
     """Within, functions of ours see what is made, called and read, in the whole process.
 
@@ -55,6 +76,7 @@ def operations_noted(
         in_graph: sees those of graphs.
         before: sees the graph of a function that is to be called.
         called: sees calls of functions, also in graphs.
+        differentiated: sees requests for gradients, whose operations nobody sees.
         read: sees tensors of which Python asks the numbers.
     """
 
@@ -96,6 +118,36 @@ def operations_noted(
 
         return run
 
+    def recording(original: Any) -> Any:
+        def run(kind: str, inputs: Any, attrs: Any, results: Any) -> None:
+            known = getattr(results[0], "__dict__", {}) if results else {}
+            if _STANDING not in known:
+                original(kind, inputs, attrs, results)
+                return
+            own, gradient = known[_STANDING]
+            original(kind, inputs, attrs, [own, *results[1:]])
+            record.record_operation("SmpOwn", [results[0]], [own], lambda dy: [gradient(dy)])
+
+        return run
+
+    def differentiating(name: str) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            place = inspect.signature(original)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if _is_unnoted.get():
+                    return original(*args, **kwargs)
+                sources = place.bind(*args, **kwargs).arguments[name]
+                with unnoted():
+                    results = original(*args, **kwargs)
+                    flat = sources if isinstance(sources, (list, tuple)) else [sources]
+                    differentiated(flat, results)
+                return results
+
+            return run
+
+        return make
+
     def reading(original: Any) -> Any:
         def run(self: Any) -> Any:
             read(self)
@@ -107,8 +159,11 @@ def operations_noted(
         [
             Replacement(pywrap_tfe, "TFE_Py_FastPathExecute", fast),
             Replacement(execute, "execute", slow),
+            Replacement(execute, "record_gradient", recording),
             Replacement(op_def_library, "_apply_op_helper", adding),
             Replacement(atomic_function.AtomicFunction, "call_flat", calling),
+            Replacement(imperative_grad, "imperative_grad", differentiating("sources")),
+            Replacement(gradients_util, "_GradientsHelper", differentiating("xs")),
             Replacement(ops._EagerTensorBase, "_numpy", reading),
         ]
     ):

@@ -29,7 +29,11 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
 )
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
-from smdistributed.modelparallel.tensorflow.compat.operations import operations_noted, unnoted
+from smdistributed.modelparallel.tensorflow.compat.operations import (
+    operations_noted,
+    stands_for,
+    unnoted,
+)
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
 from smdistributed.modelparallel.tensorflow.compat.processes import surviving_calls
 from smdistributed.modelparallel.tensorflow.compat.variables import (
@@ -331,8 +335,10 @@ def _test_operations() -> None:
     def made(kind: str, args: Any, results: Any) -> Any:
         if kind != "AddV2":
             return results
-        with unnoted():
-            return [10.0 * results[0]]
+        with unnoted(), unrecorded():
+            tenfold = 10.0 * results[0]
+        stands_for(tenfold, results[0], lambda dy: 5.0 * dy)
+        return [tenfold]
 
     def called(graph: Any, args: Any, results: Any) -> None:
         calls.append((len(graph.inputs), len(results)))
@@ -345,14 +351,18 @@ def _test_operations() -> None:
         return total, tape.gradient(total, x)
 
     one = tf.constant(1.0)
-    with operations_noted(made, made, begun.append, called, reads.append):
+
+    def differentiated(sources: Any, gradients: Any) -> None:
+        assert len(sources) == len(gradients) == 1
+
+    with operations_noted(made, made, begun.append, called, differentiated, reads.append):
         total = one + 1.0
         inside, gradient = added(one)
         with unnoted():
             assert float(one + 1.0) == 2.0
     assert reads
     assert (len(begun), calls) == (1, [(1, 2)])
-    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 1.0)
+    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 5.0)
 
 
 def _test_surviving_calls() -> None:

@@ -17,7 +17,6 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
     with_gradient,
 )
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
-from smdistributed.modelparallel.tensorflow.parameters.shares import Family, Share, note, share_of
 from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
 
 
@@ -44,7 +43,7 @@ class Backward:
         sources: what the call takes: inputs, then values of variables: those of the model that live
             here, others, and those that stand for missing ones.
         own: gradients in the trace of all these variables but those that stand for missing ones.
-        variables: whose values are among the sources.
+        num_missing: how many of the sources stand for missing variables.
     """
 
     call: Any
@@ -53,7 +52,7 @@ class Backward:
     outputs: Sequence[Any]
     sources: Sequence[Any]
     own: Sequence[Any]
-    variables: Sequence[Any]
+    num_missing: int
     _asked: int = field(default=0, init=False)
     _attached: list[Any] = field(default_factory=list, init=False)
 
@@ -113,34 +112,9 @@ class Backward:
         with unrecorded():
             self.run()
             found = [self._found(each) for each in (*trace.input_gradients, *self.own)]
-            missing = len(self.variables) - len(self.own)
-            found += [tf.zeros([]) for _ in range(missing)]  # of what stands for missing variables
-        results = self._once(found, given)
-        self._note_family(results[len(results) - len(self.variables) :])
-        return results
-
-    def _note_family(self, gradients: Sequence[Any]) -> None:
-        """Lets gradients of variables know which they are of, and what was asked for with them."""
-        asked = {id(each) for each in present_sources()}
-        pairs = [
-            (gradient, share_of(variable))
-            for variable, gradient in zip(self.variables, gradients, strict=True)
-            if gradient is not None and id(variable.handle) in asked
-        ]
-        known = [(gradient, share) for gradient, share in pairs if share is not None]
-        if not known:
-            return
-        members = frozenset().union(*(share.variables for _, share in known))
-        (of_variables,) = known[0][1].families
-        family = Family(lambda: members, of_variables.name_of, is_of_gradients=True)
-        self.call.family = family
-        for gradient, share in known:
-            for tensor in tensors_in(gradient):
-                if tensor.dtype.is_floating:
-                    note(
-                        tensor,
-                        Share(share.variables, frozenset([family]), is_padding=share.is_padding),
-                    )
+            # Of what stands for missing variables.
+            found += [tf.zeros([]) for _ in range(self.num_missing)]
+        return self._once(found, given)
 
     def _refuse_own_outputs(self) -> None:
         """Raises if a gradient of one output by another one is asked for: it would be None."""

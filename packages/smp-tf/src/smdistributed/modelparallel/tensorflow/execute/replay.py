@@ -19,7 +19,6 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, 
 from smdistributed.modelparallel.tensorflow.execute.backward import Backward
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
-from smdistributed.modelparallel.tensorflow.parameters.shares import Family
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
@@ -37,7 +36,6 @@ class Call:
         transfers: operation of each transfer of this process that must be put in an order.
         gradients: the gradients that the body computed of the outputs; None until it asks.
         returned: operations that bring gradients of the call.
-        family: the gradients that the body asked for.
     """
 
     local: LocalPrograms
@@ -47,7 +45,6 @@ class Call:
     transfers: dict[Transfer, Any] = field(default_factory=dict)
     gradients: list[Any] | None = None
     returned: set[Any] = field(default_factory=set)
-    family: Family | None = None
 
 
 class Replay:
@@ -115,7 +112,7 @@ class Replay:
             outputs,
             [*inputs, *reads],
             [gradient for _, gradient in mine],
-            [*(variable for variable, _ in mine), *anchors],
+            len(anchors),
         )
         return backward.attached(), call
 

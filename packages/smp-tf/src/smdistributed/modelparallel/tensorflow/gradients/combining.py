@@ -18,7 +18,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.parameters.shares import Form, Share, merged
 
 _JOINING = frozenset({"Pack", "ConcatV2"})
-_ADDING = frozenset({"AddV2", "Add", "AddN"})
+ADDING = frozenset({"AddV2", "Add", "AddN"})
 _CHOOSING = {"Maximum": Form.MOST, "Minimum": Form.LEAST}
 #: What makes one number of a row, and what such numbers of several processes make together.
 _REDUCING = {
@@ -46,8 +46,8 @@ _TAKING = frozenset(
 )
 _SAME = frozenset({"Identity", "Snapshot", "StopGradient", "CheckNumerics", "CheckNumericsV2"})
 #: What tells something else of a value than its numbers.
-_ABOUT = frozenset({"Rank", "Shape", "ShapeN", "Size", "VarIsInitializedOp", "VariableShape"})
-_NO_NUMBERS = (tf.string, tf.resource, tf.variant)
+ABOUT = frozenset({"Rank", "Shape", "ShapeN", "Size", "VarIsInitializedOp", "VariableShape"})
+NO_NUMBERS = (tf.string, tf.resource, tf.variant)
 #: What waits for numbers of other variables.
 PARTIAL = (Form.SUM, Form.MOST, Form.LEAST)
 
@@ -86,8 +86,8 @@ def of_results(operation: Operation) -> list[Share | None]:
         UnsupportedError: they are of one variable, and of others of this process as well.
     """
     results = operation.results
-    numbers = [getattr(each, "dtype", tf.string) not in _NO_NUMBERS for each in results]
-    if not operation.known or not any(numbers) or operation.kind in _ABOUT:
+    numbers = [getattr(each, "dtype", tf.string) not in NO_NUMBERS for each in results]
+    if not operation.known or not any(numbers) or operation.kind in ABOUT:
         return [None] * len(results)
     if len(results) > 1 and list(map(_kind, results)) == list(map(_kind, operation.inputs)):
         return list(operation.shares)  # of IdentityN, and of what reduces a list over replicas
@@ -104,7 +104,7 @@ def _of_numbers(operation: Operation) -> Share:
     forms = {each.form for each in known}
     own = merged(known, Form.OWN)
     found = None
-    if operation.is_scalar and kind in _ADDING and forms <= {Form.OWN, Form.SUM}:
+    if operation.is_scalar and kind in ADDING and forms <= {Form.OWN, Form.SUM}:
         found = _added(operation, own)
     elif kind in _SAME and len(known) == 1:
         found = known[0]
@@ -154,7 +154,7 @@ def _of_some(operation: Operation) -> Share:
     """
     known = operation.known
     some = [each for each in known if each.form in (*PARTIAL, Form.SOME)]
-    is_added = operation.is_scalar and operation.kind in _ADDING
+    is_added = operation.is_scalar and operation.kind in ADDING
     if some and len(some) < len(known) and not is_added:
         raise refusal(some)
     made_by = next((each.made_by for each in some if each.made_by), operation.kind)

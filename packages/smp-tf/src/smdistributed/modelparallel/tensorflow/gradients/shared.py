@@ -14,9 +14,13 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, 
 from smdistributed.modelparallel.tensorflow.compat.operations import (
     is_unnoted,
     operations_noted,
+    stands_for,
     unnoted,
 )
 from smdistributed.modelparallel.tensorflow.gradients.combining import (
+    ABOUT,
+    ADDING,
+    NO_NUMBERS,
     PARTIAL,
     Operation,
     of_results,
@@ -24,12 +28,15 @@ from smdistributed.modelparallel.tensorflow.gradients.combining import (
 )
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, of_partitions
 from smdistributed.modelparallel.tensorflow.parameters.shares import (
+    Family,
     Form,
     Share,
     merged,
     note,
+    of_same,
     share_of,
 )
+from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 _WRITING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
@@ -43,6 +50,7 @@ def followed(runtime: TFRuntime) -> AbstractContextManager[None]:
         following.in_graph,
         lambda graph: begin_function(runtime, graph),
         following.called,
+        following.differentiated,
         following.read,
     )
 
@@ -59,7 +67,19 @@ class _Following:
 
     def eagerly(self, kind: str, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
         """Follows an operation that was computed; returns its results, or those of the model."""
-        if not any(map(_has_share, args)):
+        shares = _plainly(args)
+        if shares == []:
+            return results
+        if shares is not None and kind in _WRITING:
+            _write(kind, args[0], share_of(args[0]), share_of(args[1]))
+            return results
+        if shares is not None and _is_passed_on(kind, shares, results):
+            first = shares[0]
+            is_one = all(each is first for each in shares)
+            share = first.of_value if is_one else of_same(*shares)
+            for result in results:
+                if result.dtype not in NO_NUMBERS:
+                    note(result, share)
             return results
         with unnoted():
             inputs = _inputs(kind, args)
@@ -86,6 +106,26 @@ class _Following:
                 _walk(graph, given)
             for result, inside in zip(results, graph.outputs, strict=False):
                 note(result, given.get(id(inside)) or share_of(inside))
+
+    def differentiated(self, sources: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Notes which variables gradients are of, and which were asked for together."""
+        pairs = [
+            (gradient, share)
+            for source, gradient in zip(sources, gradients, strict=True)
+            if gradient is not None and (share := _in_graph(source)) is not None
+        ]
+        if not pairs:
+            return
+        every = merged([share for _, share in pairs], Form.OWN)
+        (known, *_) = every.families
+        family = Family(lambda: every.variables, known.name_of, is_of_gradients=True)
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            graph._smp_families = [*getattr(graph, "_smp_families", []), family]
+        for gradient, share in pairs:
+            for tensor in tensors_in(gradient):
+                if tensor.dtype.is_floating:
+                    note(tensor, replace(share.of_value, families=frozenset([family])))
 
     def read(self, tensor: Any) -> None:
         """Refuses to tell Python the numbers of what one process would have more of."""
@@ -157,13 +197,40 @@ class _Following:
                 given[-1] = of_total * tf.cast(factor, own.dtype)
             return [tf.add_n(given) if given else None, None]
 
-        return with_gradient([own, total], gradient, "SmpWhole")[1]
+        found = with_gradient([own, total], gradient, "SmpWhole")[1]
+        stands_for(found, own, lambda of_total: gradient(None, of_total)[0])
+        return found
 
 
-def _has_share(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(share_of(each) is not None for each in value)
-    return share_of(value) is not None
+def _plainly(args: Sequence[Any]) -> list[Share] | None:
+    """Returns what is known of the arguments of an operation; None if some are in a list."""
+    shares = []
+    for each in args:
+        share = share_of(each)
+        if share is not None:
+            shares.append(share)
+        elif isinstance(each, (list, tuple)) and _has_share(each):
+            return None
+    return shares
+
+
+def _is_passed_on(kind: str, shares: Sequence[Share], results: Sequence[Any]) -> bool:
+    """Tells whether results are of the one variable that all arguments are of; in a moment.
+
+    Optimizers do little else.
+    """
+    first = shares[0]
+    if kind in ABOUT or not first.is_plain or results[0] is None:
+        return False
+    if kind in ADDING and results[0].shape.rank == 0:
+        return False
+    return all(
+        each is first or (each.is_plain and each.variables == first.variables) for each in shares
+    )
+
+
+def _has_share(values: Sequence[Any]) -> bool:
+    return any(share_of(each) is not None for each in values)
 
 
 def _inputs(kind: str, args: Sequence[Any]) -> list[Any]:
@@ -194,8 +261,8 @@ def _packed(values: Sequence[Any]) -> Any:
 def _in_graph(tensor: Any) -> Share | None:
     """Returns what is known of a tensor, also of one that a function takes from around it."""
     share = share_of(tensor)
-    is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
-    if share is None and not is_eager and tensor.op.type == "Placeholder":
+    is_symbolic = tf.is_tensor(tensor) and not isinstance(tensor, tf.__internal__.EagerTensor)
+    if share is None and is_symbolic and tensor.op.type == "Placeholder":
         share = share_of(resources.origin(tensor.graph, tensor))
         note(tensor, share)
     return share
@@ -220,7 +287,7 @@ def _write(kind: str, handle: Any, to: Share | None, share: Share | None = None)
         return
     if kind != "AssignVariableOp" and to is not None and to.variables != share.variables:
         raise refusal([to, share])
-    note(handle, replace(share, is_kept=True))
+    note(handle, share.kept)
 
 
 def _of_branches(

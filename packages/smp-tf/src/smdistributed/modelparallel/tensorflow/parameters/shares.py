@@ -8,8 +8,9 @@ process would have, as long as those of the other partitions do not take part.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 #: The model, and the variable in it.
@@ -50,7 +51,7 @@ class Family:
     is_even: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """What is known of a value.
 
@@ -84,6 +85,26 @@ class Share:
         """Whether it is of one variable of each model, which correspond."""
         return len({model for model, _ in self.variables}) == len(self.variables)
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether it is of one variable of a model, and all that is known of it is that."""
+        return (
+            self.form is Form.OWN
+            and len(self.variables) == 1
+            and self.pure is None
+            and self.base is None
+        )
+
+    @functools.cached_property
+    def of_value(self) -> Share:
+        """What is known of a value that was computed of this one alone."""
+        return replace(self, is_variable=False) if self.is_variable else self
+
+    @functools.cached_property
+    def kept(self) -> Share:
+        """What is known of a variable of the script that was written with this value."""
+        return self if self.is_kept else replace(self, is_kept=True)
+
     @property
     def counted(self) -> frozenset[Family]:
         """The families whose members count: gradients, if it is of some."""
@@ -97,13 +118,14 @@ class Share:
 
 def share_of(value: Any) -> Share | None:
     """Returns what is known of a tensor, a variable or a handle; None if it is of no variable."""
-    share: Share | None = getattr(value, _NAME, None)
-    return share
+    # Tensors make errors of their own for what they do not have, which takes long.
+    known = getattr(value, "__dict__", None)
+    return None if known is None else known.get(_NAME)
 
 
 def note(value: Any, share: Share | None) -> None:
     """Notes what is known of a value."""
-    if share is not None or hasattr(value, _NAME):
+    if share is not None or share_of(value) is not None:
         setattr(value, _NAME, share)
 
 
@@ -118,3 +140,9 @@ def merged(shares: Iterable[Share], form: Form, **more: Any) -> Share:
         is_kept=any(each.is_kept for each in shares),
         **more,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def of_same(*shares: Share) -> Share:
+    """Returns ``merged`` of plain shares of the same variable; made once."""
+    return merged(shares, Form.OWN)

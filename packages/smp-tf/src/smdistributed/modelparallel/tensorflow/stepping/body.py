@@ -11,7 +11,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import functions, graphs, resources
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 from smdistributed.modelparallel.tensorflow.gradients.combining import PARTIAL, refusal
-from smdistributed.modelparallel.tensorflow.parameters.shares import Form, share_of
+from smdistributed.modelparallel.tensorflow.parameters.shares import Family, Form, share_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import path_of
 
 
@@ -58,14 +58,16 @@ class Body:
 
     def fewest_gradients(self) -> int | None:
         """Returns of how many variables gradients were asked for together, at least."""
-        families = [call.family for call in self._calls if call.family is not None]
-        return min((len(each.members()) for each in families), default=None)
+        return min((len(each.members()) for each in self._families), default=None)
 
     def note_uneven(self) -> None:
         """Notes that other processes cannot see when gradients of several are put together."""
-        for call in self._calls:
-            if call.family is not None:
-                call.family.is_even = False
+        for each in self._families:
+            each.is_even = False
+
+    @property
+    def _families(self) -> list[Family]:
+        return getattr(self._graph, "_smp_families", [])
 
     def refuse_kept(self) -> None:
         """Raises if it uses what a call of a model computed, but did not return.
