@@ -12,15 +12,20 @@ from smdistributed.modelparallel.common.testing import Worlds
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
 #: Every way, gradients and weights, eagerly and in graphs, with variables missing and without.
-FEW = {("several", "both", "body"), ("one", "gradients", "outside"), ("none", "both", "optimizer")}
+FEW = {
+    *(("several", "gradients", "body"), ("one", "both", "outside"), ("none", "both", "optimizer")),
+    ("one", "least"),
+    *("some", "a metric", "given to a function", "for each"),
+}
+
+
+def _marks(case: object) -> tuple[pytest.MarkDecorator, ...]:
+    return () if case in FEW else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
     ("kind", "what", "when"),
-    [
-        pytest.param(*each, id="-".join(each), marks=() if each in FEW else pytest.mark.slow)
-        for each in tf_wholes.ALL
-    ],
+    [pytest.param(*each, id="-".join(each), marks=_marks(each)) for each in tf_wholes.ALL],
 )
 def test_numbers_are_those_of_all_partitions(
     worlds: Worlds, kind: str, what: str, when: str
@@ -28,9 +33,14 @@ def test_numbers_are_those_of_all_partitions(
     assert_same(worlds, tf_wholes.train, kind, what, when, world=TWO_BY_HAND)
 
 
-@pytest.mark.parametrize("name", tf_wholes.PENALTIES)
-@pytest.mark.parametrize("kind", tf_wholes.KINDS)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=_marks((kind, name)))
+        for kind in tf_wholes.KINDS
+        for name in tf_wholes.PENALTIES
+    ],
+)
 def test_gradients_go_through_them(worlds: Worlds, kind: str, name: str) -> None:
     assert_same(worlds, tf_wholes.penalized, kind, name, world=TWO_BY_HAND)
 
@@ -43,7 +53,7 @@ _BODIES = ("some", "a difference", "parts", "clipped in a function", "for each")
 @pytest.mark.parametrize(
     ("name", "is_in_body"),
     [
-        *((name, False) for name in tf_wholes.OF_SOME),
+        *(pytest.param(name, False, marks=_marks(name)) for name in tf_wholes.OF_SOME),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in _BODIES),
     ],
 )

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import execute, imperative_grad, record
+from tensorflow.python.eager import execute, imperative_grad
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import op_def_library, ops
 from tensorflow.python.ops import gradients_util
@@ -44,15 +44,9 @@ def unnoted() -> Iterator[None]:
         _is_unnoted.reset(token)
 
 
-def stands_for(result: Any, own: Any, gradient: Callable[[Any], Any]) -> None:
-    """Notes that a result takes the place of an operation's own one, for tapes.
-
-    Args:
-        result: what stands in for it.
-        own: what the operation made.
-        gradient: takes that of ``result``, returns that of ``own``.
-    """
-    setattr(result, _STANDING, (own, gradient))
+def stands_for(result: Any, own: Any) -> None:
+    """Notes what takes the place of an operation's own result, with a gradient of its own."""
+    setattr(result, _STANDING, own)
 
 
 def is_unnoted(operation: Any) -> bool:
@@ -111,9 +105,12 @@ def operations_noted(
         def run(self: Any, *args: Any) -> Any:
             if _is_unnoted.get():
                 return original(self, *args)
-            before(self.graph)
+            graph = self._cached_graph  # None where it would have to be made of a definition
+            if graph is None:
+                return original(self, *args)
+            before(graph)
             results = original(self, *args)
-            called(self.graph, args, results or ())
+            called(graph, args, results or ())
             return results
 
         return run
@@ -121,12 +118,9 @@ def operations_noted(
     def recording(original: Any) -> Any:
         def run(kind: str, inputs: Any, attrs: Any, results: Any) -> None:
             known = getattr(results[0], "__dict__", {}) if results else {}
-            if _STANDING not in known:
-                original(kind, inputs, attrs, results)
-                return
-            own, gradient = known[_STANDING]
-            original(kind, inputs, attrs, [own, *results[1:]])
-            record.record_operation("SmpOwn", [results[0]], [own], lambda dy: [gradient(dy)])
+            if _STANDING in known:
+                results = [known[_STANDING], *results[1:]]
+            original(kind, inputs, attrs, results)
 
         return run
 

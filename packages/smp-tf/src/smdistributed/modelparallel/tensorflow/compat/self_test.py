@@ -335,9 +335,9 @@ def _test_operations() -> None:
     def made(kind: str, args: Any, results: Any) -> Any:
         if kind != "AddV2":
             return results
-        with unnoted(), unrecorded():
-            tenfold = 10.0 * results[0]
-        stands_for(tenfold, results[0], lambda dy: 5.0 * dy)
+        with unnoted():
+            tenfold = 10.0 * tf.identity(args[0]) + 10.0
+        stands_for(tenfold, results[0])
         return [tenfold]
 
     def called(graph: Any, args: Any, results: Any) -> None:
@@ -362,7 +362,7 @@ def _test_operations() -> None:
             assert float(one + 1.0) == 2.0
     assert reads
     assert (len(begun), calls) == (1, [(1, 2)])
-    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 5.0)
+    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 10.0)
 
 
 def _test_surviving_calls() -> None:

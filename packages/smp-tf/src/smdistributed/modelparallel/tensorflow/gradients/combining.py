@@ -191,12 +191,8 @@ def _added(operation: Operation, own: Share) -> Share | None:
         for value, each in pairs
         if each is not None and not each.is_padding
     ]
-    if (
-        len(parts) == len(pairs)
-        and not bases
-        and all(each.pure is None for each in operation.known)
-    ):
-        return replace(own, form=form)
+    if form is Form.OWN and not bases:
+        return own
     return replace(
         own,
         form=form,
@@ -230,8 +226,11 @@ def _chosen(operation: Operation, form: Form) -> Share | None:
         if not each.is_padding
     ]
     dtype = operation.results[0].dtype
-    rest = own[0] if own else tf.constant(dtype.min if form is Form.MOST else dtype.max, dtype)
-    return merged(known, form, pure=None if len(own) == len(known) else rest)
+    if not own:
+        pure = tf.constant(dtype.min if form is Form.MOST else dtype.max, dtype)
+    else:
+        pure = own[0] if len(own) == 1 else (tf.maximum if form is Form.MOST else tf.minimum)(*own)
+    return merged(known, form, pure=pure)
 
 
 def _joined(operation: Operation) -> Share | None:

@@ -39,6 +39,11 @@ from smdistributed.modelparallel.tensorflow.parameters.shares import (
 from smdistributed.modelparallel.tensorflow.record.tracing import tensors_in
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
+_OVER_PARTITIONS = {
+    Form.SUM: tf.reduce_sum,
+    Form.MOST: tf.reduce_max,
+    Form.LEAST: tf.reduce_min,
+}
 _WRITING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 
@@ -90,7 +95,7 @@ class _Following:
         shares = [_in_graph(each) for each in args]
         if not any(shares):
             return results
-        with unnoted(), unrecorded():  # what made the operation records it, with these results
+        with unnoted():
             return self._followed(kind, args, shares, results)
 
     def called(self, graph: Any, args: Sequence[Any], results: Sequence[Any]) -> None:
@@ -159,47 +164,42 @@ class _Following:
         return results
 
     def _whole(self, kind: str, inputs: Sequence[Any], share: Share, own: Any) -> Any:
-        """Returns the number of the whole model, given that of this process.
+        """Returns the number of the whole model, given that of this process, which it stands for.
 
-        Its gradient is that of the own one, by which the operation was differentiated.
+        It is differentiated by what it was computed of here, without what stands for missing
+        variables.
         """
-        numbers = inputs[0][: inputs[0].shape[0] - share.padding] if share.padding else None
-        part = own if share.pure is None else share.pure
-        if numbers is not None:
-            part = _reduced(kind, numbers)
+        row = inputs[0]
+        if share.padding:
+            row = row[: row.shape[0] - share.padding]
+        part = _reduced(kind, row) if share.pure is None else share.pure
+        part = tf.reshape(part, [])  # of one number, with dimensions or without
+        with unrecorded():
+            every, counts = of_partitions(self._runtime, [part, tf.size(row)])
+            total = _OVER_PARTITIONS[share.form](every)
+        total = _differentiated(part, tf.cast(total, part.dtype), every, share.form)
         if kind == "Mean":
-            numbers = inputs[0] if numbers is None else numbers
-            count, wide = tf.size(numbers, tf.int64), tf.size(inputs[0], tf.int64)
-            sums, counts = of_partitions(self._runtime, [tf.reduce_sum(numbers), count])
-            total = tf.reduce_sum(sums) / tf.reduce_sum(counts)
-            factor = tf.cast(wide, tf.float64) / tf.reduce_sum(counts)
-        else:
-            part = tf.reshape(part, [])  # of one number, with dimensions or without
-            (every,) = of_partitions(self._runtime, [part])
-            reduce = {
-                Form.SUM: tf.reduce_sum,
-                Form.MOST: tf.reduce_max,
-                Form.LEAST: tf.reduce_min,
-            }[share.form]
-            total = reduce(every)
-            factor = tf.ones([], tf.float64)
-            if share.form is not Form.SUM:
-                factor = tf.cast(tf.cast(part, tf.float64) == total, tf.float64)
-        total = tf.reshape(tf.cast(total, own.dtype), own.shape)
+            total = total / tf.cast(tf.reduce_sum(counts), total.dtype)
         if share.base is not None:
-            total = total + tf.cast(share.base, own.dtype)
-        if not own.dtype.is_floating:
-            return total
+            total = total + tf.cast(share.base, total.dtype)
+        total = tf.reshape(total, own.shape)
+        stands_for(total, own)
+        return total
 
-        def gradient(of_own: Any, of_total: Any) -> list[Any]:
-            given = [each for each in (of_own, of_total) if each is not None]
-            if of_total is not None:
-                given[-1] = of_total * tf.cast(factor, own.dtype)
-            return [tf.add_n(given) if given else None, None]
 
-        found = with_gradient([own, total], gradient, "SmpWhole")[1]
-        stands_for(found, own, lambda of_total: gradient(None, of_total)[0])
-        return found
+def _differentiated(part: Any, total: Any, every: Any, form: Form) -> Any:
+    """Returns a number of all partitions such that its gradient is that of the own part."""
+    if not part.dtype.is_floating:
+        return total
+
+    def gradient(of_part: Any, of_total: Any) -> list[Any]:
+        if of_total is not None and form is not Form.SUM:
+            are = tf.cast(tf.cast(every, part.dtype) == total, part.dtype)
+            of_total = of_total * tf.cast(part == total, part.dtype) / tf.reduce_sum(are)
+        given = [each for each in (of_part, of_total) if each is not None]
+        return [tf.add_n(given) if given else None, None]
+
+    return with_gradient([part, total], gradient, "SmpWhole")[1]
 
 
 def _plainly(args: Sequence[Any]) -> list[Share] | None:
@@ -368,13 +368,13 @@ def _walk_nested(
 
 
 def _reduced(kind: str, numbers: Any) -> Any:
-    """Returns what an operation makes of a row."""
+    """Returns what an operation makes of a row, of which a mean is a sum at first."""
     return {
         "Sum": tf.reduce_sum,
+        "Mean": tf.reduce_sum,
         "L2Loss": tf.nn.l2_loss,
         "Max": tf.reduce_max,
         "Min": tf.reduce_min,
         "Any": tf.reduce_any,
         "All": tf.reduce_all,
-        "Mean": tf.reduce_mean,
     }[kind](numbers)
