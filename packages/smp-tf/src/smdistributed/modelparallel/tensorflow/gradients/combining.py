@@ -173,8 +173,8 @@ def _added(operation: Operation, own: Share) -> Share | None:
     if is_whole or (is_added_up and not is_alike):
         return None
     dtype, form = operation.results[0].dtype, Form.SUM
-    # What is added to nothing is the first of several.
-    if is_alike and not any(each is None and _is_zero(value) for value, each in pairs):
+    # What is added to nothing is the first of several, as where a loop or ``sum`` begins.
+    if is_alike and not (pairs[0][1] is None and _is_zero(pairs[0][0])):
         form = Form.SUM if any(each.form is Form.SUM for each in operation.known) else Form.OWN
     if form is Form.SUM and operation.kind == "AddN":
         # A list of terms, which may have numbers added to each.

@@ -279,7 +279,9 @@ def _write(kind: str, handle: Any, to: Share | None, share: Share | None = None)
             note(handle, None)
         return
     if share.form in (*PARTIAL, Form.SOME):
-        raise refusal([share])
+        if not share.is_of_one:
+            raise refusal([share])
+        share = merged([share], Form.OWN)  # such as a number added to a slot that was zero
     if not tf.executing_eagerly() and not isinstance(handle, tf.__internal__.EagerTensor):
         handle = resources.origin(handle.graph, handle)
     is_model = to is not None and to.is_variable
