@@ -23,6 +23,13 @@ from smdistributed.modelparallel.common.testing import (
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 
+@pytest.fixture(autouse=True)
+def copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for that copies of a process do not have."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 def rank_and(value: str) -> tuple[int, str]:
     return int(os.environ["OMPI_COMM_WORLD_RANK"]), value
 

@@ -30,6 +30,13 @@ NOTES: list[str] = []
 FORKED = World(2, launcher="fork")
 
 
+@pytest.fixture(autouse=True)
+def copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for that copies of a process do not have."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
 def pool() -> Iterator[Worlds]:
     pool = Worlds(most_ranks=4)
