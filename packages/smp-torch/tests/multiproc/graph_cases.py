@@ -405,8 +405,9 @@ def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool,
     with captured() as (begun, reasons):
         got = trained(make, moment, cuda_graphs=True, first_alone=first_alone)
     pairs = zip((want[1], *want[2]), (got[1], *got[2]), strict=True)
-    # What a pass that goes another way puts off may be another product: some kernels round it so.
-    is_off = reason == ANOTHER_WAY
+    # In a pipeline a pass that goes another way may put off another product, which some kernels
+    # round otherwise.
+    is_off = reason == ANOTHER_WAY and smp.pp_size() > 1
     equal = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6) if is_off else torch.equal
     same = want[0] == got[0] and all(
         len(one) == len(other) and all(map(equal, one, other)) for one, other in pairs
