@@ -354,6 +354,7 @@ def test_smprun_starts_processes(dist: Path, environment: CleanEnvironment, tmp_
     assert len(re.findall(r"sum 3\b", out)) == 2, out
 
 
+@pytest.mark.slow
 @ONE_FRAMEWORK
 def test_a_newer_patch_of_smp_common_runs_framework_packages(
     dist: Path, environment: CleanEnvironment, tmp_path: Path, framework: str
@@ -392,9 +393,10 @@ def test_all_editable(environment: CleanEnvironment) -> None:
     ("installed", "edited"),
     [
         ("smp-common", "smp-torch"),
-        pytest.param("smp-tf", "smp-common", marks=pytest.mark.slow),
+        ("smp-tf", "smp-common"),
     ],
 )
+@pytest.mark.slow
 def test_a_wheel_beside_an_editable_package(
     dist: Path, environment: CleanEnvironment, installed: str, edited: str
 ) -> None:
