@@ -35,6 +35,27 @@ class Captured(Training):
         self.case = case
 
 
+class Differing(Training):
+    """A split model whose ranks differ in the steps, too, that would be captured.
+
+    Args:
+        case: how they do.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        for step in range(_STEPS_ALIKE):
+            self.step(100 + step)
+
+
+def from_the_start() -> dict[str, int]:
+    """Tries cases of whose passes no graph makes up for what a rank lacks."""
+    passes = ("other head", "head left out", "none")
+    found = [Case("registered", "alike", each, "always", False) for each in passes]
+    with captured():
+        return population_of(Differing, found, 0, 1)
+
+
 def population(model: str, first: int, stride: int) -> dict[str, int]:
     """Tries cases; returns how often all ranks came to which end."""
     with captured() as (launched, _):

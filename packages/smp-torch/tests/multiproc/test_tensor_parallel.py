@@ -245,6 +245,16 @@ def test_captured_passes_of_ranks_that_differ(
     assert set(ends_of(run_from, first, stride)) <= {"exact", "refused", "not in PyTorch"}
 
 
+def run_passes_that_always_differ() -> dict[str, int]:
+    every_step(cuda_graphs=True)
+    return captured_passes.from_the_start()
+
+
+def test_passes_that_always_differ_are_not_captured(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["tp2-graphs"], run_passes_that_always_differ):
+        assert found == {"exact": 3}
+
+
 def run_passes_inside(model: str, first: int, stride: int) -> dict[str, int]:
     return other_passes_inside.population(model, first, stride)
 
