@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--degree", type=int, help="tensor_parallel_degree; default: all ranks")
     parser.add_argument("--optimize", choices=("speed", "memory"), default="speed")
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of the passes")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs of the passes")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
@@ -96,7 +96,7 @@ def main() -> None:
     inputs = share_of_batch(size, options.batch)
     built_seconds = time.perf_counter() - start
     losses = []
-    train_step = smp.step(train, cuda_graphs=options.graphs)
+    train_step = smp.step(train, cuda_graphs=False) if options.eager else smp.step(train)
 
     def step() -> None:
         losses.append(train_step(model, *inputs).reduce_mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def test_functions_compute_what_they_say(name: str, is_compiled: bool) -> None:
     function, plain, shapes, constant = CASES[name]
     constants = [] if constant is None else [constant]
     if is_compiled:
-        function = fusion._compiled(function.__wrapped__, backend="aot_eager")  # type: ignore[attr-defined]
+        function = fusion._compiled(inspect.unwrap(function), backend="aot_eager")  # type: ignore[attr-defined]
     results = []
     for each in (function, plain):
         tensors = given(*shapes)

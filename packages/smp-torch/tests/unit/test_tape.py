@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import atomic, when_real
+from smdistributed.modelparallel.torch.compat.fused import fused
+from smdistributed.modelparallel.torch.compat.private import fusion
 from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
@@ -411,6 +413,29 @@ def test_functions_of_the_library_are_one_call() -> None:
     is_off, result, _ = confirmed(promised, call, x)
     assert is_off
     assert torch.equal(result, torch.sin(x) * 3 + 1)
+
+
+def test_what_is_compiled_on_gpus_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def in_kernels(x: torch.Tensor, factor: float) -> torch.Tensor:
+        compiled.append(factor)
+        return torch.sin(x) * factor
+
+    # As on a GPU: no kernels are made while operations are watched.
+    monkeypatch.setattr(
+        fusion, "runs_kernels", lambda tensor: not torch._C._len_torch_dispatch_stack()
+    )
+    monkeypatch.setattr(fusion, "_compiled", lambda function: in_kernels)
+    both = fused(lambda x, factor: torch.sin(x) * factor)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return both(x, 2.0) + 1
+
+    promised = Promised(recorded(call, torch.randn(3)), {})
+    assert compiled == [2.0]
+    assert not confirmed(promised, call, torch.randn(3))[0]
+    assert compiled == [2.0]
 
 
 def test_what_wants_tensors_waits_for_them() -> None:

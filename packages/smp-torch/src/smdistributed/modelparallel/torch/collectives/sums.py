@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.fused import fused
 
 
 def sum_of(*parts: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.sums import fused_sum
-from smdistributed.modelparallel.torch.compat.private.fusion import fused, runs_kernels
+from smdistributed.modelparallel.torch.compat.fused import fused
+from smdistributed.modelparallel.torch.compat.private.fusion import runs_kernels
 from smdistributed.modelparallel.torch.nn.fused import residual_norm, residual_norm_gradients
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 

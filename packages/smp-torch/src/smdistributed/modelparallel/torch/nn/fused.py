@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.sums import sum_of
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.fused import fused
 
 
 @fused

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
-from smdistributed.modelparallel.torch.compat.private.fusion import fused
+from smdistributed.modelparallel.torch.compat.fused import fused
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups

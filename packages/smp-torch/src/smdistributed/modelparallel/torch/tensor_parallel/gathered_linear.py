@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.shapes import is_fake
+from smdistributed.modelparallel.torch.compat.fused import fused as fused_on_gpus
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
-from smdistributed.modelparallel.torch.compat.private.fusion import fused as fused_on_gpus
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-def fused(function: Callable[..., _Result]) -> Callable[..., _Result]:
+def in_kernels(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """Returns a function that runs compiled where its first argument is on a GPU.
 
     It is compiled once for all layers that call it with the same shapes, and runs as it is written
