@@ -115,6 +115,15 @@ def _around(layer: nn.Module) -> nn.Module:
     )
 
 
+def _compiled() -> nn.Module:
+    """Returns blocks that are compiled, in which there is something to split."""
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    net = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), each) for each in (inner, nn.Tanh())))
+    for block in net:
+        block.compile(backend="aot_eager")
+    return net
+
+
 class Settings(dict[str, float]):
     """Settings with code of their own, which who looks at them runs."""
 
@@ -157,6 +166,8 @@ class Layers(nn.Module):
             intermediate_size=2 * WIDTH,
             attention_dropout_prob=dropout,
             hidden_dropout_prob=dropout,
+            activation="gelu_new",
+            fused_bias_gelu=True,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,6 +196,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # On a GPU the host's numbers are no constant of a body, which goes another way then.
     "draws on the host": (lambda: _around(Own(_on_the_host)), f"{ASKS}|{ANOTHER_WAY}"),
     "draws in Python": (lambda: _around(Own(_in_python)), ANOTHER_WAY),
+    # What compiled code draws is not seen.
+    "compiled": (_compiled, "of the host are not captured"),
 }
 
 

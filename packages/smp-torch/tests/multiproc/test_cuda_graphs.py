@@ -133,7 +133,7 @@ REFUSED_BY_SHARDS = (
 )
 MOMENTS_OF_SHARDS = [each for each in MOMENTS if each not in REFUSED_BY_SHARDS]
 #: Nets that slices are tried with: one that is captured, one that is not, and one that draws.
-SLICED = ("cache", "dropout", "rebinds")
+SLICED = ("cache", "dropout", "rebinds", "compiled")
 #: A module that is split may not be called in another way later.
 NETS_IN_SLICES = [each for each in NETS if each != "leaves out"]
 #: And shards: one that is captured, one that asks, and one that goes another way.

@@ -25,7 +25,6 @@ from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
 from smdistributed.modelparallel.torch.record.undo import Snapshot
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Made, Tape
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 #: The arguments of one microbatch.
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -163,8 +162,7 @@ class TakenDown:
                 result = body(call)
         finally:
             self._recording = None
-        with slices_as_they_are():
-            recording.end(tensors_in(result))
+        recording.end(tensors_in(result))
         tape = recording.tape
         if not all(
             isinstance(each, Made) and each.number >= tape.num_given for each in tape.results

@@ -67,6 +67,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     RegionEnds,
     Tape,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 _SET_DATA = torch.ops.aten.set_data.default
 #: Arguments that are neither tensors nor plain values, and have no state of their own.
@@ -170,6 +171,10 @@ class Recording(TorchFunctionMode):
 
     def end(self, results: Sequence[torch.Tensor]) -> None:
         """Takes note of what the pass gives."""
+        with slices_as_they_are():
+            self._end(results)
+
+    def _end(self, results: Sequence[torch.Tensor]) -> None:
         self.tape.results = self._template(tuple(results))
         if self.tape.refusal:
             # Of what came after the reason nothing is known, graphs of autograd say.
