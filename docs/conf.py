@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
 
 project = "smdistributed.modelparallel"
 author = "the smdistributed.modelparallel developers"
@@ -46,6 +48,14 @@ html_show_copyright = False
 html_title = "smdistributed.modelparallel"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+# Where the repository is, a build says that knows it, as CI does; pages say REPOSITORY.
+repository = os.environ.get("SMP_REPOSITORY", "")
+if repository:
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -53,6 +63,18 @@ copybutton_prompt_is_regexp = True
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks  # noqa: E402 - beside this file
 import pages  # noqa: E402 - beside this file
+
+
+def setup(app: Any) -> None:
+    """Has pages name the repository where the build knows its address."""
+
+    def name(app: Any, docname: str, source: list[str]) -> None:
+        said = "`REPOSITORY` is the address of the repository. "
+        if repository:
+            source[0] = source[0].replace(said, "").replace("REPOSITORY", repository)
+
+    app.connect("source-read", name)
+
 
 _HERE = Path(__file__).parent
 pages.write(_HERE / "_generated")

@@ -10,12 +10,15 @@ A remark on a line of its own says what the next fenced block is:
     <!-- not run: why -->      a python block that is not part of anything that is run
 
 and, alone, ``<!-- take: ../tutorials/one-process.md -->`` writes the files of another page. Blocks
-of one file are joined in their order. A ``pycon`` block is a doctest; those of a page share names.
+of one file are joined in their order; of a ``diff`` the new side is the file's. Lines between
+``<!-- prepare`` and ``-->`` are Python that is run first: it makes what a reader has, such as a
+model. A ``pycon`` block is a doctest; those of a page share names.
 """
 
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 import os
 import re
@@ -23,7 +26,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smdistributed.modelparallel.common.launcher.cli import split_arguments
@@ -45,7 +48,7 @@ class Block:
 
     Attributes:
         line: where it begins in the page, from 1.
-        language: of the fence; ``take`` for the remark.
+        language: of the fence; ``take`` and ``prepare`` for these remarks.
         kind, words: of the remark above it; empty without one.
         text: what is inside.
     """
@@ -62,7 +65,10 @@ def blocks_of(page: Path) -> Iterator[Block]:
     kind = words = ""
     lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
     for place, line in lines:
-        if remark := _REMARK.fullmatch(line):
+        if line == "<!-- prepare":
+            program = itertools.takewhile(lambda text: text != "-->", (text for _, text in lines))
+            yield Block(place, "prepare", "prepare", "", "\n".join(program) + "\n")
+        elif remark := _REMARK.fullmatch(line):
             kind, words = remark["kind"], remark["words"] or ""
             if kind == "take":
                 yield Block(place, "take", kind, words, "")
@@ -101,7 +107,10 @@ def run(page: Path, folder: Path, preload: Sequence[str] = ()) -> None:
         where = f"{page}:{block.line}"
         if block.kind == "take":
             write_files(page.parent / block.words, folder)
-        elif block.language == "python":
+        elif block.kind == "prepare":
+            (folder / "prepare.py").write_text(block.text, encoding="utf-8")
+            run_commands(replace(block, text="$ python prepare.py\n"), folder, where, preload)
+        elif block.language in ("python", "diff"):
             add_to_file(block, folder)
         elif block.kind == "run":
             printed = run_commands(block, folder, where, preload)
@@ -114,7 +123,7 @@ def write_files(page: Path, folder: Path) -> None:
     for block in blocks_of(page):
         if block.kind == "take":
             write_files(page.parent / block.words, folder)
-        elif block.language == "python" and block.kind == "file":
+        elif block.language in ("python", "diff") and block.kind == "file":
             add_to_file(block, folder)
 
 
@@ -124,7 +133,16 @@ def add_to_file(block: Block, folder: Path) -> None:
         return
     name = block.words if block.kind == "file" else DEFAULT_FILE
     with (folder / name).open("a", encoding="utf-8") as file:
-        file.write(block.text)
+        file.write(block.text if block.language == "python" else sides_of(block)[1])
+
+
+def sides_of(block: Block) -> tuple[str, str]:
+    """Returns what a diff was and what it becomes, as programs."""
+    lines = [line or " " for line in block.text.splitlines()]
+    was, becomes = (
+        "".join(f"{line[1:]}\n" for line in lines if line[0] in (" ", mark)) for mark in "-+"
+    )
+    return was, becomes
 
 
 def run_commands(block: Block, folder: Path, where: str, preload: Sequence[str]) -> str:

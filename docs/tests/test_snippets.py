@@ -15,8 +15,11 @@ PAGES = sorted(
 #: Pages that are run as they are read, whose kind of run no other one has: hanging, TensorFlow.
 ALWAYS = {"find-a-hang.md", "tensorflow.md"}
 #: The same, in copies of a process that has PyTorch: in one process and two, resumed.
-COPIED = {"five-minutes.md", "checkpoints.md"}
-PRELOAD = ("smdistributed.modelparallel.torch", "torch._dynamo", "torch.profiler")
+COPIED = {"five-minutes.md", "checkpoints.md", "index.md"}
+PRELOAD = (
+    *("smdistributed.modelparallel.torch", "torch._dynamo", "torch.profiler"),
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def named(pages: list[Path]) -> list[object]:
@@ -59,8 +62,12 @@ def test_doctests(page: Path) -> None:
 @pytest.mark.parametrize("page", named(PAGES))
 def test_python_is_run_or_says_why_not(page: Path) -> None:
     for block in snippets.blocks_of(page):
-        if block.language == "python":
-            where = f"{page}:{block.line}"
+        where = f"{page}:{block.line}"
+        if block.language == "diff":
+            for side in snippets.sides_of(block):
+                compile(side, where, "exec", dont_inherit=True)
+            assert block.kind == "file", f"{where}: name the file whose new side is run"
+        elif block.language == "python":
             compile(block.text, where, "exec", dont_inherit=True)
             assert snippets.has_runs(page) or block.kind == "not run", where
             assert block.kind != "not run" or block.words, f"{where}: say why it is not run"
@@ -120,15 +127,71 @@ def test_a_wrong_doctest_fails(tmp_path: Path) -> None:
         snippets.run_doctests(page)
 
 
-#: What a page shows wrong somewhere: links that are empty outside of this site, and a table in two.
-_WRONG = {
-    "a link has no text": re.compile(r"\[\]\("),
-    "a blank line cuts a table": re.compile(r"^\|.*\n\n\|(?! ?-+)(?!.*\n\| ?-)", re.M),
-}
+DIFF = """
+```python
+import os
+```
+<!-- prepare
+with open("mine.py", "w") as file:
+    file.write("value = 1")
+-->
+<!-- file: train.py -->
+```diff
+ from mine import value
+
+-print(value + absent)
++print(value + 1)
+```
+<!-- run -->
+```console
+$ python train.py
+```
+<!-- output -->
+```text
+2
+```
+"""
+
+
+def test_of_a_diff_the_new_side_is_run(tmp_path: Path) -> None:
+    snippets.run(page_of(tmp_path, DIFF), tmp_path)
+
+
+def test_a_diff_that_is_wrong_fails(tmp_path: Path) -> None:
+    page = page_of(tmp_path, DIFF.replace("+print(value + 1)", "+print(value + absent)"))
+    with pytest.raises(snippets.SnippetError, match="ended with 1, not 0"):
+        snippets.run(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", named(PAGES))
-def test_pages_read_well_elsewhere(page: Path) -> None:
+def test_who_is_to_run_an_example_is_told_of_its_environment(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
+    if re.search(r"^\$ .*(python|smprun -n \d|torchrun) .*examples/", text, re.M):
+        assert re.search(r"^\$ .*(activate|\[examples\])", text, re.M)
+
+
+REPOSITORY = DOCS.parent
+#: All that is read as Markdown: the pages, and what lies beside code.
+READ = [
+    *PAGES,
+    *sorted(REPOSITORY.glob("*.md")),
+    *sorted(REPOSITORY.glob("packages/*/*.md")),
+]
+#: What reads badly somewhere, and what a page says that another one knows better.
+_WRONG = {
+    "a link has no text": re.compile(r"\[\]\("),
+    "a blank line cuts a table": re.compile(r"^\|.*\n\n\|(?! ?-+)(?!.*\n\| ?-)", re.M),
+    "a name in <> is taken for HTML": re.compile(r"<(?!br>)[a-z][a-z_]*>"),
+    "what was measured is said in reference/performance.md": re.compile(
+        r"not been measured|never been measured|not measured yet"
+    ),
+}
+#: Code of a page: fenced, indented, or within a line.
+_CODE = re.compile(r"^(`{3,}).*?^\1|^ {4,}\S.*?$|`[^`\n]+(?:\n[^`\n]+)?`", re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(REPOSITORY))) for p in READ])
+def test_pages_read_well_everywhere(page: Path) -> None:
+    text = _CODE.sub("code", page.read_text(encoding="utf-8"))
     for problem, pattern in _WRONG.items():
         assert not (found := pattern.search(text)), f"{page}: {problem}: {found[0]!r}"

@@ -20,8 +20,11 @@ def shares(printed: str) -> list[float]:
 @pytest.mark.slow
 def test_it_trains_and_writes_a_model_for_tensorflow(tmp_path: Path) -> None:
     options = ("--folder", str(tmp_path), "--partition", "manual", "--epochs", "2")
-    found = shares(run(SCRIPT, 2, *options))
+    printed = run(SCRIPT, 2, *options)
+    found = shares(printed)
     assert found[-1] > 0.8
+    assert "rank 0 holds conv_0, conv_1, norm_0, norm_1" in printed
+    assert "rank 1 holds dense, dense_1" in printed
     assert "<svg" in (tmp_path / "timeline.svg").read_text()
     assert shares(run(SCRIPT, 1, "--evaluate", str(tmp_path / "model"))) == found[-1:]
 
