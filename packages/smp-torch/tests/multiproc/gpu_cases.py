@@ -64,7 +64,15 @@ class _Plain:
         torch.autograd.backward(loss / MICROBATCHES)
 
 
-def _compare(autocast: bool, loss_tolerance: float, gradient_tolerance: float) -> dict[str, float]:
+def _on_host(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what a data loader gives: pageable and pinned memory in turn."""
+    host = tensor.cpu()
+    return host.pin_memory() if index % 2 else host
+
+
+def _compare(
+    autocast: bool, loss_tolerance: float, gradient_tolerance: float, on_host: bool = False
+) -> dict[str, float]:
     """Returns the largest differences, of losses and of gradients by their tensor's largest."""
     torch.backends.cuda.matmul.allow_tf32 = False
     module = _gpt2()
@@ -73,7 +81,7 @@ def _compare(autocast: bool, loss_tolerance: float, gradient_tolerance: float) -
     body = _body(autocast)
     step = smp.step(body)
     differences = {"loss": 0.0, "gradient": 0.0}
-    for tokens, mask in _batches():
+    for index, (tokens, mask) in enumerate(_batches()):
         model.zero_grad()
         reference.zero_grad()
         wanted = [
@@ -83,7 +91,11 @@ def _compare(autocast: bool, loss_tolerance: float, gradient_tolerance: float) -
         given = (tokens, mask)
         if smp.pp_rank() > 0:
             given = tuple(torch.empty(len(each), 0, device=each.device) for each in given)
+        if on_host:
+            given = tuple(_on_host(index, each) for each in given)
         got = step(model, *given)
+        for each in given if on_host else ():
+            each.zero_()  # a loader may use its memory again once the call has returned
         for one, other in zip(got.outputs, wanted, strict=True):
             differences["loss"] = max(differences["loss"], (one - other).abs().item())
         gradients = {name: each.grad for name, each in reference.named_parameters()}
@@ -102,6 +114,27 @@ def _compare(autocast: bool, loss_tolerance: float, gradient_tolerance: float) -
 
 def case_fp32() -> dict[str, float]:
     return _compare(False, 1e-6, 1e-5)
+
+
+def case_host_inputs() -> dict[str, float]:
+    return _compare(False, 1e-6, 1e-5, on_host=True)
+
+
+def case_host_inputs_that_are_written() -> None:
+    torch.manual_seed(3)
+    model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        x.mul_(2)
+        return loss
+
+    x = torch.arange(32.0).view(8, 4).cpu()
+    before = x.clone()
+    assert step(model, x).reduce_mean().device.type == "cuda"
+    assert torch.equal(x, 2 * before)
 
 
 def case_bf16_autocast() -> dict[str, float]:

@@ -29,9 +29,19 @@ def partitions(request: pytest.FixtureRequest) -> int:
     return count
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16_autocast"])
+@pytest.mark.parametrize("case", ["fp32", "bf16_autocast", "host_inputs"])
 def test_step_gives_the_numbers_of_one_process(worlds: Worlds, partitions: int, case: str) -> None:
     print(case, run(worlds, pipeline(partitions), run_case, case, timeout=180)[0])
+
+
+@pytest.mark.parametrize("case", ["host_inputs", "host_inputs_that_are_written"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_inputs_on_the_host_go_to_the_device(worlds: Worlds, degree: int, case: str) -> None:
+    pytest.importorskip("transformers")
+    if not torch.cuda.is_available():
+        pytest.skip("needs GPUs")
+    skip_without_devices(degree)
+    run(worlds, pipeline(degree), run_case, case, timeout=180)
 
 
 def test_dropout_masks_do_not_depend_on_the_partition(worlds: Worlds, partitions: int) -> None:

@@ -228,6 +228,33 @@ def split_arguments(
     return Microbatches(calls, tuple(size / sum(sizes) for size in sizes))
 
 
+def change_tensors(
+    tensors: Tensors,
+    rules: SplitRules,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    change: Callable[[Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with each tensor changed that is split, or is an argument itself.
+
+    Args:
+        tensors: the framework's tensors.
+        rules: of the step function that is called.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        change: what takes the place of a tensor.
+
+    Raises:
+        TypeError: the call does not fit the signature.
+    """
+
+    def part(value: Any, label: str = "", axis: int = 0) -> Any:
+        return change(value) if tensors.is_tensor(value) else value
+
+    walk = Walk(partial(_is_leaf, tensors), tensors.take_apart, part)
+    return _replace_parts(walk, rules, bind_arguments(rules.signature, args, kwargs), part)
+
+
 def _cut(
     tensors: Tensors, sizes: Sequence[int], index: int, value: Any, label: str, axis: int
 ) -> Any:
@@ -343,13 +370,16 @@ def _name_of(label: str) -> str:
 
 
 def _replace_parts(
-    walk: Walk, rules: SplitRules, bound: inspect.BoundArguments
+    walk: Walk,
+    rules: SplitRules,
+    bound: inspect.BoundArguments,
+    whole: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call as a walk leaves them, but for those that stay whole."""
+    """The arguments of a call as a walk leaves them, and ``whole`` those that are not split."""
 
     def replace(value: object, label: str, *names: str) -> object:
         axis = rules.axis(*names)
-        return value if axis is None else walk.replace(value, label, axis)
+        return whole(value) if axis is None else walk.replace(value, label, axis)
 
     replaced: dict[str, Any] = {}
     for name, value in bound.arguments.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.record.failure import Failure
+from smdistributed.modelparallel.torch.stepping.moving import NOTHING, Moved
 
 #: Arguments by position and by keyword: of a step function, or of one microbatch.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -135,9 +136,11 @@ class MiniBatch:
         calls: the arguments of each microbatch: on rank 0 of the pipeline with the real tensors,
             elsewhere with fakes of them.
         weights: the share of each microbatch in the batch; they add up to 1.
+        moved: what of it the script gave on the host, on rank 0 of the pipeline.
     """
 
     header: Header
     given: Call
     calls: Sequence[Call]
     weights: Sequence[float]
+    moved: Moved = NOTHING

@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
 from smdistributed.modelparallel.torch.stepping.loss_backward import SetGradients, stand_in
+from smdistributed.modelparallel.torch.stepping.moving import Mover
 from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
     offloading_of,
@@ -62,6 +63,7 @@ class EagerStep:
         self.runtime = runtime
         self._function = function
         self._rules = rules
+        self._mover = Mover(runtime.device, rules)
         self._detach_outputs = detach_outputs
         self._weight = 1.0
         self._microbatch = 0
@@ -81,9 +83,8 @@ class EagerStep:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
         runtime = self.runtime
-        calls, weights = split_arguments(
-            TENSORS, self._rules, runtime.config.microbatches, args, kwargs
-        )
+        given, moved = self._mover.move(args, kwargs)
+        calls, weights = split_arguments(TENSORS, self._rules, runtime.config.microbatches, *given)
         models = models_of(runtime)
         for model in models:
             model.refresh()
@@ -139,6 +140,7 @@ class EagerStep:
             if has:
                 model.run_post_step_hooks()
         self._usual_calls = self._calls
+        self._mover.end(moved)
         return combine(results, weights, detach=self._detach_outputs)
 
     def _forget_models(self) -> None:

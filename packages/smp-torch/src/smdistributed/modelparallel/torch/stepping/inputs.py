@@ -38,6 +38,7 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
+from smdistributed.modelparallel.torch.stepping.moving import Mover
 
 
 class StepInputs:
@@ -52,6 +53,7 @@ class StepInputs:
         self._runtime = runtime
         self._links = runtime.links
         self._rules = rules
+        self._mover = Mover(runtime.device, rules)
         self._pp_rank = runtime.coordinates.pp_rank
         self._sending: list[Transfer] = []
 
@@ -100,10 +102,11 @@ class StepInputs:
 
             def make() -> Header:
                 # Tensors go by their positions, and those are the signature's.
-                call = in_order(signature, args, kwargs)
+                given, moved = self._mover.move(args, kwargs)
+                call = in_order(signature, *given)
                 mine = self._kind(*call)
                 calls, weights = self._split(call)
-                batch = MiniBatch(Header(mine, seed), call, calls, weights)
+                batch = MiniBatch(Header(mine, seed), call, calls, weights, moved)
                 header = Header(mine, seed, recall(batch))
                 made.append(replace(batch, header=header))
                 return header
@@ -177,8 +180,11 @@ class StepInputs:
             batch: what was called.
             written: for each microbatch, what has become of tensors, by their positions.
         """
-        if not any(written):
-            return
+        if any(written):
+            self._write(batch, written)
+        self._mover.end(batch.moved)
+
+    def _write(self, batch: MiniBatch, written: Sequence[Mapping[int, torch.Tensor]]) -> None:
         own = [tuple(each.shape) for each in tensors_in(batch.given)]
         if own != [each.shape for each in batch.header.kind.tensors]:
             return
