@@ -190,6 +190,25 @@ _WRONG = {
 _CODE = re.compile(r"^(`{3,}).*?^\1|^ {4,}\S.*?$|`[^`\n]+(?:\n[^`\n]+)?`", re.M | re.S)
 
 
+def test_the_first_page_of_the_repository_shows_the_diff_that_is_run() -> None:
+    (run,), (shown,) = (
+        [block.text for block in snippets.blocks_of(page) if block.language == "diff"]
+        for page in (DOCS / "index.md", REPOSITORY / "README.md")
+    )
+    assert shown == run
+
+
+#: Where a link leads, unless to the web, or to what a service has beside the files.
+_TARGET = re.compile(r"\]\((?!https?:|mailto:|#|\.\./\.\./actions/)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(REPOSITORY))) for p in READ])
+def test_links_lead_to_files(page: Path) -> None:
+    found = _TARGET.findall(_CODE.sub("code", page.read_text(encoding="utf-8")))
+    missing = [target for target in found if not (page.parent / target).exists()]
+    assert not missing, page
+
+
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(REPOSITORY))) for p in READ])
 def test_pages_read_well_everywhere(page: Path) -> None:
     text = _CODE.sub("code", page.read_text(encoding="utf-8"))

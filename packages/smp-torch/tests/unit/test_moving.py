@@ -12,7 +12,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules
-from smdistributed.modelparallel.torch.stepping.moving import DeviceCopies, Mover
+from smdistributed.modelparallel.torch.stepping.moving import NOTHING, DeviceCopies, Mover
 
 META = torch.device("meta")
 
@@ -85,7 +85,9 @@ def test_an_argument_that_is_not_split_goes_too_but_keeps_its_container() -> Non
 def test_on_a_host_without_devices_nothing_is_looked_at() -> None:
     given = (None, torch.ones(4)), {}
     alone = Mover(torch.device("cpu"), SplitRules(inspect.signature(step)))
-    assert alone.move(*given)[0] == given
+    call, moved = alone.move(*given)
+    assert call == given
+    assert moved is NOTHING
 
 
 def test_gradients_reach_the_tensor_of_the_script() -> None:
