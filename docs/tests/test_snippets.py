@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -71,6 +72,23 @@ def test_python_is_run_or_says_why_not(page: Path) -> None:
             compile(block.text, where, "exec", dont_inherit=True)
             assert snippets.has_runs(page) or block.kind == "not run", where
             assert block.kind != "not run" or block.words, f"{where}: say why it is not run"
+
+
+#: Messages on the page of errors that others raise: Python, PyTorch, the system.
+_OTHERS = ("No module named", "Expected all tensors to be on the same device", "CUDA out of memory")
+
+
+def test_messages_by_which_an_error_is_found_are_raised() -> None:
+    page = (DOCS / "howto/troubleshoot.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `([^`]+)`", page, re.M)
+    assert len(shown) > 20
+    files = (REPOSITORY / "packages").glob("*/src/**/*.py")
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    texts = "\n".join(
+        node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
+    )
+    parts = [part for text in shown if not text.startswith(_OTHERS) for part in text.split(" ... ")]
+    assert not [part for part in parts if part not in texts]
 
 
 def page_of(tmp_path: Path, text: str) -> Path:

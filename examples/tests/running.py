@@ -5,8 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from smdistributed.modelparallel.common.testing import fork_client, jobs
+
+#: What a copy has imported already.
+PRELOAD = (
+    *("smdistributed.modelparallel.torch", "torch._dynamo", "torch.profiler"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+    "peft",
+)
 EXAMPLES = Path(__file__).parents[1]
 #: Where Python finds no TensorFlow: TensorBoard would import it, for seconds in each process.
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
@@ -20,10 +29,25 @@ SMALL_LM = [
 
 def run(script: str, num_processes: int, *options: str) -> str:
     """Returns what an example printed, after it ended well."""
-    command = [sys.executable, str(EXAMPLES / script)]
-    if num_processes > 1:
-        launcher = "smdistributed.modelparallel.common.launcher"
-        command = [sys.executable, "-m", launcher, "-n", str(num_processes), *command[1:]]
+    launcher = ["-m", "smdistributed.modelparallel.common.launcher", "-n", str(num_processes)]
+    return _run(launcher if num_processes > 1 else [], script, options)
+
+
+def run_by_torchrun(script: str, num_processes: int, *options: str) -> str:
+    """The same, started by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    return _run([*launcher, "--nproc-per-node", str(num_processes)], script, options)
+
+
+def run_copies(script: str, num_processes: int, *options: str) -> str:
+    """The same, in copies of a process that has imported PyTorch and Transformers: sooner."""
+    stand_in = ["-m", jobs.STAND_IN, fork_client.server_with(PRELOAD).address]
+    launcher = ["-m", "smdistributed.modelparallel.common.launcher", "-n", str(num_processes)]
+    return _run([*launcher, *stand_in], script, options)
+
+
+def _run(launcher: Sequence[str], script: str, options: Sequence[str]) -> str:
+    command = [sys.executable, *launcher, str(EXAMPLES / script)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     if script.startswith("torch/"):
         search = [str(WITHOUT_TENSORFLOW), os.environ.get("PYTHONPATH", "")]

@@ -13,6 +13,8 @@ from running import EXAMPLES
 
 #: The package whose extra ``examples`` serves a folder.
 PACKAGES = {"torch": "smp-torch", "tensorflow": "smp-tf"}
+#: What an option needs that says so.
+OF_AN_OPTION = {"peft"}
 #: Distributions whose modules have another name.
 MODULES = {"scikit_learn": "sklearn"}
 SCRIPTS = [path for name in PACKAGES for path in sorted((EXAMPLES / name).glob("*.py"))]
@@ -35,5 +37,5 @@ def test_an_extra_brings_what_an_example_imports(script: Path) -> None:
             imported |= {each.name.partition(".")[0] for each in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).partition(".")[0])
-    found = imported - sys.stdlib_module_names
+    found = imported - sys.stdlib_module_names - OF_AN_OPTION
     assert found <= installed_with(PACKAGES[script.parent.name])
