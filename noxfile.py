@@ -520,6 +520,17 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def site(session: nox.Session) -> None:
+    """Click through the documentation in a browser: answers, widths, tables and links."""
+    install_groups(session, "docs", "test", "site")
+    install_packages(session, *PACKAGES)
+    check_docs(session)
+    if shutil.which("chromium") is None:
+        session.run("playwright", "install", "--only-shell", "chromium")
+    session.run("pytest", "docs/tests/test_site.py", *session.posargs)
+
+
+@nox.session
 def house(session: nox.Session) -> None:
     """Test what releases and workflows rest on: tags, changelogs, public names, versions."""
     install_groups(session, "house")

@@ -35,10 +35,19 @@ napoleon_use_ivar = True  # else a field with a comment of its own appears twice
 # script meets.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os|pathlib)\..*"),
-    ("py:.*", r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*"),
+    (
+        "py:.*",
+        r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os|pathlib)\..*",
+    ),
+    (
+        "py:.*",
+        r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*",
+    ),
     ("py:.*", r"smdistributed\.modelparallel\.common\.containers\..*"),
-    ("py:.*", r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*"),
+    (
+        "py:.*",
+        r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*",
+    ),
     ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.launch\.(job|serving)\..*"),
 ]
@@ -71,7 +80,9 @@ def setup(app: Any) -> None:
     def name(app: Any, docname: str, source: list[str]) -> None:
         said = "`REPOSITORY` is the address of the repository. "
         if repository:
-            source[0] = source[0].replace(said, "").replace("REPOSITORY", repository)
+            source[0] = (
+                source[0].replace(said, "").replace("REPOSITORY", repository)
+            )
 
     app.connect("source-read", name)
 

@@ -27,8 +27,12 @@ def write(folder: Path, generated: Path) -> None:
     """Writes a page for each notebook of a folder, where pages include it from."""
     for path in sorted(folder.glob("*.ipynb")):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        text = "\n".join(_blocks(run(path) if os.environ.get(RUN_VARIABLE) else kept))
-        (generated / f"notebook_{path.stem}.md").write_text(text, encoding="utf-8")
+        text = "\n".join(
+            _blocks(run(path) if os.environ.get(RUN_VARIABLE) else kept)
+        )
+        (generated / f"notebook_{path.stem}.md").write_text(
+            text, encoding="utf-8"
+        )
 
 
 def run(path: Path) -> dict[str, Any]:
@@ -43,9 +47,15 @@ def run(path: Path) -> dict[str, Any]:
         cell["metadata"] = {}
         if cell["cell_type"] == "code":
             cell["execution_count"] = None
-            cell["outputs"] = [each for each in cell["outputs"] if each["output_type"] == "stream"]
+            cell["outputs"] = [
+                each
+                for each in cell["outputs"]
+                if each["output_type"] == "stream"
+            ]
     notebook["metadata"] = {"language_info": {"name": "python"}}
-    found: dict[str, Any] = json.loads(json.dumps(notebook).replace(place, "/home/me"))
+    found: dict[str, Any] = json.loads(
+        json.dumps(notebook).replace(place, "/home/me")
+    )
     return found
 
 
@@ -65,6 +75,8 @@ def _blocks(notebook: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for each in sorted(Path(__file__).parent.glob("tutorials/notebooks/*.ipynb")):
+    for each in sorted(
+        Path(__file__).parent.glob("tutorials/notebooks/*.ipynb")
+    ):
         whole = json.dumps(run(each), indent=1, ensure_ascii=False)
         each.write_text(f"{whole}\n", encoding="utf-8")

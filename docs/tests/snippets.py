@@ -155,7 +155,7 @@ def run_commands(block: Block, folder: Path, where: str, preload: Sequence[str])
         "OMP_NUM_THREADS": "1",
     }
     printed = ""
-    for line in block.text.splitlines():
+    for line in block.text.replace("\\\n", "").splitlines():
         if not line.startswith("$ "):
             raise SnippetError(f"{where}: a line of a console block begins with '$ ': {line!r}")
         words = shlex.split(line[2:])

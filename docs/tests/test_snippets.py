@@ -91,6 +91,19 @@ def test_messages_by_which_an_error_is_found_are_raised() -> None:
     assert not [part for part in parts if part not in texts]
 
 
+#: Languages of code and commands; what a program prints is as wide as it is.
+_CODE_LANGUAGES = {"python", "pycon", "diff", "console", "bash", "yaml"}
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_code_is_shown_without_scrolling(page: Path) -> None:
+    for block in snippets.blocks_of(page):
+        if block.language in _CODE_LANGUAGES:
+            code = re.sub(r"^(>>> |\.\.\. )", "", block.text, flags=re.M)
+            wide = [line for line in code.splitlines() if len(line) > 80]
+            assert not wide, f"{page}:{block.line}"
+
+
 def page_of(tmp_path: Path, text: str) -> Path:
     page = tmp_path / "page.md"
     page.write_text(text, encoding="utf-8")

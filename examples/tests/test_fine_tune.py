@@ -67,6 +67,7 @@ def test_the_same_losses_with_any_processes_launcher_and_split(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of peft
 @pytest.mark.parametrize("split", ["layers", "slices", "shards"])
 @pytest.mark.parametrize("lora", [False, True], ids=["all", "adapters"])
 def test_what_is_saved_has_the_perplexity_that_was_printed(
