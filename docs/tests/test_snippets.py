@@ -208,6 +208,22 @@ READ = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted(REPOSITORY.glob("packages/*/*.md")),
 ]
+#: A sentence whose subject the reader has to work out, in place of a name.
+_RIDDLE = re.compile(r"(?:^|(?<=[.:;!] )|(?<=\n- ))(?:What|Who) [^?.]*(?:[.:;]|$)")
+#: Pages for those who know the code.
+_OF_CONTRIBUTORS = DOCS / "decisions"
+
+
+@pytest.mark.parametrize("page", named([p for p in PAGES if _OF_CONTRIBUTORS not in p.parents]))
+def test_sentences_have_subjects_that_a_reader_knows(page: Path) -> None:
+    text = _CODE.sub("code", page.read_text(encoding="utf-8"))
+    paragraphs = re.split(r"\n\s*\n|\n(?=[-|#] ?)", text)
+    for paragraph in paragraphs:
+        sentence = " ".join(paragraph.split()).lstrip("-| ")
+        found = None if paragraph.startswith("#") else _RIDDLE.search(sentence)
+        assert not found, f"{page}: name the subject: {found[0]!r}"
+
+
 #: What reads badly somewhere, and what a page says that another one knows better.
 _WRONG = {
     "a link has no text": re.compile(r"\[\]\("),
