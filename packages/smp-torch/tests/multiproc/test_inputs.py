@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +17,13 @@ from torch import nn
 from world import generator, pipeline, run
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.testing import Worlds
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.record import flops
+from smdistributed.modelparallel.torch.stepping import eager, inputs
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
+from smdistributed.modelparallel.torch.stepping.moving import DeviceCopies, Mover
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
@@ -143,6 +147,51 @@ def are_sent_before(writing: bool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there its stream waits, not the process")
+class MovesOnTheHost(Mover):
+    """Stands in where no GPU is: tensors count as on the host, and copies lie there too."""
+
+    def __init__(self, device: torch.device, rules: SplitRules) -> None:
+        super().__init__(torch.device("meta"), rules, HostCopies(device))
+
+
+class HostCopies(DeviceCopies):
+    waited = 0
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [each.clone() for each in tensors]
+
+    def wait(self) -> None:
+        HostCopies.waited += 1
+
+
+def moves_inputs() -> float:
+    """Both engines compute with copies, give gradients and writes back, and wait for copies."""
+    with (
+        mock.patch.object(eager, "Mover", MovesOnTheHost),
+        mock.patch.object(inputs, "Mover", MovesOnTheHost),
+    ):
+        reads, writes, x, y = steps()
+        loss = reads(x, y).reduce_mean().item()
+        before = y.clone()
+        x.requires_grad_()
+        HostCopies.waited = 0
+        assert writes(x, y).reduce_mean().item() != loss
+    assert torch.equal(y, 2 * before)
+    assert HostCopies.waited == 1
+    if smp.pp_rank() == 0:
+        assert x.grad is not None
+        assert x.grad.abs().sum() > 0
+    return loss
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_inputs_on_the_host_are_moved_once(worlds: Worlds, degree: int) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("stands in for GPUs; test_gpu has the same on them")
+    world = pipeline(degree, launcher="fork", microbatches=4)
+    run(worlds, world, moves_inputs)
+
+
 def test_the_first_rank_begins_before_its_inputs_are_taken(worlds: Worlds) -> None:
     run(worlds, PIPELINE, begins_before_inputs_are_taken)
 
