@@ -381,8 +381,8 @@ def setting(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run the examples, as far as they take seconds."""
-    install_groups(session, "test", "examples")
+    """Run the examples, as far as they take seconds; ``-- -m slow`` runs what takes longer."""
+    install_groups(session, "test", "examples", "adapters")
     install_packages(session, *PACKAGES)
     check_examples(session)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from smdistributed.modelparallel.common.testing import fork_client, jobs
 PRELOAD = (
     *("smdistributed.modelparallel.torch", "torch._dynamo", "torch.profiler"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
-    "peft",
+    *(["peft"] if importlib.util.find_spec("peft") else []),
 )
 EXAMPLES = Path(__file__).parents[1]
 #: Where Python finds no TensorFlow: TensorBoard would import it, for seconds in each process.
