@@ -22,6 +22,9 @@ from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.tape.recording import Recording
+from smdistributed.modelparallel.torch.tape.tape import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto import planning, proof
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
@@ -724,11 +727,33 @@ def told() -> None:
     assert re.search(r"\(2\) must divide out_features \(41\) of up", line), line
 
 
+def called_alike() -> None:
+    """Of shapes alone a split module calls what it calls of tensors: compiled ones are told so."""
+    model = smp.DistributedModel(split(FeedForward, 5)).eval()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    called = []
+
+    @smp.step(cuda_graphs=False)
+    def look(model: Any, own: torch.Tensor) -> None:
+        for given in (own, own, fakes.from_tensor(own)):  # the first call proves the slices
+            recording = Recording(own.device, ("cpu",), [given], [], lambda each: each, fakes)
+            with recording.recording():
+                result = model(given)
+            recording.end([result])
+            assert not recording.tape.refusal, recording.tape.refusal
+            calls = (each for each in recording.tape.events if isinstance(each, Call))
+            called.append([each.function for each in calls])
+
+    look(model, torch.randn(MICROBATCHES, 5, WIDTH, generator=generator(3)))
+    assert called[0] == called[1] == called[2]
+    assert len(called[0]) > 1
+
+
 BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
-        *(numbered, agreed, told, activations_shared),
+        *(numbered, agreed, told, activations_shared, called_alike),
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

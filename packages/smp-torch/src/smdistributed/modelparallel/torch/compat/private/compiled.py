@@ -252,10 +252,10 @@ def compiled_calls_replaced(
     real: Any = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if compiled_call(module) is None:
-            return real(module, *args, **kwargs)
+        # Asked first: whoever notes what is read of modules shall not see this function read.
         if not are_left_alone():
-            return stand_in(module, args, kwargs)
+            is_compiled = compiled_call(module) is not None
+            return stand_in(module, args, kwargs) if is_compiled else real(module, *args, **kwargs)
         # The compiler would take this function for a part of the model. (It is looked up, since a
         # function that holds itself would hold what it belongs to.)
         this: Any = nn.Module.__call__

@@ -6,10 +6,12 @@ import base64
 import pickle
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
@@ -138,31 +140,67 @@ def exchanged(
     Raises:
         SMPError: tensors in one place have different types.
     """
-    own = dict(zip(call.paths, call.tensors, strict=True))
     found: list[dict[str, torch.Tensor]] = [{} for _ in lanes]
+    own = dict(zip(call.paths, call.tensors, strict=True))
+    for path, move in _moves(group, who, own, lanes).items():
+        if isinstance(move, str):
+            for made in found:
+                made.update({path: made[move]} if move in made else {})
+            continue
+        tensor = own.get(path)
+        if tensor is None:  # this rank takes part all the same
+            tensor = torch.empty(0, dtype=move.dtype, device=move.device)
+        if move.wants_gradient:
+            tensor = tensor.detach().requires_grad_()
+        parts = to_lanes(
+            group, tensor, tuple((0,) if each is None else each for each in move.shapes)
+        )
+        for lane, shape, part in zip(found, move.shapes, parts, strict=False):
+            if shape is not None:
+                lane[path] = part
+    return found
+
+
+class _Move(NamedTuple):
+    """How the tensors at one place of all calls come to every rank.
+
+    Attributes:
+        shapes: of each rank's; None where its call has none.
+        dtype, device: of all.
+        wants_gradient: another rank's requires a gradient, and the own does not.
+    """
+
+    shapes: list[tuple[int, ...] | None]
+    dtype: torch.dtype
+    device: torch.device
+    wants_gradient: bool
+
+
+# What is asked of tensors here is no part of a pass: of shapes alone it is asked otherwise.
+@no_call
+def _moves(
+    group: TensorGroup, who: str, own: dict[str, torch.Tensor], lanes: list[LaneCall]
+) -> dict[str, _Move | str]:
+    """Returns by path how tensors come to every rank, or the path where they are there before."""
+    moves: dict[str, _Move | str] = {}
     for path in dict.fromkeys(path for lane in lanes for path in lane.call.paths):
         first = lanes[0].call.same.get(path)
         if first is not None and all(each.call.same.get(path) == first for each in lanes):
-            for made in found:
-                made.update({path: made[first]} if first in made else {})
+            moves[path] = first
             continue
         theirs = [lane.at(path) for lane in lanes]
         kinds = {each[1].dtype for each in theirs if each is not None}
         if len(kinds) > 1:
             mine = own[path].dtype if path in own else "nothing"
             group.refuse("must call modules with the same types", f"{who} with {mine}")
-        tensor = own.get(path)
-        if tensor is None:  # this rank takes part all the same
-            tensor = torch.empty(0, dtype=kinds.pop(), device=next(iter(own.values())).device)
         needed = any(each is not None and each[1].requires_grad for each in theirs)
-        if needed and not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()
-        shapes = tuple((0,) if each is None else each[0] for each in theirs)
-        parts = to_lanes(group, tensor, shapes)
-        for lane, each, part in zip(found, theirs, parts, strict=False):
-            if each is not None:
-                lane[path] = part
-    return found
+        moves[path] = _Move(
+            [None if each is None else each[0] for each in theirs],
+            kinds.pop(),
+            next(iter(own.values())).device,
+            needed and not (path in own and own[path].requires_grad),
+        )
+    return moves
 
 
 def _lane(call: Call, sizes: list[int]) -> LaneCall:

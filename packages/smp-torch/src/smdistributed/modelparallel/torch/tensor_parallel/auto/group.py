@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
@@ -179,14 +180,7 @@ class ClosedGroup(DistributedModule):
         group = self.tensor_group
         call = Call((args, kwargs))
         makes_shapes = group.makes_shapes(*call.tensors)
-        changed = [] if makes_shapes else self._smp_seen.changed()
-        lanes, has_any_changed = agreed(
-            group, self.place, call, training=self.training, has_changed=bool(changed)
-        )
-        if makes_shapes:
-            proofs = [self._proof_for_shapes(lane) for lane in lanes]
-        else:
-            proofs = self._proofs(lanes, changed, has_any_changed=has_any_changed)
+        lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
         given = exchanged(group, self.place, call, lanes)
         numbers = [group.rank] if group.is_prescaled else list(range(group.size))
         place = None if group.random is None else group.random.place()
@@ -210,6 +204,18 @@ class ClosedGroup(DistributedModule):
         if makes_shapes:
             proofs = [self._smp_found.proof_like(results[0], proofs[0])] * group.size
         return self._own(results, [proofs[number] for number in numbers])
+
+    # No part of a pass: in one of shapes alone other things are asked of tensors.
+    @no_call
+    def _agreed(self, call: Call, *, makes_shapes: bool) -> tuple[list[LaneCall], list[Proof]]:
+        """Returns the calls of all ranks, and what is known of each. Collective: TP_GROUP."""
+        changed = [] if makes_shapes else self._smp_seen.changed()
+        lanes, has_any_changed = agreed(
+            self.tensor_group, self.place, call, training=self.training, has_changed=bool(changed)
+        )
+        if makes_shapes:
+            return lanes, [self._proof_for_shapes(lane) for lane in lanes]
+        return lanes, self._proofs(lanes, changed, has_any_changed=has_any_changed)
 
     def _own(self, results: list[Call], proofs: list[Proof]) -> Any:
         """Returns the result of the own call."""
