@@ -409,7 +409,7 @@ def failures(session: nox.Session) -> None:
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Run smprun and jobs under a real Slurm on this host; needs root, slurm-wlm and munge."""
-    install_groups(session, "test", "services", "serving")
+    install_groups(session, "test", "services", "serving", "architectures")
     install_packages(session, "smp-common", "smp-torch", "smp-launch")
     session.run("pytest", *suites("slurm"), *session.posargs, env=ONE_THREAD)
 

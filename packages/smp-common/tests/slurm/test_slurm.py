@@ -15,6 +15,7 @@ __all__ = ["cluster"]
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
+EXAMPLE = Path(__file__).parents[4] / "examples/torch/fine_tune.py"
 SMPRUN = f"{sys.executable} -m smdistributed.modelparallel.common.launcher"
 RANKS = """
 import os
@@ -77,6 +78,20 @@ def test_ranks_run_where_slurm_allows(
     _, description, output = submit(tmp_path, RANKS, line, *options)
     assert f"[0] nodes {nodes}\n" in output.read_text()
     assert "ExitCode=0:0" in description
+
+
+def test_an_example_trains_over_two_nodes(cluster: None, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="for the example that fine-tunes a model")
+    folder = tmp_path / "runs"
+    words = f"--steps 6 --batch 8 --length 16 --folder {folder}"
+    batch = tmp_path / "job.sh"
+    batch.write_text(f"#!/bin/bash\nexport OMP_NUM_THREADS=1\nexec {SMPRUN} {EXAMPLE} {words}\n")
+    output = tmp_path / "out"
+    options = ("-N2", "--ntasks-per-node=1", f"--chdir={tmp_path}", f"--output={output}")
+    job = run("sbatch", "--parsable", *options, str(batch)).strip()
+    wait_until(lambda: state_of(job) not in ("PENDING", "RUNNING", "COMPLETING"), "no end")
+    assert "[0] step 6/6  loss 6.7" in output.read_text()
+    assert (folder / "output" / "model.safetensors").exists()
 
 
 def test_a_failure_on_another_node_ends_the_job(cluster: None, tmp_path: Path) -> None:
