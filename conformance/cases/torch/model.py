@@ -261,8 +261,12 @@ def a_whole_model_is_partitioned_at_once(adapter: Any) -> None:
 
 @torch_case("smp.DistributedModel.inherited_methods", worlds=("alone", *SPLIT))
 def methods_of_modules_are_there(adapter: Any) -> None:
-    model = adapter.model()
+    net = adapter.net()
+    names = [name for name, _ in net.named_parameters()]
+    model = adapter.smp.DistributedModel(net)
     assert len(list(model.parameters())) == 8
+    assert [name for name, _ in model.named_parameters()] == names
+    assert set(names) <= set(model.state_dict())
     assert model.eval() is model
     assert not model.training
     assert not model.get_module().layers[0].training

@@ -81,6 +81,79 @@ def test_chains_leave_no_trace_in_names() -> None:
     assert len(list(model.get_module().modules())) == 3
 
 
+class Scaled(nn.Sequential):
+    """Has a parameter and buffers in itself, not in its children alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.shift + self.passing
+
+
+def walked(module: nn.Module) -> list[str]:
+    """Names of parameters as code finds them that goes from child to child."""
+    inner = [f"{name}.{each}" for name, child in module.named_children() for each in walked(child)]
+    return inner + list(module._parameters)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: [name for name, _ in model.named_parameters()],
+        lambda model: [name for name, _ in model.named_parameters("net", recurse=False)],
+        lambda model: [name for name, _ in model.named_buffers()],
+        lambda model: [name for name, _ in model.named_buffers(recurse=False)],
+        lambda model: [name for name, _ in model.named_modules(prefix="net")],
+        lambda model: [name for name, _ in model.named_children()],
+        lambda model: list(model.state_dict()),
+        lambda model: [type(each) for each in model.modules()],
+        lambda model: list(map(id, model.parameters())),
+        lambda model: id(model.get_parameter("0.weight")),
+        lambda model: id(model.get_buffer("1.running_mean")),
+        lambda model: id(model.get_submodule("1")),
+        lambda model: list(nn.ModuleDict({"net": model}).state_dict()),
+        lambda model: [name for name, _ in nn.ModuleDict({"net": model}).named_parameters()],
+        walked,
+    ],
+)
+def test_a_model_is_walked_through_by_the_names_of_the_plain_one(
+    ask: Callable[[nn.Module], object],
+) -> None:
+    model = smp.DistributedModel(Scaled())
+    assert ask(model) == ask(model.get_module())
+
+
+def test_what_the_wrapper_is_given_the_model_has() -> None:
+    model = smp.DistributedModel(Scaled())
+    user = model.get_module()
+    model.scale = nn.Parameter(torch.full((3,), 2.0))
+    model.register_buffer("extra", torch.zeros(1))
+    model.register_buffer("left_out", torch.zeros(1), persistent=False)
+    assert user.scale is model.scale
+    assert "extra" in model.state_dict()
+    assert "left_out" in dict(user.named_buffers())
+    assert "left_out" not in model.state_dict()
+    train(model, torch.randn(4, 2))
+    assert user.scale.grad is not None
+
+
+def test_methods_of_modules_reach_the_model_itself() -> None:
+    model = smp.DistributedModel(Scaled())
+    user = model.get_module()
+    seen: list[nn.Module] = []
+    assert model.apply(seen.append) is model
+    assert seen == [*user.children(), user]
+    assert model.eval() is model
+    assert not any(each.training for each in (model, model.module, *user.modules()))
+    assert model.double() is model
+    assert {each.dtype for each in model.parameters()} == {torch.float64}
+    assert user.scale.dtype is user.shift.dtype is torch.float64
+
+
 @pytest.mark.parametrize(
     "make",
     [

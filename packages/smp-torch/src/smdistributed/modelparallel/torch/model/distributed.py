@@ -92,7 +92,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         module = with_distributed_modules(runtime, module)
         cast_model(runtime.config, module, runtime.delayed)
         half = half_type(runtime.config)
-        self.module = ModuleShell(module if half is None else FP16_Module(module, half))
+        self.stand_for(module, ModuleShell(module if half is None else FP16_Module(module, half)))
         self.scaled_by: LossScale | None = None
         self.tracing = tracing
         self._runtime = runtime
@@ -387,6 +387,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Raises:
             UnsupportedError: it has gradients, which replicas would not average.
         """
+        parent = self.get_module() if parent is self else parent
         if isinstance(added, nn.Module):
             self.drawing.adopt(parent, name, added)
         self._additions.note(parent, name, added)

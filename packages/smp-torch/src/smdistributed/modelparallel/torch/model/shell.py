@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -56,9 +57,47 @@ class FP16_Module(ModuleShell):  # noqa: N801 - the name that scripts know
 
 
 class JobsOwn(nn.Module):
-    """A wrapper that belongs to the processes of its job, and is not the model that it wraps."""
+    """A wrapper that belongs to the processes of its job, and is not the model that it wraps.
 
-    module: nn.Module
+    It has the parameters, buffers and children of that model under the same names as there,
+    whichever way code goes over them: one set of names serves weight-decay groups, what is frozen,
+    ``state_dict()`` and checkpoints. ``module`` is no child, or it would be a part of the names.
+    """
+
+    module: ModuleShell
+
+    def stand_for(self, model: nn.Module, module: ModuleShell) -> None:
+        """Takes the place of ``model``, which ``module`` leads to."""
+        self.__dict__["module"] = module
+        # The very tables, so what either is given both have. Some walk over these.
+        self._parameters, self._buffers = model._parameters, model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+
+    def get_module(self) -> nn.Module:
+        """Returns the user's own model."""
+        raise NotImplementedError
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields name and module of the user's model, and of all modules in it."""
+        return self.get_module().named_modules(memo, prefix, remove_duplicate)
+
+    def train(self, mode: bool = True) -> Self:
+        """Has the model train, or not."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls a function with every module of the user's model."""
+        self.get_module().apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.get_module()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
