@@ -237,6 +237,18 @@ def test_smp_model_holds_the_class_that_programs_ask_for() -> None:
     assert not isinstance(nn.Linear(2, 2), smp.model.DistributedModel)
 
 
+def test_a_model_that_is_distributed_already_is_returned() -> None:
+    model = smp.DistributedModel(nn.Linear(2, 2), backward_passes_per_step=2)
+    assert smp.DistributedModel(model) is model
+    assert smp.DistributedModel(model, backward_passes_per_step=2) is model
+    assert type(model.get_module()) is nn.Linear
+    assert model.data_parallel.options.backward_passes_per_step == 2
+    with pytest.raises(ConfigError, match=r"backward_passes_per_step=2; received 3\. Leave"):
+        smp.DistributedModel(model, backward_passes_per_step=3)
+    with pytest.raises(ConfigError, match="trace_memory_usage=False; received True"):
+        smp.DistributedModel(model, trace_memory_usage=True)
+
+
 # ---------------------------------------------------------------- the optimizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ class DistributedModel(BaseModel):
     function; with one partition, here.
 
     Args:
-        module: the model to distribute.
+        module: the model to distribute. One that is distributed already is returned as it is.
         trace_device: accepted; models are traced without memory, on no device.
         trace_execution_times: with several partitions, partition and schedule by the seconds that
             the operations of the model take, forward and backward, in place of their number. Rank
@@ -128,9 +128,14 @@ class DistributedModel(BaseModel):
     Raises:
         TypeError: ``module`` is no ``torch.nn.Module``, or another argument has a wrong type.
         ValueError: a number is too small, or options exclude each other.
+        ConfigError: the model is distributed already, with other options.
 
     Source: smd_model_parallel_pytorch.rst, DistributedModel.
     """
+
+    def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Self:
+        """Returns the model, if it is distributed already."""
+        return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
         self,
@@ -147,20 +152,20 @@ class DistributedModel(BaseModel):
         find_unused_parameters: bool = False,
     ) -> None:
         _check_tracing(trace_device, trace_execution_times)
-        super().__init__(
-            slot.together("smp.DistributedModel"),
-            module,
-            DataParallelOptions(
-                overlapping_allreduce=overlapping_allreduce,
-                backward_passes_per_step=backward_passes_per_step,
-                average_grads_across_microbatches=average_grads_across_microbatches,
-                bucket_cap_mb=bucket_cap_mb,
-                broadcast_buffers=broadcast_buffers,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                find_unused_parameters=find_unused_parameters,
-            ),
-            TracingOptions(trace_execution_times, trace_memory_usage),
+        options = DataParallelOptions(
+            overlapping_allreduce=overlapping_allreduce,
+            backward_passes_per_step=backward_passes_per_step,
+            average_grads_across_microbatches=average_grads_across_microbatches,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
         )
+        tracing = TracingOptions(trace_execution_times, trace_memory_usage)
+        if module is self:
+            self.check_options(options, tracing)
+        else:
+            super().__init__(slot.together("smp.DistributedModel"), module, options, tracing)
 
 
 class DistributedOptimizer(BaseOptimizer):

@@ -80,7 +80,7 @@ class DataParallel:
 
     def __init__(self, runtime: TorchRuntime, options: DataParallelOptions) -> None:
         self._runtime = runtime
-        self._options = options
+        self.options = options
         self._replicas = Replicas(runtime)
         self._parameters: list[tuple[str, nn.Parameter]] | None = None
         self._find_buffers: Callable[[], Callable[[], Iterable[torch.Tensor]] | None] | None = None
@@ -211,7 +211,7 @@ class DataParallel:
     @property
     def gradient_scale(self) -> Literal["mean", "sum"]:
         """How the gradients of microbatches combine; with a communication hook, that averages."""
-        averages = self._options.average_grads_across_microbatches
+        averages = self.options.average_grads_across_microbatches
         return "mean" if averages and not self._reduction.has_hook else "sum"
 
     @property
@@ -238,7 +238,7 @@ class DataParallel:
 
     @property
     def _broadcasts_buffers(self) -> bool:
-        return self._options.broadcast_buffers and self._runtime.config.ddp
+        return self.options.broadcast_buffers and self._runtime.config.ddp
 
     def begin_step(self) -> None:
         """Starts a step: replicas get the buffers of the first. Collective: DP_GROUP."""
@@ -307,7 +307,7 @@ class DataParallel:
                 f"a communication hook must be callable; received {type(hook).__name__}."
             )
         self._need_ddp("register_comm_hook")
-        if not self._options.overlapping_allreduce:
+        if not self.options.overlapping_allreduce:
             raise RuntimeError(
                 "register_comm_hook needs overlapping_allreduce=True; it is False: leave it at "
                 "its default."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import (
+    ConfigError,
     NotPartitionedError,
     SMPError,
     UnsupportedError,
@@ -113,6 +115,23 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.place_whole()
             self._attach_replicas()
             self.rest_slices()
+
+    def check_options(self, options: DataParallelOptions, tracing: TracingOptions) -> None:
+        """Raises where the model is to be distributed again in another way; defaults ask nothing.
+
+        Raises:
+            ConfigError: it is; names the first option that differs.
+        """
+        for given, own in ((options, self.data_parallel.options), (tracing, self.tracing)):
+            for field in dataclasses.fields(given):
+                value, kept = getattr(given, field.name), getattr(own, field.name)
+                if value not in (kept, field.default):
+                    raise ConfigError(
+                        "a DistributedModel that is given to smp.DistributedModel again is that "
+                        f"model, with the options that it has: {field.name}={kept!r}; received "
+                        f"{value!r}. Leave it out here, or give it where the model is wrapped "
+                        "first."
+                    )
 
     # ------------------------------------------------------------------ the user's calls
 
