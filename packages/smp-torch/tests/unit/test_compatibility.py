@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import subprocess
@@ -346,6 +347,52 @@ def test_tensor_parallelism_takes_any_keyword() -> None:
     with smp.tensor_parallelism(enabled=True, attention_in_fp32=True, fused_bias_gelu=True):
         assert type(nn.Linear(2, 2)) is nn.Linear
     smp.set_tensor_parallelism(nn.Linear(2, 2), False)
+
+
+def made_in(*contexts: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "are_distributed"),
+    [
+        (lambda: made_in(), False),
+        (lambda: made_in(smp.tensor_parallelism()), False),
+        (lambda: made_in(smp.model_creation()), False),
+        (lambda: made_in(smp.model_creation(True)), True),
+        (lambda: made_in(smp.model_creation(True), smp.tensor_parallelism(False)), False),
+        (lambda: made_in(smp.tensor_parallelism(False), smp.model_creation(True)), True),
+        (lambda: made_in(smp.model_creation(True), smp.tensor_parallelism(auto=True)), True),
+        (lambda: made_in(smp.model_creation(True, auto=True)), True),
+    ],
+)
+def test_model_creation_distributes_at_degree_one_too(
+    make: Callable[[], nn.Sequential], are_distributed: bool
+) -> None:
+    plain = made_in()
+    model = smp.DistributedModel(make())
+    found = [isinstance(each, smp.nn.DistributedLinear) for each in model.get_module()]
+    assert found == [are_distributed] * 2
+    assert len(list(model.distributed_modules())) == 2 * are_distributed
+    assert not any(map(model.is_distributed_parameter, model.parameters()))
+    x = torch.randn(4, 4)
+    train(model, x)
+    plain(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_set_tensor_parallelism_takes_modules_out_at_degree_one() -> None:
+    net = made_in(smp.model_creation(True))
+    smp.set_tensor_parallelism(net[0], False)
+    smp.set_tensor_parallelism(net[1], True)
+    model = smp.DistributedModel(net)
+    assert [type(each) for each in model.get_module()] == [nn.Linear, smp.nn.DistributedLinear]
 
 
 def test_model_creation_sets_the_dtype() -> None:

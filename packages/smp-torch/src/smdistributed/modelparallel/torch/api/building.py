@@ -46,7 +46,9 @@ def model_creation(
     ``delayed_parameter_initialization``.
 
     Args:
-        tensor_parallelism: mark modules as ``smp.tensor_parallelism`` does.
+        tensor_parallelism: mark modules as ``smp.tensor_parallelism`` does; with one
+            tensor-parallel rank they become distributed modules too, of which scripts know the
+            names (``transformer.seq_layers``).
         dtype: of the parameters; None takes torch's default.
         tensor_parallel_config: for the distributed modules; ignored without tensor parallelism.
 
@@ -65,7 +67,10 @@ def model_creation(
         with contextlib.ExitStack() as stack:
             stack.enter_context(delay_param_initialization(delayed))
             if tensor_parallelism:
-                stack.enter_context(runtime.tensor_marks.creating(True, tensor_parallel_config))
+                marks = runtime.tensor_marks
+                stack.enter_context(
+                    marks.creating(True, tensor_parallel_config, at_any_degree=True)
+                )
             yield
     finally:
         torch.set_default_dtype(former)

@@ -19,7 +19,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
 def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
     """Returns a model with distributed modules in the places of marked ones."""
     group, delayed = runtime.tensor_group, runtime.delayed
-    if group.size == 1:
+    if group.size == 1 and not runtime.tensor_marks.has_any(module):
         return module
     before = dict(module.named_parameters())
 

@@ -35,9 +35,7 @@ class TensorParallelQueries:
         return ModelTranslation(self.holder.fakes.model)
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Yields the modules that are split over the tensor-parallel ranks."""
-        if not self._is_tensor_parallel:
-            return
+        """Yields the modules that the tensor-parallel ranks, of which there may be one, share."""
         for module in self.holder.fakes.names:
             if isinstance(module, DistributedModule):
                 yield module
@@ -101,10 +99,6 @@ class TensorParallelQueries:
             NotPartitionedError: the model is not partitioned yet.
         """
         return self._chosen(sliced=True)
-
-    @property
-    def _is_tensor_parallel(self) -> bool:
-        return self.holder.has_slices
 
     def _chosen(self, *, sliced: bool) -> Iterator[tuple[str, nn.Parameter]]:
         split = self.holder.sliced_names()

@@ -206,6 +206,10 @@ class TensorGroup:
         """Returns the numbers of all ranks, as many from each. Collective: TP_GROUP."""
         return [list(numbers)] if self.size == 1 else self.collectives.compare(numbers)
 
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor of the first rank. Collective: TP_GROUP."""
+        return tensor if self.size == 1 else self.collectives.from_first(tensor)
+
     def everyones_texts(self, text: str) -> list[str]:
         """Returns the texts of all ranks. Collective: TP_GROUP."""
         return [text] if self.size == 1 else self.collectives.compare_texts(text)

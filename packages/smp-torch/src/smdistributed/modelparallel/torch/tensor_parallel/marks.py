@@ -35,7 +35,8 @@ class TensorMarks:
     """The modules that the user marked, of all models of this process.
 
     Args:
-        is_used: False with one tensor-parallel rank: marks have no effect then.
+        is_used: False with one tensor-parallel rank: then modules are distributed only where that
+            is asked for at any degree.
     """
 
     def __init__(self, *, is_used: bool) -> None:
@@ -51,14 +52,26 @@ class TensorMarks:
         """Marks a module and all modules below it."""
         _check(config)
         mark = Mark(enabled, config)
-        for inner in module.modules() if self.is_used else ():
+        for inner in module.modules() if self.is_used or not enabled else ():
             self._of[inner] = mark
 
+    def has_any(self, model: nn.Module) -> bool:
+        """Whether modules of a model are to be distributed."""
+        return any(mark is not None and mark.enabled for mark in map(self.of, model.modules()))
+
     @contextlib.contextmanager
-    def creating(self, enabled: bool, config: dict[str, Any]) -> Iterator[None]:
-        """Marks the modules that are created inside, or copied; the innermost context wins."""
+    def creating(
+        self, enabled: bool, config: dict[str, Any], *, at_any_degree: bool = False
+    ) -> Iterator[None]:
+        """Marks the modules that are created inside, or copied; the innermost context wins.
+
+        Args:
+            enabled: distribute them; False: leave them whole.
+            config: keywords for the distributed modules.
+            at_any_degree: with one tensor-parallel rank, too.
+        """
         _check(config)
-        if not self.is_used:
+        if enabled and not (self.is_used or at_any_degree):
             yield
             return
         self._open.append(Mark(enabled, config))

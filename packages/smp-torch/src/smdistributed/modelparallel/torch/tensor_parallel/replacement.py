@@ -163,6 +163,8 @@ class _Replacing:
 
     def _find_groups(self) -> AutoPlan:
         """Returns the modules that are split as they are, and how."""
+        if self._group.size == 1:
+            return AutoPlan()
         candidates: dict[nn.Module, str] = {}
         inputs = None
         for module, name in self._open_modules(self._model, ""):

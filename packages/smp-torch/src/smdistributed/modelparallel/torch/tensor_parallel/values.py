@@ -76,7 +76,7 @@ class ValuesOfFirst:
     def draw(self, module: DistributedModule, make: Callable[[], DistributedModule]) -> None:
         """Gives a module the values of a new one, drawn as the first rank draws it."""
         former = torch.get_rng_state()
-        torch.set_rng_state(self._group.collectives.from_first(former))
+        torch.set_rng_state(self._group.from_first(former))
         fresh = make()
         if self._group.rank:
             torch.set_rng_state(former)
@@ -86,14 +86,14 @@ class ValuesOfFirst:
         """Draws slices again where the generators of the ranks differed when they were made."""
         drawn = list(_drawn(model))
         states = b"".join(_bytes(kept.drawn_from) for _, _, kept in drawn)
-        digests = self._group.collectives.compare([len(drawn), zlib.crc32(states)])
+        digests = self._group.everyones([len(drawn), zlib.crc32(states)])
         if all(each == digests[0] for each in digests):
             for _, _, kept in drawn:
                 kept.drawn_from = None
             return
         for module, name, kept in drawn:
             assert kept.drawn_from is not None
-            state = self._group.collectives.from_first(kept.drawn_from)
+            state = self._group.from_first(kept.drawn_from)
             parameter = module._parameters[name]
             assert parameter is not None
             device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -117,7 +117,7 @@ class ValuesOfFirst:
             zlib.crc32(delayed.origin(each)) if self._is_delayed(each) else 0
             for each in tensors.values()
         ]
-        everyones = group.collectives.compare(digests) if digests else []
+        everyones = group.everyones(digests) if digests else []
         found = {}
         for place, (name, tensor) in enumerate(tensors.items()):
             if self._is_delayed(tensor):
@@ -128,7 +128,7 @@ class ValuesOfFirst:
                     tensor = delayed.compute(tensor)
                 else:
                     tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            found[name] = group.collectives.from_first(tensor.detach())
+            found[name] = group.from_first(tensor.detach())
         return found
 
 
