@@ -127,6 +127,40 @@ def case_whole_state_is_that_of_the_plain_model() -> None:
     on_zero = model.state_dict(gather_to_rank0=True)
     assert_same(on_zero, state if smp.rank() == 0 else {})
     assert list(model.state_dict(prefix="x.")) == [f"x.{name}" for name in state]
+    for whole in (state, on_zero) if smp.rank() == 0 else (state,):
+        assert whole["a.weight"] is whole["c.weight"]  # as tied names of one process share memory
+
+
+class Twice(Net):
+    """Has a module in two places, of which the other one is on another partition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.norm
+
+
+def case_a_module_in_two_places_has_both_names_in_every_state() -> None:
+    torch.manual_seed(0)
+    net = Twice()
+    smp.set_partition(net.norm, 1)
+    model = smp.DistributedModel(net)
+    copied = copy.deepcopy(net)
+    train(model)
+    state = model.state_dict()
+    assert list(state) == list(copied.state_dict())
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    for name in names:
+        assert state[f"norm.{name}"] is state[f"again.{name}"]
+    here = {name for name in model.local_state_dict() if name.startswith(("norm.", "again."))}
+    wanted = {f"{place}.{name}" for place in ("norm", "again") for name in names}
+    assert here == (wanted if smp.pp_rank() == 1 else set())
+    state = {
+        name: torch.full_like(each, 2) if "norm" in name or "again" in name else each
+        for name, each in state.items()
+        if isinstance(each, torch.Tensor)
+    }
+    model.load_state_dict(state, strict=False)
+    assert_same({name: model.state_dict()[name] for name in state}, state)
 
 
 def case_whole_state_is_loaded_before_and_after_the_partition() -> None:

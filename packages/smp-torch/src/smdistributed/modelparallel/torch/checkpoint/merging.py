@@ -38,15 +38,24 @@ def full_state_dict(
         for name, values in optimizer["state"].items()
         if MASTER in values and name in state
     }
-    return {name: _value(value, masters, dtype) for name, value in state.items()}
+    cast: dict[Any, Any] = {}  # once, so that tied ones share memory as before
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            cast.setdefault(_place(value), _value(value, masters, dtype))
+    return {
+        name: cast[_place(value)] if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
     """Returns what tied tensors of one file have in common."""
-    return tensor.data_ptr(), tuple(tensor.shape)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
 
-def _value(value: Any, masters: dict[Any, torch.Tensor], dtype: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+def _value(
+    value: torch.Tensor, masters: dict[Any, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    if not value.is_floating_point():
         return value
     return masters.get(_place(value), value).to(dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,8 +39,18 @@ class ModelState:
         self._holder = holder
         fakes = holder.fakes
         self._module = fakes.model
-        self._slots = {fakes.slot_name(slot): slot for slot in fakes.slots}
-        self._modules = {name: module for module, name in fakes.names.items()}
+        #: By all names of a module that is in several places.
+        self._modules = {
+            name: module
+            for name, module in fakes.model.named_modules(remove_duplicate=False)
+            if module in fakes.names
+        }
+        self._slots = {
+            f"{name}.{attribute}" if name else attribute: (module, attribute)
+            for name, module in self._modules.items()
+            for attribute in (*module._parameters, *module._buffers)
+            if (module, attribute) in fakes.slots
+        }
         self._sliced = SlicedTensors.of(runtime, {"": holder})
 
     def local(self) -> dict[str, Any]:
@@ -59,10 +69,14 @@ class ModelState:
         if self._holder.is_split:
             local = self.local()
             del local[PARTIAL_KEY]
+            ties = self._ties(local)
+            local = {name: each for name, each in local.items() if name not in ties}
             part = map_tensors(sliced.to_send(local), torch.Tensor.cpu)
-            parts = collect(runtime, part, sliced.group, to_rank0=to_rank0)
-            if parts:
-                state.update(sliced.merge(parts))
+            given = collect(runtime, (part, ties), sliced.group, to_rank0=to_rank0)
+            if given:
+                state.update(sliced.merge([part for part, _ in given]))
+            for _, ties in given:  # one object, so that they have one memory
+                state.update((name, state[first]) for name, first in ties.items())
         return {} if to_rank0 and runtime.rank != 0 else state
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
@@ -175,9 +189,10 @@ class ModelState:
 
     def gather_tensors(self) -> None:
         """Gives this rank the tensors of all, on the host. Collective: every rank of PP_GROUP."""
+        fakes = self._holder.fakes
         here = {
-            name: getattr(*slot).detach().cpu()
-            for name, slot in self._slots.items()
+            fakes.slot_name(slot): getattr(*slot).detach().cpu()
+            for slot in fakes.slots
             if self._holder.holds(slot)
         }
         parts = self._runtime.communicator.allgather(here, CommGroup.PP_GROUP)
@@ -187,6 +202,19 @@ class ModelState:
         """Returns torch's own dict; what is elsewhere is empty in it, what is cut the own part."""
         with self._holder.absence.past(), self._holder.as_blocks():
             return self._module.state_dict()
+
+    def _ties(self, names: Collection[str]) -> dict[str, str]:
+        """Returns, for each name but the first that a tensor of this rank has, the first one."""
+        with self._holder.absence.past():
+            state = self._module.state_dict(keep_vars=True)
+        first_of: dict[int, str] = {}
+        ties = {}
+        for name in names:
+            if isinstance(state[name], torch.Tensor):
+                first = first_of.setdefault(id(state[name]), name)
+                if first != name:
+                    ties[name] = first
+        return ties
 
     def _elsewhere(self) -> set[str]:
         return {name for name in self._state() if not self._is_here(name)}
