@@ -90,7 +90,9 @@ def consecutive_ranks_have_the_blocks_of_a_parameter(adapter: Any) -> None:
     assert torch.distributed.get_world_size(optimizer.ds_param_shard_group) == 2
 
 
-@torch_case("config.sdp_param_persistence_threshold", worlds=SHARDS)
+@torch_case(
+    "config.sdp_param_persistence_threshold", "compat.sharded_parameter_attributes", worlds=SHARDS
+)
 def small_parameters_stay_whole(adapter: Any) -> None:
     threshold = adapter.config.sdp_param_persistence_threshold
     model, _ = _made(adapter)
@@ -98,7 +100,8 @@ def small_parameters_stay_whole(adapter: Any) -> None:
     for parameter in model.parameters():
         is_small = parameter.numel() < threshold
         kinds.add(is_small)
-        assert hasattr(parameter, "ds_tensor") is not is_small
+        assert parameter.ds_numel == parameter.numel()
+        assert (parameter.ds_tensor.ds_numel == parameter.ds_numel) is is_small
         if is_small:
             assert parameter.detach().isfinite().all()
     assert kinds == {True, False}

@@ -409,6 +409,25 @@ def case_a_rank_keeps_its_share() -> None:
     assert 0 < home.residency.most_live <= max(smp.state.cfg.sdp_max_live_parameters, 33 * 32)
 
 
+def case_sizes_are_told_of_all_parameters() -> None:
+    """Of those in shards, of small ones, which stay whole, and of those of other partitions."""
+    model = smp.DistributedModel(net())
+    shapes = {name: each.shape for name, each in net().named_parameters()}
+    smp.step(squares)(
+        model, torch.randn(4 * smp.state.cfg.microbatches, model.get_module()[0].in_features)
+    )
+    here = {name for name, _ in model.local_named_parameters()}
+    for name, each in model.named_parameters():
+        told: Any = each
+        assert told.ds_shape == shapes[name]
+        assert told.ds_numel == shapes[name].numel()
+        assert told.ds_tensor.ds_numel == told.ds_tensor.numel()
+        assert (told.ds_tensor.ds_numel > 0) is (name in here)
+        is_cut = isinstance(each, ShardedParameter)
+        assert is_cut or name not in here or told.ds_tensor.equal(each.detach())
+        assert not is_cut or told.ds_tensor.ds_numel < told.ds_numel
+
+
 def squares(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     loss = model(inputs).square().mean()
     model.backward(loss)
@@ -671,6 +690,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a_gradient_on_some_ranks": case_a_gradient_on_some_ranks,
     "only_what_works_number_by_number": case_only_what_works_number_by_number,
     "delayed_parameters": case_delayed_parameters,
+    "sizes_are_told_of_all_parameters": case_sizes_are_told_of_all_parameters,
 }
 HALF: dict[str, Callable[[], object]] = {
     "half_bit_for_bit": case_half_bit_for_bit,
@@ -684,6 +704,7 @@ COMBINED = (
     "unused_parameters",
     "a_state_comes_back",
     "checkpointed",
+    "sizes_are_told_of_all_parameters",
 )
 
 

@@ -45,7 +45,7 @@ QUICK = {
     # By three, sums are not divided before they are complete.
     "sdp3": ("momentum_clipped",),
     "sdp2-dp2": ("momentum_clipped",),
-    "pp2-sdp2": ("momentum_clipped",),
+    "pp2-sdp2": ("momentum_clipped", "sizes_are_told_of_all_parameters"),
     "tp2-sdp2": ("momentum_clipped",),
 }
 

@@ -39,6 +39,7 @@ from smdistributed.modelparallel.torch.model.replacing import with_distributed_m
 from smdistributed.modelparallel.torch.model.sharding import (
     check_not_sharded,
     follow_compiled,
+    name_sizes,
     shard_parameters,
 )
 from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, ModuleShell
@@ -113,6 +114,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             shard_parameters(runtime, self.holder, self.data_parallel.shards)
             follow_compiled(self.holder, self.compiled, self._compiled_calls)
             self.holder.place_whole()
+            name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
             self.rest_slices()
 
@@ -341,6 +343,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self.wake_slices()
         has_changed = self.holder.refresh()
         if has_changed and self.partitioned:
+            name_sizes(self.holder, self.data_parallel.shards)
             self._beside_shards = self._find_beside_shards()
         self._check_beside_shards()
         self._follow_compiled(has_changed=has_changed)
@@ -423,6 +426,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         self.holder.place(placement)
         shard_parameters(self._runtime, self.holder, self.data_parallel.shards)
+        name_sizes(self.holder, self.data_parallel.shards)
         if self.compiled.refresh():
             self.drawing.refresh()
         follow_compiled(self.holder, self.compiled, self._compiled_calls)

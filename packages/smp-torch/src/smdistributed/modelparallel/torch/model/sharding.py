@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -15,6 +18,7 @@ from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
+from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
 
 def shard_parameters(runtime: TorchRuntime, holder: Holder, shards: Shards | None) -> None:
@@ -33,6 +37,24 @@ def shard_parameters(runtime: TorchRuntime, holder: Holder, shards: Shards | Non
         if isinstance(module, nn.RNNBase):
             # On GPUs recurrent layers would lay their weights side by side, and ask where they are.
             module.flatten_parameters = _leave_apart  # type: ignore[method-assign]
+
+
+def name_sizes(holder: Holder, shards: Shards | None) -> None:
+    """Has parameters that are not in shards answer what scripts ask of all: of which size they are.
+
+    Compatibility: small parameters stay whole, and those of other partitions are not here.
+    """
+    if shards is None:
+        return
+    for slot, fake in holder.fakes.slots.items():
+        module, name = slot
+        parameter: Any = module._parameters.get(name)
+        if parameter is None or isinstance(parameter, ShardedParameter):
+            continue
+        own: Any = parameter.detach() if holder.holds(slot) else torch.empty(0)
+        own.ds_numel = own.numel()
+        parameter.ds_tensor = own
+        parameter.ds_shape, parameter.ds_numel = fake.shape, fake.numel()
 
 
 def _leave_apart() -> None:
