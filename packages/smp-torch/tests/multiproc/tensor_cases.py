@@ -522,21 +522,22 @@ def errors() -> None:
 def checkpointed() -> None:
     """Layers that are computed again exchange again, and draw what they drew."""
     losses, gradients = [], []
-    for again in (False, True):
+    for again in (None, {"pack_args_as_tuple": True}, {}):
         torch.manual_seed(9)
         options = {**CAUSAL, "attention_dropout_prob": 0.3, "hidden_dropout_prob": 0.2}
         model = smp.DistributedModel(language_model(**options))
-        if again:
+        if again is not None:
             layers = model.get_module().transformer.seq_layers
-            smp.set_activation_checkpointing(layers, pack_args_as_tuple=True)
+            smp.set_activation_checkpointing(layers, **again)
         batch = data()
         share = share_of(feeders()[1], batch, even=False)
         losses.append([each.item() for each in step_of(lm_loss)(model, *share.values()).outputs])
         gradients.append({key: each.grad for key, each in model.local_named_parameters()})
         del model  # the next has its place in the keys of random numbers
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
     for name, gradient in gradients[0].items():
         assert_close(gradients[1][name], gradient, name)
+        assert_close(gradients[2][name], gradient, name)
 
 
 def delayed() -> None:

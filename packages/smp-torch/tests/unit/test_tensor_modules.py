@@ -262,3 +262,15 @@ def test_a_rank_tries_modules_out_by_itself(
     assert tensor.shape[0] == 3
     assert tensor.isfinite().all()
     assert all(each.grad is not None for each in module.parameters())
+
+
+def test_checkpointed_layers_take_their_tuple_as_they_do_otherwise() -> None:
+    torch.manual_seed(0)
+    layers = [smp.nn.DistributedTransformerLayer(intermediate_size=8, **SIZES) for _ in range(3)]
+    inputs = torch.randn(2, 3, 10), torch.zeros(2, 1, 1, 3)
+    checkpoint = smp.patches.checkpoint.checkpoint_sequential
+    for strategy in ("each", "contiguous", "group_2"):
+        sequential = nn.Sequential(*layers)
+        assert torch.equal(checkpoint(sequential, inputs, strategy)[0], sequential(inputs)[0])
+    with pytest.raises(ValueError, match="received a tuple of 2: set pack_args_as_tuple=True"):
+        checkpoint(nn.Sequential(*layers, nn.Identity()), inputs)

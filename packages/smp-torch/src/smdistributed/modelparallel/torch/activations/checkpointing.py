@@ -54,7 +54,8 @@ def checkpoint_sequential(
             "checkpoint_sequential takes a torch.nn.Sequential; received "
             f"{type(layers).__name__}. Use checkpoint for another module."
         )
-    if isinstance(input, tuple) and not pack_args_as_tuple:
+    takes_tuple = all(getattr(layer, "takes_tuple", False) for layer in layers)
+    if isinstance(input, tuple) and not (pack_args_as_tuple or takes_tuple):
         raise ValueError(
             "the layers of a torch.nn.Sequential take one argument; received a tuple of "
             f"{len(input)}: set pack_args_as_tuple=True to hand it over as one."

@@ -134,7 +134,8 @@ def set_activation_checkpointing(
             strategy, since the code between them is not part of it.
         preserve_rng_state: repeat random numbers in the second computation. Those that modules
             draw inside a step are repeated always.
-        pack_args_as_tuple: the layers of an ``nn.Sequential`` take a tuple as their one argument.
+        pack_args_as_tuple: the layers of an ``nn.Sequential`` take a tuple as their one argument;
+            transformer layers of ``smp.nn`` do in any case.
         strategy: ``"each"``, ``"contiguous"`` or ``"group_<x>"``; see
             ``patches.checkpoint.checkpoint_sequential``.
 

@@ -6,7 +6,7 @@ Source: smd_model_parallel_pytorch_tensor_parallel.rst, Tensor Parallelism Modul
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +42,7 @@ class DistributedTransformerLayer(DistributedModule):
     Source: smd_model_parallel_pytorch_tensor_parallel.rst, Tensor Parallelism Module APIs.
     """
 
+    takes_tuple: ClassVar[bool] = True
     option_names = LayerOptions.names()
 
     def __init__(

@@ -78,6 +78,7 @@ class DistributedTransformerLMHead(DistributedModule):
     """
 
     has_split_children: ClassVar[bool] = True
+    takes_tuple: ClassVar[bool] = True
     option_names = LayerOptions.names() | _OWN_OPTIONS
 
     def __init__(

@@ -31,6 +31,7 @@ class DistributedTransformer(DistributedModule):
     """
 
     has_split_children: ClassVar[bool] = True
+    takes_tuple: ClassVar[bool] = True
     option_names = LayerOptions.names()
 
     def __init__(

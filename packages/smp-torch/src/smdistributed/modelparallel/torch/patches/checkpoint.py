@@ -56,7 +56,8 @@ def checkpoint_sequential(
         strategy: ``"each"``: every layer alone; ``"contiguous"``: neighbours on one partition
             together; ``"group_<x>"``: up to x neighbours on one partition together.
         preserve_rng_state: as for ``checkpoint``.
-        pack_args_as_tuple: the layers take a tuple as their one argument.
+        pack_args_as_tuple: the layers take a tuple as their one argument; transformer layers of
+            ``smp.nn`` do in any case.
 
     Returns:
         ``sequential_module(input)``.

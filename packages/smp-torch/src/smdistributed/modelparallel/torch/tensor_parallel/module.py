@@ -84,9 +84,11 @@ class DistributedModule(nn.Module):
             where both are the same.
         has_split_children: the partitions of a pipeline may divide it: they share no exchange of
             its own.
+        takes_tuple: it is called with one tuple of all its inputs.
     """
 
     has_split_children: ClassVar[bool] = False
+    takes_tuple: ClassVar[bool] = False
     _group: ClassVar[TensorGroup] = TensorGroup()
     _makes_values: ClassVar[bool] = True
 
