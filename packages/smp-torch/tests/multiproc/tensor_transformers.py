@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +102,32 @@ def scaled() -> Any:
     )
 
 
+@functools.cache
+def registered_block() -> Any:
+    """A class of blocks like GPT-2's, which itself stays unregistered in this process."""
+    blocks = importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+    hooks = importlib.import_module("smdistributed.modelparallel.torch.nn.huggingface.gpt2")
+    kind = type("OwnBlock", (blocks.GPT2Block,), {})
+    layer = smp.nn.DistributedTransformerLayer
+    smp.tp_register_with_module(kind, layer, *hooks.get_hf_gpt2_transformer_layer_hooks())
+    return kind
+
+
+def gpt2_blocks(**changes: Any) -> Any:
+    """GPT-2 as it is, but for its blocks."""
+    with smp.tensor_parallelism(False):
+        model: Any = gpt2(**changes)
+    layers = model.transformer.h
+    with smp.tensor_parallelism():
+        for index, former in enumerate(layers):
+            layers[index] = registered_block()(model.config, layer_idx=index)
+            layers[index].load_state_dict(former.state_dict())
+    return model
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
-    each.__name__: each for each in (gpt2, scaled, gptneo, gptj, gptneox, bert, roberta)
+    each.__name__: each
+    for each in (gpt2, scaled, gptneo, gptj, gptneox, bert, roberta, gpt2_blocks)
 }
 
 
@@ -184,6 +209,15 @@ def refused() -> None:
     out = model(input_ids=ids, use_cache=True)
     assert out.logits.shape == (1, 3, VOCAB)
     assert out.past_key_values is None
+    model = smp.DistributedModel(gpt2_blocks()).eval()
+    kinds = [type(each).__name__ for each in model.get_module().transformer.h]
+    assert kinds == ["DistributedTransformerLayer"] * 2
+    out = model(input_ids=ids, use_cache=True)
+    assert out.logits.shape == (1, 3, VOCAB)
+    with pytest.raises(UnsupportedError, match="pass use_cache=False"):
+        model.get_module().generate(ids, max_new_tokens=2, do_sample=False)
+    other = smp.DistributedModel(gpt2_blocks(activation_function="silu")).get_module()
+    assert type(other.transformer.h[0]).__name__ == "OwnBlock"
 
 
 def full_checkpoints(path: str) -> None:

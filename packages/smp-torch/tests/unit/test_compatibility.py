@@ -448,10 +448,10 @@ def test_translations_have_many_names(model: str, name: str) -> None:
     assert torch.equal(value, weight.t() if model == "gpt2" else weight)
 
 
-def test_hooks_of_blocks_are_refused() -> None:
-    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gpt2")
-    with pytest.raises(UnsupportedError, match="get_hf_gpt2_transformer_layer_hooks"):
-        module.get_hf_gpt2_transformer_layer_hooks()
+def test_hooks_of_other_blocks_are_refused() -> None:
+    module = importlib.import_module(f"{ROOT}.torch.nn.huggingface.gptj")
+    with pytest.raises(UnsupportedError, match="get_hf_gptj_transformer_layer_hooks"):
+        module.get_hf_gptj_transformer_layer_hooks()
 
 
 def test_a_state_of_another_model_is_named() -> None:

@@ -117,6 +117,10 @@ def register(
     else:
         _remember_arguments(module_class)
     registration = Registration(dist_module, init_hook, forward_hook, return_hook)
+    # Hooks of the library's own say more than the API has room for.
+    completed = getattr(init_hook, "completed", None)
+    if completed is not None:
+        registration = completed(registration)
     setattr(module_class, _ATTRIBUTE, registration)
 
 

@@ -167,14 +167,11 @@ def _call_encoder(made: DistributedTransformer, signature: Any, *args: Any, **kw
     if isinstance(masks, list | tuple) and all(each is None for each in masks):
         given["head_mask"] = None  # models of Transformers 4 pass one for each layer
     for name in ("encoder_hidden_states", "past_key_values", "head_mask"):
-        _refuse_given(type(made).__name__, name, given.get(name))
+        refuse_given(type(made).__name__, name, given.get(name))
     for name in ("output_attentions", "output_hidden_states"):
-        _refuse_given(type(made).__name__, name, given.get(name) or None)
-    hidden, mask = given["hidden_states"], given.get("attention_mask")
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(
-            ~mask, torch.finfo(hidden.dtype).min
-        )
+        refuse_given(type(made).__name__, name, given.get(name) or None)
+    hidden = given["hidden_states"]
+    mask = additive_mask(given.get("attention_mask"), hidden.dtype)
     result = type(made).forward(made, (hidden, mask))[0]
     if given.get("return_dict") is False:
         return (result,)
@@ -195,11 +192,23 @@ def _bound(who: str, signature: Any, args: Any, kwargs: Any) -> dict[str, Any]:
             continue
         if name == "logits_to_keep" and isinstance(value, int) and value == 0:
             continue
-        _refuse_given(who, name, value)
+        refuse_given(who, name, value)
     return given
 
 
-def _refuse_given(who: str, name: str, value: object) -> None:
+def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns a mask that is added to scores, of one that says what to keep or is added already."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def refuse_given(who: str, name: str, value: object) -> None:
+    """Raises where an argument is given that a distributed module has no use for.
+
+    Raises:
+        UnsupportedError: it is not None.
+    """
     if value is not None:
         raise UnsupportedError(
             f"{who} has no {name}: leave it out, or the model whole "

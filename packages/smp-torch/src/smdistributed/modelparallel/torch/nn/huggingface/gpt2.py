@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from smdistributed.modelparallel.torch.nn.huggingface.block import Block
 from smdistributed.modelparallel.torch.nn.huggingface.family import Family, activation, refuse
 from smdistributed.modelparallel.torch.nn.huggingface.family_map import FamilyMap, row
 from smdistributed.modelparallel.torch.nn.huggingface.translation import Translations
@@ -67,7 +68,30 @@ def arguments(config: Any) -> dict[str, Any]:
     }
 
 
+def arguments_of_layer(config: Any) -> dict[str, Any]:
+    """Returns the arguments of ``DistributedTransformerLayer`` for a configuration."""
+    outside = (
+        *("num_layers", "vocab_size", "num_positions"),
+        *("embedding_dropout_prob", "tie_lm_head"),
+    )
+    return {name: each for name, each in arguments(config).items() if name not in outside}
+
+
 FAMILY = Family(MAP, arguments)
+BLOCK = Block(
+    "transformers.models.gpt2.modeling_gpt2",
+    "GPT2Block",
+    FamilyMap(
+        name="GPT-2 block",
+        their_layer="{}.",
+        our_layer="{}.",
+        layer=(),
+        outside=MAP.layer,
+        dropped=r"attn\.(bias|masked_bias)",
+    ),
+    arguments_of_layer,
+)
+get_hf_gpt2_transformer_layer_hooks = BLOCK.hooks
 
 _TRANSLATIONS = Translations(MAP, masks="transformer.h.{}.attn")
 translate_state_dict_to_hf_gpt2 = _TRANSLATIONS.to_hf
