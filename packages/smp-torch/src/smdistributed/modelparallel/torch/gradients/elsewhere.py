@@ -124,6 +124,10 @@ class StandIns:
         self._known: dict[torch.Tensor, torch.Tensor] = {}
         self._before: set[torch.Tensor] = set()
 
+    def forget(self) -> None:
+        """Makes new ones from now on: parameters have changed."""
+        self._known.clear()
+
     def remove(self, parameters: Iterable[torch.Tensor]) -> None:
         """Takes them away before a step, which adds up gradients of its own."""
         self._before.clear()

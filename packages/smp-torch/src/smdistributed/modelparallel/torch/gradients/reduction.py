@@ -108,7 +108,10 @@ class GradientReduction:
     # ------------------------------------------------------------------ set-up
 
     def watch(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Takes the parameters of this rank, once they are here."""
+        """Takes the parameters of this rank, once they are here, and when they have changed."""
+        # Buckets and stand-ins have the forms of parameters, which may be others now.
+        self._reduced = []
+        self._stand_ins.forget()
         self._names = {parameter: name for name, parameter in parameters}
         self._follow_requires_grad()
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    FakeTensor,
+    FakeTensorMode,
+    past_subclass_functions,
+)
 from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHooks
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 
@@ -55,14 +60,18 @@ class FakeModel:
         self.names = {module: name for name, module in model.named_modules()}
         self.slice_guard = guard_of(model)
         self._children = {module: list(module._modules.values()) for module in self.names}
-        self._parameters = {module: _parameter_names(module) for module in self.names}
+        self._parameters = {module: list(module._parameters) for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
         self.behind: dict[Slot, torch.Tensor] = {}
         made: dict[int, torch.Tensor] = {}
         if former is not None:
-            made = {id(tensor): former.slots[slot] for slot, tensor in former._tensors.items()}
+            made = {
+                id(tensor): fake
+                for slot, tensor in former._tensors.items()
+                if _has_form(tensor, *_form_of(fake := former.slots[slot]))
+            }
         for module, name in self.names.items():
             if isinstance(module, torch.jit.ScriptModule):
                 raise UnsupportedError(
@@ -84,23 +93,40 @@ class FakeModel:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
                     self._tensors[module, slot] = tensor
+        #: Parameters and their forms, and the tables that say what there is now.
+        self._forms = [
+            (module._parameters, slot, tensor, *_form_of(tensor))
+            for module in self.names
+            for slot, tensor in module._parameters.items()
+        ]
+        self._buffers = [
+            (module._buffers, slot) for module, slot in self._tensors if slot in module._buffers
+        ]
         self.hooks: GradientHooks = GradientHooks() if former is None else former.hooks
         self.hooks.look(self.named_parameters())
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still has the modules and parameters that it had.
+        """Whether the model still has the modules and parameters that it had, of one form.
 
         Buffers may be bound anew at any time; they go by their slots.
         """
-        return all(
-            list(module._modules.values()) == children
-            and _parameter_names(module) == self._parameters[module]
-            for module, children in self._children.items()
-        ) and all(
-            slot in module._buffers or module._parameters.get(slot) is tensor
-            for (module, slot), tensor in self._tensors.items()
-        )
+        for module, children in self._children.items():
+            if list(module._modules.values()) != children:
+                return False
+            if list(module._parameters) != self._parameters[module]:
+                return False
+        if not all(slot in table for table, slot in self._buffers):
+            return False
+        with past_subclass_functions():
+            for table, slot, tensor, dtype, shape in self._forms:
+                if table.get(slot) is not tensor:
+                    return False
+                if tensor is None or (tensor.dtype is dtype and tensor.shape == shape):
+                    continue
+                if not _has_form(tensor, dtype, shape):
+                    return False
+        return True
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Returns the parameters, wherever their values are, by name; tied ones once."""
@@ -196,5 +222,10 @@ def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device)
         return fake.requires_grad_(tensor.requires_grad)
 
 
-def _parameter_names(module: nn.Module) -> list[str]:
-    return [name for name, each in module._parameters.items() if each is not None]
+def _form_of(tensor: torch.Tensor | None) -> tuple[torch.dtype | None, torch.Size | None]:
+    return (None, None) if tensor is None else (tensor.dtype, tensor.shape)
+
+
+def _has_form(tensor: torch.Tensor, dtype: Any, shape: Any) -> bool:
+    """Whether a tensor is what it was; one that another rank has may have been freed since."""
+    return tensor.dtype is dtype and (tensor.shape == shape or not tensor.numel())
