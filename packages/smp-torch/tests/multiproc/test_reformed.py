@@ -1,10 +1,11 @@
-"""What is recorded, reduced and captured of parameters goes by the form that they have."""
+"""Parameters that are changed after wrapping: their form, and what was put on them."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+import taken_off
 from reformed import MOMENTS, WAYS, compare
 from world import manual_pipeline, quick, replicas, run, world_of
 
@@ -32,3 +33,16 @@ QUICK = {
 @pytest.mark.parametrize(("world", "way", "moment"), quick(CASES, QUICK))
 def test_parameters_may_get_another_form(worlds: Worlds, world: str, way: str, moment: str) -> None:
     run(worlds, WORLDS[world], compare, way, moment)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "steps"),
+    quick(
+        itertools.product(WORLDS, taken_off.KINDS, (0, 1)),
+        {("pp2", "pruned", 1), ("pp2", "weight_norm", 1), ("owners", "pruned", 1)},
+    ),
+)
+def test_what_was_put_on_weights_is_taken_off(
+    worlds: Worlds, world: str, kind: str, steps: int
+) -> None:
+    run(worlds, WORLDS[world], taken_off.compare, kind, steps)

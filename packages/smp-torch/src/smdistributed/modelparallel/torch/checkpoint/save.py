@@ -53,6 +53,8 @@ def save_checkpoint(
     finish_pending(runtime)
     expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
     expect_wrapped(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
+    if model is not None:
+        model.follow_changes()
     directory = directory_at(runtime, path)
     files: dict[str, Writer] = {}
     # What a writer computes may fail on one rank; the directory tells it to the others.

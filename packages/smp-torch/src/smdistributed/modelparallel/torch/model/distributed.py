@@ -454,6 +454,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     def _state(self) -> ModelState:
         return ModelState(self._runtime, self.holder)
 
+    def follow_changes(self) -> None:
+        """Takes what the script has changed of the model's structure since the last step."""
+        if self._runtime.current_step is None and not self.holder.fakes.is_current:
+            with self.slices_awake():
+                self.refresh()
+
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the parameters and buffers of this rank, and whether that is only a part.
 
@@ -466,8 +472,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         if not self.partitioned:
             raise NotPartitionedError(NOT_PARTITIONED)
-        if self.partitioned:
-            self.holder.check_values()
+        self.follow_changes()
+        self.holder.check_values()
         return self._state.local()
 
     def state_dict(  # type: ignore[override]
@@ -503,6 +509,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         if keep_vars:
             raise UnsupportedError("state_dict(keep_vars=True) is not supported; leave it False.")
         self.holder.check_nothing_waits()
+        self.follow_changes()
         if self.partitioned:
             self.holder.check_values()
         if any(True for _ in self.holder.delayed()):
@@ -544,6 +551,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
         self._check_has_values("load_state_dict")
+        self.follow_changes()
         state = copy.copy(state_dict)  # keeps torch's metadata
         is_partial = state.pop(PARTIAL_KEY, False)  # type: ignore[attr-defined]
         if is_partial and same_partition_load:
@@ -582,6 +590,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """
         check_not_sharded(self.holder)
         self._check_has_values("cpu")
+        self.follow_changes()
         super().cpu()
         if self.holder.is_partial:
             self._state.gather_tensors()

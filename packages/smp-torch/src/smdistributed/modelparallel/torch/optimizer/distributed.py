@@ -320,6 +320,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
     @property
     def _named(self) -> NamedState:
         models = self._models()
+        for model in models:
+            model.follow_changes()  # a parameter may have another name since the last step
         return NamedState(self._runtime, self.optimizer, self._masters, models, self._groups())
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
