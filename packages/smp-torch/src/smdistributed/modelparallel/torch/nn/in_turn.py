@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.layers import all_modules_
 from smdistributed.modelparallel.torch.nn.attention import DistributedAttentionLayer
 from smdistributed.modelparallel.torch.nn.blocks import Block
 from smdistributed.modelparallel.torch.nn.dropout import AttentionDropout, SlicedDropout
+from smdistributed.modelparallel.torch.nn.fused_layer_norm import FusedLayerNorm
 from smdistributed.modelparallel.torch.nn.layer import DistributedTransformerLayer, four_dims
 from smdistributed.modelparallel.torch.nn.output import DistributedTransformerOutputLayer
 from smdistributed.modelparallel.torch.nn.parts import Projection
@@ -41,6 +42,7 @@ _KNOWN = frozenset(
         DistributedAttentionLayer,
         DistributedTransformerLayer,
         DistributedTransformerOutputLayer,
+        FusedLayerNorm,
         Projection,
         nn.Dropout,
         nn.LayerNorm,

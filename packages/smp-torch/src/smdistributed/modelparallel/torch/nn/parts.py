@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.nn.fused_layer_norm import FusedLayerNorm
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Initialise
 
 
@@ -63,9 +64,12 @@ class Projection(DistributedModule):
         raise NotImplementedError("a projection is applied by the layer that it is a part of.")
 
 
-def norm(hidden_size: int, epsilon: float) -> nn.LayerNorm:
-    """Returns a norm over the channels of own examples; ones and zeros at first."""
-    return nn.LayerNorm(hidden_size, eps=epsilon)
+def norm(hidden_size: int, epsilon: float) -> FusedLayerNorm:
+    """Returns a norm over the channels of own examples; ones and zeros at first.
+
+    Scripts know by its class that it has no weight decay.
+    """
+    return FusedLayerNorm(hidden_size, eps=epsilon)
 
 
 def check_norms(who: str, pre: bool, post: bool) -> None:
