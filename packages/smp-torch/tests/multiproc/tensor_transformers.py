@@ -201,6 +201,12 @@ def refused() -> None:
     model = smp.DistributedModel(module)
     assert type(model.get_module()).__name__ == "DistributedTransformerLMHead"
     assert model.get_module().config.n_layer == 2
+    for name in ("generate", "save_pretrained"):
+        with pytest.raises(AttributeError, match="stands for GPT2LMHeadModel, which has one"):
+            getattr(model.get_module(), name)
+    assert not hasattr(model.get_module(), "generated")
+    norms = [each for each in model.modules() if isinstance(each, smp.nn.FusedLayerNorm)]
+    assert len(norms) == 5
     assert len(model.get_module().transformer.seq_layers) == 2
     ids = torch.zeros(1, 3, dtype=torch.int64)
     for name in ("output_attentions", "output_hidden_states"):

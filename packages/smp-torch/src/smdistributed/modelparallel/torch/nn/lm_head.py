@@ -156,6 +156,22 @@ class DistributedTransformerLMHead(DistributedModule):
                 hidden_size, vocab_size, bias=lm_head_bias, initializer_range=initializer_range
             )
 
+    def __getattr__(self, name: str) -> Any:
+        """Says what to do where the module that it stands for would have an attribute."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            original = self.stands_for
+            if original is None or name.startswith("_") or not hasattr(original, name):
+                raise
+            raise AttributeError(
+                f"{error}: it stands for {original.__name__}, which has one, and is in slices. "
+                "Save the weights by smp.save_checkpoint(..., partial=False), in the form of "
+                f"{original.__name__}, and load them into one, for its {name}; or leave the model "
+                "whole: smp.set_tensor_parallelism(module, enabled=False) before "
+                "smp.DistributedModel."
+            ) from None
+
     def forward(self, inputs: Any) -> Any:
         """Runs the model on the own examples. Collective: TP_GROUP."""
         given = self._unpack(inputs)

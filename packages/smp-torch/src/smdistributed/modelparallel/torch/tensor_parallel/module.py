@@ -82,11 +82,13 @@ class DistributedModule(nn.Module):
     Attributes:
         translations: of its state, to the form of the module that it stands for, and back; None
             where both are the same.
+        stands_for: the class of the module in whose place it is; None where a script has made it.
         has_split_children: the partitions of a pipeline may divide it: they share no exchange of
             its own.
         takes_tuple: it is called with one tuple of all its inputs.
     """
 
+    stands_for: type[nn.Module] | None = None
     has_split_children: ClassVar[bool] = False
     takes_tuple: ClassVar[bool] = False
     _group: ClassVar[TensorGroup] = TensorGroup()

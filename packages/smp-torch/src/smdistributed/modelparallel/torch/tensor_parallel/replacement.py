@@ -281,6 +281,7 @@ class _Replacing:
             return None
         self._take_values(module, made, name, registration, lambda: kind(*args, **kwargs))
         made.train(module.training)
+        made.stands_for = type(module)
         if registration.forward_hook is not None or registration.return_hook is not None:
             vars(made)["forward"] = functools.partial(
                 _call_translated, made, registration.forward_hook, registration.return_hook
