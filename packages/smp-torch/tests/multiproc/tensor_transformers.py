@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensor_cases
@@ -14,7 +15,7 @@ from torch import nn
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 
 VOCAB, LENGTH = 48, 10
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
@@ -224,6 +225,29 @@ def refused() -> None:
         model.get_module().generate(ids, max_new_tokens=2, do_sample=False)
     other = smp.DistributedModel(gpt2_blocks(activation_function="silu")).get_module()
     assert type(other.transformer.h[0]).__name__ == "OwnBlock"
+
+
+def initialised_by_nobody() -> None:
+    """What stands for a model whose class was kept from initialising it draws its own values."""
+    hf, ids = _hf(), torch.zeros(1, 3, dtype=torch.int64)
+    untied = gpt2()
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach() + 1)
+    smp.set_tensor_parallelism(untied)
+    with pytest.raises(SMPError, match=r"lm_head\.weight.* tie what the configuration"):
+        smp.DistributedModel(untied)
+    with mock.patch.object(hf.PreTrainedModel, "init_weights", return_value=None):
+        with smp.model_creation(tensor_parallelism=True):
+            module = gpt2()
+        model = smp.DistributedModel(module)
+    state = model.state_dict()
+    assert "lm_head.weight" not in state
+    weights = [each for name, each in state.items() if name.endswith(("query.weight", "1.weight"))]
+    assert len(weights) == 4
+    assert all(0.01 < each.std().item() < 0.03 for each in weights)  # initializer_range
+    plain = gpt2()
+    plain.load_state_dict(model.translation.to_theirs(state))
+    torch.testing.assert_close(model.eval()(ids).logits, plain.eval()(ids).logits)
+    model.load_state_dict(model.translation.to_ours(plain.state_dict()))
 
 
 def full_checkpoints(path: str) -> None:

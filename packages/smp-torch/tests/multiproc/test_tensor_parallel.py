@@ -399,6 +399,11 @@ def test_transformers_are_refused_by_name(worlds: Worlds) -> None:
     run(worlds, WORLDS["tp2"], run_transformers, "refused")
 
 
+def test_replaced_models_initialise_themselves(worlds: Worlds) -> None:
+    pytest.importorskip("transformers")
+    run(worlds, WORLDS["tp2"], run_transformers, "initialised_by_nobody")
+
+
 def test_full_checkpoints_are_those_of_transformers(worlds: Worlds, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run(worlds, WORLDS["tp2"], run_transformers, "full_checkpoints", str(tmp_path))

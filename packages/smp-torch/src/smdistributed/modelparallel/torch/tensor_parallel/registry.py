@@ -48,6 +48,8 @@ class Registration:
         wrap: returns what is called in place of the forward, from the distributed module and the
             original; None where hooks do that.
         needed: a keyword of the context without which the class stays as it is.
+        is_raw: whether nobody has given a module the initial values of its class, so that what
+            stands for it draws its own where they do not fit; None: somebody has.
         refusal: tells why a module has to stay whole; None if it need not.
     """
 
@@ -60,6 +62,7 @@ class Registration:
     translate_back: Callable[[Any], Translation] | None = None
     wrap: Callable[[Any, Any], Callable[..., Any]] | None = None
     needed: str | None = None
+    is_raw: Callable[[Any], bool] | None = None
     refusal: Callable[[Any], str | None] | None = None
 
     def arguments(self, module: nn.Module) -> Arguments | None:

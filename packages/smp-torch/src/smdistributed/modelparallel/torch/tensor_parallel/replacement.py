@@ -309,11 +309,13 @@ class _Replacing:
         wanted = {each: tuple(_whole_shape(made, each)) for each in made.state_dict()}
         given = {each: tuple(tensor.shape) for each, tensor in whole.items()}
         if wanted != given:
-            if translation is not None:
+            is_raw = registration.is_raw is not None and registration.is_raw(module)
+            if translation is not None and not is_raw:
                 raise SMPError(
                     f"the translation of {name or 'the model'} must give the state of "
                     f"{type(made).__name__}; it differs in "
-                    f"{sorted(set(wanted.items()) ^ set(given.items()))[:4]}."
+                    f"{sorted(set(wanted.items()) ^ set(given.items()))[:4]}: tie what the "
+                    "configuration of the model says is tied, or say there that it is not."
                 )
             logger.warning(
                 "%s (%s) has new initial values: the names or shapes of the parameters of %s are "

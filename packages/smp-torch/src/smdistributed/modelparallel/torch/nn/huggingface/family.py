@@ -54,6 +54,7 @@ class Family:
         return Registration(
             DistributedTransformer if self.is_encoder else DistributedTransformerLMHead,
             arguments_of=lambda module: ((), self.arguments(module.config)),
+            is_raw=_is_raw,
             refusal=self._refusal,
             translate=lambda module: functools.partial(
                 self.map.to_ours, num_heads=heads_of(module.config)
@@ -73,6 +74,12 @@ class Family:
         except StaysWholeError as reason:
             return str(reason)
         return None
+
+
+def _is_raw(module: nn.Module) -> bool:
+    """Whether the script has replaced what initialises models of Transformers, and ties weights."""
+    initialise = getattr(type(module), "init_weights", None)
+    return not getattr(initialise, "__module__", "").startswith("transformers.")
 
 
 def heads_of(config: Any) -> int:
