@@ -468,10 +468,12 @@ def population(session: nox.Session) -> None:
 
 
 @nox.session
-def trainer(session: nox.Session) -> None:
-    """Train with the Trainer of Transformers 4, over two partitions and in one process."""
+@nox.parametrize("release", ["4.57.*", "5.*"])
+def trainer(session: nox.Session, release: str) -> None:
+    """Train with the Trainer of Transformers, over two partitions and in one process."""
     install_groups(session, "test", "trainer")
     install_packages(session, "smp-common", "smp-torch")
+    session.install(f"transformers=={release}")
     test = "packages/smp-torch/tests/multiproc/test_trainer.py"
     session.run("pytest", test, *session.posargs, env=ONE_THREAD)
 

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers 4, unchanged, over two partitions: the numbers of one process."""
+"""The Trainer of Transformers, unchanged, over two partitions: the numbers of one process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ def _major(name: str) -> int:
         return 0
 
 
+IS_NEWER = _major("transformers") >= 5
+WEIGHTS = "model.safetensors" if IS_NEWER else "pytorch_model.bin"
 pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(_major("transformers") != 4, reason="needs transformers 4"),
+    pytest.mark.skipif(
+        not (_major("transformers") and _major("accelerate")),
+        reason="needs transformers, accelerate",
+    ),
 ]
 
-STEPS, SAVED = 8, 4
+STEPS, SAVED, ACCUMULATED = 8, 4, 2
 TOLERANCE = 1e-5
 #: What a launcher sets; without the key "partitions" the Trainer leaves model parallelism off.
 LAUNCH = {
@@ -48,7 +53,7 @@ def _run(architecture: str, folder: Path, *, resumes: bool, plain: bool) -> list
 
 
 def _assert_same(got: dict[str, Any], want: dict[str, Any], resumed: bool = False) -> None:
-    losses = want["losses"][SAVED if resumed else 0 :]
+    losses = want["losses"][SAVED * ACCUMULATED if resumed else 0 :]
     assert got["losses"] == pytest.approx(losses, rel=0, abs=TOLERANCE)
     assert got["norms"] == pytest.approx(want["norms"], rel=0, abs=TOLERANCE)
     # Those of before the checkpoint come back with the state of the Trainer.
@@ -57,10 +62,16 @@ def _assert_same(got: dict[str, Any], want: dict[str, Any], resumed: bool = Fals
     torch.testing.assert_close(got["predictions"], want["predictions"], rtol=0, atol=1e-4)
 
 
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".bin":
+        return dict(torch.load(path, weights_only=True))
+    return dict(importlib.import_module("safetensors.torch").load_file(path))
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
 def test_trains_evaluates_saves_and_resumes(architecture: str, tmp_path: Path) -> None:
     (plain,) = _run(architecture, tmp_path / "plain", resumes=False, plain=True)
-    assert len(plain["losses"]) == STEPS
+    assert len(plain["losses"]) == STEPS * ACCUMULATED
     assert min(plain["norms"]) > 0.1
     assert plain["losses"][-1] < plain["losses"][0]
     for split in _run(architecture, tmp_path / "split", resumes=False, plain=False):
@@ -68,13 +79,12 @@ def test_trains_evaluates_saves_and_resumes(architecture: str, tmp_path: Path) -
 
     checkpoint = tmp_path / "split" / f"checkpoint-{SAVED}"
     files = {path.name for path in checkpoint.iterdir()}
-    assert {"pytorch_model.bin", "user_content.pt", "optimizer.pt_0", "optimizer.pt_1"} <= files
+    assert {WEIGHTS, "user_content.pt", "optimizer.pt_0", "optimizer.pt_1"} <= files
     assert not (checkpoint / "user_content.pt").stat().st_size
     for resumed in _run(architecture, tmp_path / "split", resumes=True, plain=False):
         _assert_same(resumed, plain, resumed=True)
 
-    saved = torch.load(tmp_path / "split/final/pytorch_model.bin", weights_only=True)
-    expected = torch.load(tmp_path / "plain/final/pytorch_model.bin", weights_only=True)
+    saved, expected = (_weights(tmp_path / each / "final" / WEIGHTS) for each in ("split", "plain"))
     assert saved.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-4)

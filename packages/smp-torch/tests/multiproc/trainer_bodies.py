@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import (
@@ -19,11 +20,15 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import is_sagemaker_mp_enabled
+
+import smdistributed.modelparallel.torch as smp
 
 VOCABULARY = 41
 LENGTH = 12
 EXAMPLES = 32
+ACCUMULATED = 2
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -89,6 +94,25 @@ def build(architecture: str) -> nn.Module:
     return BertForMaskedLM(bert)
 
 
+IS_NEWER = int(transformers.__version__.partition(".")[0]) >= 5
+#: A model-parallel Trainer of Transformers 4 looks for no other file on resume.
+SAVING: dict[str, Any] = {} if IS_NEWER else {"save_safetensors": False}
+
+
+def optimizers(model: nn.Module) -> tuple[Any, Any]:
+    """Returns what the Trainer of Transformers 5 does not make with model parallelism."""
+    if not (IS_NEWER and is_sagemaker_mp_enabled()):
+        return None, None
+    decayed = get_parameter_names(model, [nn.LayerNorm], [r"bias", r"layernorm", r"(^|\.)norm"])
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [each for name, each in named.items() if name in decayed], "weight_decay": 0.1},
+        {"params": [each for name, each in named.items() if name not in decayed]},
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+    return smp.DistributedOptimizer(adam), None
+
+
 class Arguments(TrainingArguments):  # type: ignore[misc]
     """With model parallelism the Trainer knows no device but CUDA's: here it is the host."""
 
@@ -113,8 +137,10 @@ def arguments(folder: str, steps: int, saved: int) -> Arguments:
         per_device_train_batch_size=8,
         per_device_eval_batch_size=8,
         learning_rate=1e-2,
+        gradient_accumulation_steps=ACCUMULATED,
         max_grad_norm=0.1,  # less than the norms: clipping acts
-        save_safetensors=False,  # a model-parallel Trainer looks for no other file on resume
+        weight_decay=0.1,
+        **SAVING,
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
@@ -124,8 +150,10 @@ def arguments(folder: str, steps: int, saved: int) -> Arguments:
 
 def job(architecture: str, folder: str, steps: int, saved: int, resumes: bool) -> dict[str, Any]:
     """Trains; returns the logged losses, what evaluation gives, and the predictions."""
+    model = build(architecture)
     trainer = NotingTrainer(
-        model=build(architecture),
+        model=model,
+        optimizers=optimizers(model),
         args=arguments(folder, steps, saved),
         train_dataset=Texts(1),
         eval_dataset=Texts(2),

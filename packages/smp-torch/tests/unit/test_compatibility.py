@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +243,7 @@ def test_smp_model_holds_the_class_that_programs_ask_for() -> None:
 def test_a_model_that_is_distributed_already_is_returned() -> None:
     model = smp.DistributedModel(nn.Linear(2, 2), backward_passes_per_step=2)
     assert smp.DistributedModel(model) is model
+    assert smp.DistributedModel(model.get_module()) is model  # as Trainers do for evaluation
     assert smp.DistributedModel(model, backward_passes_per_step=2) is model
     assert type(model.get_module()) is nn.Linear
     assert model.data_parallel.options.backward_passes_per_step == 2
@@ -248,6 +251,33 @@ def test_a_model_that_is_distributed_already_is_returned() -> None:
         smp.DistributedModel(model, backward_passes_per_step=3)
     with pytest.raises(ConfigError, match="trace_memory_usage=False; received True"):
         smp.DistributedModel(model, trace_memory_usage=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("tag", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_safetensors_are_resumed_by_either_name(tag: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    weight = torch.randn(5, 3)
+    safetensors.save_file({"embed.weight": weight}, tmp_path / "model.safetensors")  # tied: once
+    (tmp_path / "user_content.pt").touch()
+    model = smp.DistributedModel(Tied())
+    resume = functools.partial(smp.resume_from_checkpoint, tmp_path, partial=False, model=model)
+    assert resume(tag) is None
+    assert torch.equal(model.get_module().head.weight, weight)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        resume("other.bin")
+    safetensors.save_file({"other.weight": weight}, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"Missing key.*embed\.weight"):
+        resume(tag)
 
 
 # ---------------------------------------------------------------- the optimizer

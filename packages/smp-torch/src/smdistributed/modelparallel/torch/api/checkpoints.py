@@ -107,7 +107,8 @@ def resume_from_checkpoint(
     Args:
         path: the folder.
         tag: which checkpoint; None takes the newest of its kind. With ``partial=False`` it can be
-            the name of a file that ``torch.save`` wrote from the state of the plain model.
+            the name of a file that ``torch.save`` wrote from the state of the plain model, or of a
+            file of safetensors.
         partial: the kind of the checkpoint.
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.

@@ -11,6 +11,7 @@ from torch import nn
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.gradients.data_parallel import DataParallelOptions
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
+from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.model.tracing import TracingOptions
 from smdistributed.modelparallel.torch.optimizer.distributed import (
     DistributedOptimizer as BaseOptimizer,
@@ -104,7 +105,8 @@ class DistributedModel(BaseModel):
     function; with one partition, here.
 
     Args:
-        module: the model to distribute. One that is distributed already is returned as it is.
+        module: the model to distribute. If it is a DistributedModel, or the model of one, that one
+            is returned as it is.
         trace_device: accepted; models are traced without memory, on no device.
         trace_execution_times: with several partitions, partition and schedule by the seconds that
             the operations of the model take, forward and backward, in place of their number. Rank
@@ -134,8 +136,10 @@ class DistributedModel(BaseModel):
     """
 
     def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Self:
-        """Returns the model, if it is distributed already."""
-        return module if isinstance(module, cls) else super().__new__(cls)
+        """Returns the model that there is, if it is distributed already."""
+        models = models_of(slot.get()) if slot.is_filled else []
+        found = (each for each in models if isinstance(each, cls) and each.is_made_of(module))
+        return next(found, None) or super().__new__(cls)
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class DistributedModel(BaseModel):
             find_unused_parameters=find_unused_parameters,
         )
         tracing = TracingOptions(trace_execution_times, trace_memory_usage)
-        if module is self:
+        if self.is_made_of(module):
             self.check_options(options, tracing)
         else:
             super().__init__(slot.together("smp.DistributedModel"), module, options, tracing)

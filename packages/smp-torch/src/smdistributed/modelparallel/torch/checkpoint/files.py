@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class CheckpointFiles:
         """
         self._checkpoint.open(name).close()  # which verifies it
         path = self._checkpoint.paths[name]
+        if is_safetensors(path):
+            return _of_safetensors(path)
         try:
             with plain_classes(path):
                 return torch.load(
@@ -106,6 +109,22 @@ class CheckpointFiles:
                 "or, if you trust the file, pass trust_pickle=True or set "
                 f"{TRUST_VARIABLE}=1."
             ) from error
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is of the format that has each tensor once, under one of its names."""
+    return path.suffix == ".safetensors"
+
+
+def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a file of safetensors, and the package safetensors is not installed: "
+            "install it with pip, or give a file that torch.save has written."
+        ) from error
+    return load_file(path)
 
 
 def _parts_of(stored: Layout) -> list[str]:

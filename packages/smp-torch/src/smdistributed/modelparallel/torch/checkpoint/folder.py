@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -43,3 +44,16 @@ def expect_wrapped(value: object, kind: type, argument: str) -> None:
             f"{argument} takes a smp.{kind.__name__}; received {type(value).__name__}: wrap it "
             "first."
         )
+
+
+def weights_at(path: str | os.PathLike[str], tag: str | int | None) -> str | int | None:
+    """Returns the tag of the weights that are asked for.
+
+    Compatibility: the Trainer of Transformers asks for the name that its files had before it wrote
+    them by safetensors.
+    """
+    folder = Path(path)
+    if tag == "pytorch_model.bin" and not (folder / tag).exists():
+        newer = "model.safetensors"
+        return newer if (folder / newer).exists() else tag
+    return tag

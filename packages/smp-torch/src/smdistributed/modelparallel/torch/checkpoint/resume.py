@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
-from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles
+from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles, is_safetensors
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
     expect_wrapped,
     finish_pending,
+    weights_at,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
@@ -84,7 +85,7 @@ def resume_from_checkpoint(
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
     finish_pending(runtime)
     directory = directory_at(runtime, path)
-    checkpoint = directory.resolve(tag, partial=partial)
+    checkpoint = directory.resolve(tag if partial else weights_at(path, tag), partial=partial)
     reader = _Reader(runtime, checkpoint, trust_pickle)
     contents: list[_Content] = []
 
@@ -106,6 +107,8 @@ def resume_from_checkpoint(
     if content.partition is not None:
         model.holder.fix_partition(content.partition)
     if content.model is not None and not partial:
+        if is_safetensors(checkpoint.paths["model"]):
+            model.name_ties(content.model)
         if translate is not None:
             content.model = translate(content.model)
         elif model.translation and not model.translation.is_ours(content.model):

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -90,6 +91,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 f"DistributedModel takes a torch.nn.Module; received {type(module).__name__}."
             )
         super().__init__()
+        self._given = weakref.ref(module)  # which distributed modules may take the place of
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
@@ -117,6 +119,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
             self.rest_slices()
+
+    def is_made_of(self, module: nn.Module) -> bool:
+        """Whether a module is this model, or the user's that it was made of."""
+        given = vars(self).get("_given")
+        return given is not None and (module is self or module is given())
 
     def check_options(self, options: DataParallelOptions, tracing: TracingOptions) -> None:
         """Raises where the model is to be distributed again in another way; defaults ask nothing.
@@ -569,6 +576,10 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.when_partitioned(lambda: self._state.load(state, strict=strict))
             return None
         return self._state.load(state, strict=strict)
+
+    def name_ties(self, state: dict[str, Any]) -> None:
+        """Gives a whole state all names of its tensors, where it has each of them once."""
+        self._state.name_ties(state)
 
     def _check_has_values(self, method: str) -> None:
         if self._runtime.is_in_step and self._runtime.topology.pp_size > 1:

@@ -82,7 +82,9 @@ class JobsOwn(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields name and module of the user's model, and of all modules in it."""
-        return self.get_module().named_modules(memo, prefix, remove_duplicate)
+        found: Iterator[tuple[str, nn.Module]]
+        found = self.get_module().named_modules(memo, prefix, remove_duplicate)
+        return found
 
     def train(self, mode: bool = True) -> Self:
         """Has the model train, or not."""

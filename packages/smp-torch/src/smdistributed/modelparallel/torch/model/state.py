@@ -203,6 +203,17 @@ class ModelState:
         with self._holder.absence.past(), self._holder.as_blocks():
             return self._module.state_dict()
 
+    def name_ties(self, state: dict[str, Any]) -> None:
+        """Gives a whole state all names that tensors of the model have, where it has one."""
+        groups: dict[int, list[str]] = {}
+        with self._holder.absence.past():
+            for name, tensor in self._module.state_dict(keep_vars=True).items():
+                groups.setdefault(id(tensor), []).append(name)
+        for names in groups.values():
+            given = next((name for name in names if name in state), None)
+            if given is not None:
+                state.update((name, state[given]) for name in names if name not in state)
+
     def _ties(self, names: Collection[str]) -> dict[str, str]:
         """Returns, for each name but the first that a tensor of this rank has, the first one."""
         with self._holder.absence.past():
