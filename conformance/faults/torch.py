@@ -226,7 +226,7 @@ MUTATIONS = (
     Mutation(
         "the first rank's values are not those of the others",
         "torch/tensor_parallel/values.py",
-        "state = self._group.collectives.from_first(kept.drawn_from)",
+        "state = self._group.from_first(kept.drawn_from)",
         "state = kept.drawn_from",
         ("a_distributed_linear_is_a_linear",),
     ),

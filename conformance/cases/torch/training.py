@@ -288,6 +288,28 @@ def models_can_be_made_inside_a_context(adapter: Any) -> None:
     assert adapter.net().layers[0].weight.dtype == torch.float32
 
 
+@torch_case(
+    "smp.model_creation", "smp.DistributedModel.distributed_modules", worlds=("alone", "pipeline")
+)
+def models_made_for_slices_have_distributed_modules_at_any_degree(adapter: Any) -> None:
+    import torch
+
+    smp = adapter.smp
+    with smp.model_creation(tensor_parallelism=True):
+        net = adapter.net()
+    model, output = trained(adapter, smp.DistributedModel(net))
+    assert {type(each).__name__ for each in model.distributed_modules()} == {"DistributedLinear"}
+    loss = adapter.net()(torch.from_numpy(adapter.batch(8))).square().mean()
+    torch.testing.assert_close(output.reduce_mean().cpu(), loss.detach())
+
+
+@torch_case("smp.DistributedModel", worlds=("alone", "pipeline"))
+def a_model_is_distributed_once(adapter: Any) -> None:
+    model = adapter.model()
+    assert adapter.smp.DistributedModel(model) is model
+    assert adapter.smp.DistributedModel(model.get_module()) is model
+
+
 # Files
 
 
