@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +46,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.left = self.ended = 0
+        self.way = ""
 
     def confirming(self, leave: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """See ``Others``."""
@@ -81,9 +83,10 @@ def confirmed(promised: Promised, call: Pass, x: torch.Tensor) -> tuple[bool, An
         if not confirming.is_off:
             del result
             if promised.are_held([]):
-                confirming.leave()
+                confirming.leave("kept")
             result = promised.results[0] if confirming.is_off else None
             confirming.confirmed()
+    others.way = confirming.other_way
     return confirming.is_off, result, others
 
 
@@ -147,7 +150,18 @@ def test_python_that_does_the_same_computes_nothing(layer: Layer) -> None:
     assert layer.calls == 3
 
 
-@pytest.mark.parametrize("moment", ["factor", "keeps", "function", "weight", "grad", "autocast"])
+#: By what is done, what is told of it; the names of functions are torch's.
+OTHER_WAYS = {
+    "factor": r"mul is called in test_tape.py:\d+ where its arguments or torch's settings were",
+    "keeps": "kept",
+    "function": r"relu is called in test_tape.py:\d+ where gelu was",
+    "weight": "linear is called in .* where its arguments or",
+    "grad": "linear is called in .* where its arguments or",
+    "autocast": "linear is called in .* where its arguments or",
+}
+
+
+@pytest.mark.parametrize("moment", OTHER_WAYS)
 def test_python_that_goes_another_way_computes_as_it_is(
     layer: Layer, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +184,7 @@ def test_python_that_goes_another_way_computes_as_it_is(
         want = layer(x)
         is_off, result, others = confirmed(promised, layer, x)
     assert (is_off, others.left) == (True, 1)
+    assert re.search(OTHER_WAYS[moment], others.way), others.way
     assert torch.equal(result, want)
     assert result.requires_grad == want.requires_grad
     if want.requires_grad:

@@ -8,7 +8,6 @@ Where one has what the others lack it sends it; the rest is computed on all of t
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from smdistributed.modelparallel.torch.absence.notes import (
     name_of,
     shortened,
 )
+from smdistributed.modelparallel.torch.compat.calling_line import calling_line
 from smdistributed.modelparallel.torch.compat.private.modes import pytree
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
@@ -97,7 +97,7 @@ def answer(question: Question, exchange: Exchange, own: int, device: torch.devic
     elif not question.is_everywhere:
         raise question.refusal()
     try:
-        told = exchange((_place(), listed.lines))
+        told = exchange((calling_line(), listed.lines))
         everyones = [lines for _, lines in told]
         places = _in_order(everyones) if len({place for place, _ in told}) == 1 else None
         if places is None:
@@ -122,20 +122,6 @@ def answer(question: Question, exchange: Exchange, own: int, device: torch.devic
 
 def _with_oneself(mine: Any) -> list[Any]:
     return [mine]
-
-
-def _place() -> tuple[str, int]:
-    """Returns the line of the script that asks."""
-    frame = sys._getframe()
-    while frame.f_back is not None and _is_of_a_library(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _is_of_a_library(name: str) -> bool:
-    return name.partition(".")[0] == "torch" or name.startswith(
-        "smdistributed.modelparallel.torch."
-    )
 
 
 class _Listed:

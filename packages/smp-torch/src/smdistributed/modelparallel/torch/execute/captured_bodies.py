@@ -39,7 +39,7 @@ from smdistributed.modelparallel.torch.record.nested import fill, template, tens
 from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.gradients import SoFar
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel
-from smdistributed.modelparallel.torch.tape.confirming import Confirming, Others
+from smdistributed.modelparallel.torch.tape.confirming import KEPT, Confirming, Others
 from smdistributed.modelparallel.torch.tape.outside import Outside
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.running import run
@@ -86,7 +86,7 @@ class CapturedBodies:
         outside: what the kernels read that no body was given.
         wishes: a sum that ranks have in common which exchange the same.
         exchanged: the memory that exchanges of slices go by.
-        num_off: how many microbatches of the last mini-batch went another way.
+        other_way: where Python of the last mini-batch went another way; "" if it did not.
     """
 
     bodies: list[CapturedBody]
@@ -97,7 +97,7 @@ class CapturedBodies:
     outside: Outside
     wishes: int
     exchanged: object
-    num_off: int = 0
+    other_way: str = ""
 
     @property
     def has_moved(self) -> bool:
@@ -269,7 +269,7 @@ class ConfirmedBodies:
         self._begin_pass = begin_pass
         self._next = 0
         self.is_off = False
-        captured.num_off = 0
+        captured.other_way = ""
         if course is not None:
             course.is_left = False
 
@@ -285,7 +285,7 @@ class ConfirmedBodies:
         finally:
             if not is_confirmed:
                 self.is_off = True
-                self._captured.num_off += 1
+                self._captured.other_way = self._captured.other_way or "it raised an error"
                 captured.promised.renew()
         if not is_confirmed:
             return result
@@ -316,14 +316,16 @@ class ConfirmedBodies:
             result = body(arguments.with_others(promised.given(0, len(arguments.tensors))))
             confirming.end(tensors_in(result))
             if confirming.is_off:
+                self._captured.other_way = confirming.other_way
                 self._agreed(confirming)
                 return False, result
             given = template(result, lambda each: Made(promised.numbers[id(each)]), lambda obj: obj)
             del result
             if promised.are_held([]):
-                confirming.leave()
+                confirming.leave(KEPT)
             if not self._agreed(confirming):
-                confirming.leave_if_on()
+                confirming.leave_if_on("that of another rank did")
+                self._captured.other_way = confirming.other_way
                 return False, fill(given, Made, lambda made: promised.promises[made.number])
         return True, given
 

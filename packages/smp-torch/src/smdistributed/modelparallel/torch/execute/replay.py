@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.taping import Draws
 from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
-from smdistributed.modelparallel.torch.tape.confirming import Confirming, Others
+from smdistributed.modelparallel.torch.tape.confirming import KEPT, Confirming, Others
 from smdistributed.modelparallel.torch.tape.promised import Promised
 
 
@@ -44,7 +44,7 @@ class Replay:
     Attributes:
         results: for each microbatch, the returned values that this rank makes.
         is_started: the first action of the mini-batch in progress has been done.
-        num_off: how many passes of the last mini-batch went another way.
+        other_way: where Python of a pass of the last mini-batch went another way; "" if none did.
     """
 
     wishes = 0  # exchanges of tensor parallelism are compared as they are made
@@ -66,7 +66,7 @@ class Replay:
         self.reuses_memory = captured.reuses_memory
         self.is_started = False
         self.results: list[dict[int, torch.Tensor]] = []
-        self.num_off = 0
+        self.other_way = ""
         self._off: set[tuple[int, int]] = set()
         #: To whose gradients passes of the mini-batch have added.
         self._added: set[torch.Tensor] = set()
@@ -114,7 +114,7 @@ class Replay:
         self.is_started = is_started
         self._given = inputs
         self._computation = Computation(captured.passes, inputs, scales)
-        self._off, self._added, self.num_off = set(), set(), 0
+        self._off, self._added, self.other_way = set(), set(), ""
         self.results = list(map(dict, captured.results))
         own, given = _tensors(captured.inputs, captured.scales), _tensors(inputs, scales)
         if own:
@@ -200,7 +200,7 @@ class Replay:
         computation.leave(action, entrances, exchanged[0], results)
         self._renew(action)
         self._off.add((action.segment, m))
-        self.num_off += 1
+        self.other_way = self.other_way or confirming.other_way
         self._leave_behind(position)
         for index, tensor in computation.results[m].items():
             self.results[m][index] = tensor
@@ -311,7 +311,7 @@ def _is_confirmed(
         apart_from: promises that may be held.
     """
     if promised.are_held(apart_from):
-        confirming.leave()
+        confirming.leave(KEPT)
     confirming.confirmed()
     return not confirming.is_off
 

@@ -42,8 +42,8 @@ class Replay(Protocol):
     """A mini-batch that was captured."""
 
     @property
-    def num_off(self) -> int:
-        """How many passes of the last one went another way."""
+    def other_way(self) -> str:
+        """Where Python of the last one went another way; "" if it did not."""
 
     @property
     def has_moved(self) -> bool:
@@ -318,6 +318,6 @@ def _are_kept(parameters: Iterable[torch.Tensor]) -> bool:
 
 def _broken(replay: Replay) -> str:
     """Returns why a capture is of no use any more; "" if it is."""
-    if replay.num_off:
-        return "the Python of its modules did something else"
+    if replay.other_way:
+        return f"the Python of its modules did something else: {replay.other_way}"
     return "the memory or a hook of a tensor has changed" if replay.has_moved else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
 from smdistributed.modelparallel.torch.compat.between import standing_between
+from smdistributed.modelparallel.torch.compat.calling_line import calling_line
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
@@ -39,6 +41,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     DrawBegins,
     DrawEnds,
     Earlier,
+    Event,
     Made,
     OnHost,
     Own,
@@ -48,6 +51,8 @@ from smdistributed.modelparallel.torch.tape.tape import (
 )
 
 _Drawing = Callable[[], contextlib.AbstractContextManager[None]]
+#: Why a pass is not as captured although its Python was.
+KEPT = "somebody keeps a tensor of it"
 
 
 class Others(Protocol):
@@ -93,6 +98,7 @@ class Confirming(TorchFunctionMode):
 
     Attributes:
         is_off: Python has gone another way; everything is computed as it is called.
+        other_way: where it has; "" if it has not.
         is_inside: a call is in progress: what that calls is part of it.
     """
 
@@ -129,6 +135,7 @@ class Confirming(TorchFunctionMode):
         #: Objects that this pass has made for itself, by their numbers.
         self._owned: dict[int, Any] = {}
         self.is_off = False
+        self.other_way = ""
         self.is_inside = False
 
     @contextlib.contextmanager
@@ -150,7 +157,7 @@ class Confirming(TorchFunctionMode):
             stops = stops_early((function, *args))
             is_known = isinstance(event, RegionBegins) and event.stops_early == stops
             if self.is_off or not is_known or args[1] is not noop_context_fn:
-                self.leave_if_on()
+                self.leave_if_on("a call is checkpointed that was not")
                 yield from around(function, *args, **kwargs)
                 return
             self._at += 1
@@ -162,18 +169,18 @@ class Confirming(TorchFunctionMode):
                 )
                 self._at += is_over
                 if not is_over:
-                    self.leave()
+                    self.leave("a checkpointed call ended earlier")
 
         def other(*args: Any) -> Any:
-            self.leave_if_on()
+            self.leave_if_on("a call is checkpointed with use_reentrant=True")
             return reentrant(*args)
 
         return region, other
 
-    def leave_if_on(self) -> None:
-        """Leaves the tape, if that has not been done."""
+    def leave_if_on(self, why: str) -> None:
+        """Leaves the tape, if that has not been done; see ``leave``."""
         if not self.is_off:
-            self.leave()
+            self.leave(why)
 
     def end(self, results: Sequence[torch.Tensor]) -> None:
         """Compares what the pass gives; goes off the tape if that is not over, or gives others."""
@@ -181,8 +188,10 @@ class Confirming(TorchFunctionMode):
             return
         self._pass_by_casts()
         is_over = self._at == len(self._events)
-        if not (is_over and same(self._promised.results, tuple(results), self._is_like)):
-            self.leave()
+        if not is_over:
+            self.leave(f"it ended before {_name_of(self._events[self._at])}")
+        elif not same(self._promised.results, tuple(results), self._is_like):
+            self.leave("it gave other tensors")
 
     # ------------------------------------------------------------------ calls
 
@@ -234,8 +243,9 @@ class Confirming(TorchFunctionMode):
             if not inside.are_held([]):
                 self._at += 1
                 return event.result if event.is_fixed else filled(event.result, self._own)
-            confirming.leave()
+            confirming.leave(KEPT)
             result = None
+        self.other_way = confirming.other_way
         with self.aside():
             if result is None or not confirming.is_off:
                 result = module(*args, **kwargs)
@@ -244,7 +254,7 @@ class Confirming(TorchFunctionMode):
 
     def _confirming_inside(self, inside: Promised, given: list[torch.Tensor]) -> Confirming:
         def give() -> list[torch.Tensor]:
-            self.leave_if_on()
+            self.leave_if_on("a compiled module did something else")
             # Others of their own, since promises become them.
             return [each.view_as(each) for each in given]
 
@@ -291,11 +301,22 @@ class Confirming(TorchFunctionMode):
         if not self._is_of_host(function, args, kwargs):
             if self._pass_by_casts():
                 return self.__torch_function__(function, (), args, kwargs)
-            self.leave()
+            self.leave(self._way_of(function))
         result = function(*args, **kwargs)
         if not self.is_off and any(map(self._is_of_device, tensors_in(result))):
-            self.leave()
+            self.leave(self._way_of(function))
         return result
+
+    def _way_of(self, function: Any) -> str:
+        """Returns what was called in place of the next call of the tape."""
+        was = "it was at its end"
+        if self._at < len(self._events):
+            expected = self._events[self._at]
+            was = f"{_name_of(expected)} was"
+            if isinstance(expected, Call) and function == expected.function:
+                was = "its arguments or torch's settings were others"
+        file, line = calling_line()
+        return f"{_name(function)} is called in {Path(file).name}:{line} where {was}"
 
     def _pass_by_casts(self) -> bool:
         """Goes past what says that autocast forgets; returns whether there was such."""
@@ -338,7 +359,7 @@ class Confirming(TorchFunctionMode):
         if isinstance(event, DrawBegins) and (event.key, event.lane) == (key, lane):
             self._at += 1
             return _Draw(self, event, seeded if event.on_host else None)
-        self.leave()
+        self.leave(f"{key[0]} draws random numbers")
         return seeded()
 
     def has_drawn(self, has: Callable[[], bool]) -> bool:
@@ -358,12 +379,17 @@ class Confirming(TorchFunctionMode):
         if self._at < len(self._events) and isinstance(self._events[self._at], DrawEnds):
             self._at += 1
         else:
-            self.leave()
+            self.leave("a draw of random numbers ended otherwise")
 
     # ------------------------------------------------------------------ another way
 
-    def leave(self) -> None:
-        """Computes what the tape has been asked for: each promise becomes its tensor."""
+    def leave(self, why: str) -> None:
+        """Computes what the tape has been asked for: each promise becomes its tensor.
+
+        Args:
+            why: what Python did.
+        """
+        self.other_way = why
         with self.aside():
             self._others.leave()
             self._leave_with_others()
@@ -377,6 +403,7 @@ class Confirming(TorchFunctionMode):
     def _leave_with_others(self) -> None:
         if not self.is_off:
             self.is_off = True
+            self.other_way = self.other_way or "that of another rank did"
             self._keep_promises()
 
     def _keep_promises(self) -> None:
@@ -403,6 +430,18 @@ class Confirming(TorchFunctionMode):
         while self._later and self._later[0][0] <= position:
             _, number, do = self._later.popleft()
             do(self._promised.promises[number])
+
+
+def _name_of(event: Event) -> str:
+    return _name(event.function) if isinstance(event, Call) else type(event).__name__
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if name.endswith("__get__"):
+        # Of an attribute: a method of what is named for it.
+        name = f"the attribute {getattr(function.__self__, '__name__', '')}"
+    return str(name)
 
 
 def _with_others(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
