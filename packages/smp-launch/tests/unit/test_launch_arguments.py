@@ -156,6 +156,8 @@ def test_a_typo_suggests_the_name(tmp_path: Path) -> None:
         ({"instance_count": 0}, r"at least 1; got 0"),
         ({"instance_count": True}, r"at least 1; got True"),
         ({"instance_type": "locl"}, r"did you mean local\?"),
+        ({"instance_type": "ml.zz9.huge"}, r"a type of the service such as 'ml.p3.16xlarge'"),
+        ({"hyperparameters": ["steps"]}, r"must be a dictionary of values by their names"),
         ({"instance_type": "local_gpu"}, r"needs a GPU"),
         ({"framework_version": "latest"}, r"must be a version such as .*'latest'"),
         ({"hyperparameters": {"a": object()}}, r"a is object"),

@@ -77,7 +77,7 @@ class EstimatorBase(Deployable):
             self.sagemaker_session = given_session
         else:
             self.sagemaker_session = Session()
-        self._hyperparameters = dict(settled.pop("hyperparameters") or {})
+        self._hyperparameters = names.checked(settled.pop("hyperparameters"))
         for name, value in settled.items():
             setattr(self, name, value)
         self.dependencies = list(self.dependencies or ())

@@ -41,6 +41,20 @@ _INTERNAL = (
 )
 
 
+def checked(values: Any) -> dict[str, Any]:
+    """Returns hyperparameters as they were given, by name; none for None.
+
+    Raises:
+        ConfigError: they have no names.
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(
+            "hyperparameters must be a dictionary of values by their names, such as "
+            f"{{'epochs': 3}}; got {type(values).__name__} {values!r}: give each value a name."
+        )
+    return dict(values or {})
+
+
 def encode(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns each value as JSON.
 

@@ -12,7 +12,9 @@ from smdistributed.modelparallel.common.errors import ConfigError
 
 LOCAL = "local"
 LOCAL_GPU = "local_gpu"
-_NAME = re.compile(r"ml\.[a-z0-9-]+\.[a-z0-9-]+")
+#: A family, such as ``p4d`` or ``trn1n``, and a size of those that there are. The families come and
+#: go; their names and the sizes have a form.
+_NAME = re.compile(r"ml\.[a-z]+\d+[a-z0-9-]*\.(nano|micro|small|medium|large|metal|\d*xlarge)")
 #: GPUs of a host, where its type has another number than one.
 _GPUS = {
     "p2": {"8xlarge": 8, "16xlarge": 16},
