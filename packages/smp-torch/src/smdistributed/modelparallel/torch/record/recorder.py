@@ -73,6 +73,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_guarded,
 )
 
+_OWN_PACKAGE = __name__.removesuffix("record.recorder")
+
 
 class Recorder(TorchFunctionMode):
     """Sees every torch function and every module call while the user's code runs on fakes.
@@ -443,9 +445,10 @@ class Recorder(TorchFunctionMode):
         if self._state.paused:
             return call(*args, **kwargs)
         refuse_reads(target, map(type, args), args, kwargs)
-        self._state.backward_code += 1
+        function: Any = getattr(call, "__self__", None)
+        # Those of this library know nothing of the user's modules.
+        self._state.backward_code += not _is_own(function)
         if not self._state.leaf_depth:
-            function: Any = getattr(call, "__self__", None)
             if self._state.is_glue and is_code_of_others(function.__module__):
                 given = [each for each in args if not isinstance(each, torch.Tensor)]
                 self._attributes.note_function(name, functools.partial(function.backward, *given))
@@ -539,3 +542,8 @@ class Recorder(TorchFunctionMode):
                     self._now.add(Entry(EntryKind.BACKWARD, model, "model.backward", args))
                 else:
                     self._known.answer(entry, lambda: None)
+
+
+def _is_own(function: Any) -> bool:
+    """Whether an autograd function is one of this library."""
+    return isinstance(function, type) and function.__module__.startswith(_OWN_PACKAGE)
