@@ -226,11 +226,12 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, about: str, **tolerance:
 
 
 def assert_near(got: torch.Tensor | None, want: torch.Tensor | None, about: str, of: float) -> None:
-    """Relative to the gradient itself, or where that is none but noise, to the model's."""
+    """Relative to the gradient itself; one that is nothing but noise has that of the model's."""
     assert got is not None, about
     assert want is not None, about
     difference = (slice_itself(got).to(want.device) - want).norm().item()
-    assert difference <= TOLERANCE * max(want.norm().item(), 1e-3 * of), (about, difference, of)
+    noise = torch.finfo(torch.float32).eps * of
+    assert difference <= max(TOLERANCE * want.norm().item(), noise), (about, difference, of)
 
 
 def compare_gradients(model: smp.DistributedModel, reference: nn.Module) -> None:
