@@ -178,10 +178,24 @@ def batches_that_cannot_be_cut_are_refused(adapter: Adapter) -> None:
         return model(x) + y
 
     step, model = adapter.smp.step(body), adapter.model()
-    for first, second in ((0, 0), (2, 2), (8, 4)):
+    for first, second in ((0, 0), (8, 4)):
         pair = (adapter.tensor(adapter.batch(size)) for size in (first, second))
         with pytest.raises(ValueError, match=r"batch|microbatches|size"):
             step(model, *pair)
+
+
+@case("smp.step", "config.C07", worlds=("alone", "pipeline"))
+def a_batch_smaller_than_microbatches_is_refused_or_right(adapter: Adapter) -> None:
+    x = adapter.batch(2)
+    step, model = adapter.smp.step(_call), adapter.model()
+    try:
+        output = step(model, adapter.tensor(x))
+    except ValueError as error:
+        if "microbatches" not in str(error):
+            pytest.fail(f"the error does not tell of microbatches: {error}")
+        return
+    np.testing.assert_allclose(adapter.array(output.concat()), adapter.reference(x), atol=1e-6)
+    assert len(output.outputs) == len(x)
 
 
 @case("smp.step", worlds=("alone",))

@@ -82,10 +82,11 @@ def _split(
     n: int = 2,
     whole: tuple[str, ...] = (),
     axes: dict[str, int] | None = None,
+    fewer: bool = False,
     **kwargs: Any,
 ) -> Microbatches:
     rules = SplitRules(signature_of(function), whole, axes or {})
-    return split_arguments(_Arrays(), rules, n, args, kwargs)
+    return split_arguments(_Arrays(), rules, n, args, kwargs, may_be_fewer=fewer)
 
 
 def _only(value: Any, **options: Any) -> list[Any]:
@@ -513,9 +514,34 @@ def test_batch_smaller_than_microbatches() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_empty_batch(n: int) -> None:
+@pytest.mark.parametrize("fewer", [False, True])
+def test_empty_batch(n: int, *, fewer: bool) -> None:
     with pytest.raises(ConfigError, match="the batch is empty: x has 0 along axis 0"):
-        _only(np.zeros((0, 3)), n=n)
+        _only(np.zeros((0, 3)), n=n, fewer=fewer)
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (3, [1, 1, 1]), (5, [2, 1, 1, 1])])
+def test_fewer_microbatches_than_asked_for(batch: int, sizes: list[int]) -> None:
+    words = _Words([*"abcd"])
+    result = _split(lambda x, y: None, _batch(batch), words, n=4, fewer=True)
+    assert [len(args[0]) for args, _ in result.calls] == sizes
+    assert [args[1] for args, _ in result.calls] == [
+        words.words[mb :: len(sizes)] for mb in range(len(sizes))
+    ]
+    assert result.weights == tuple(size / batch for size in sizes)
+
+
+def test_a_single_example_is_not_cut() -> None:
+    """So nothing has to be told from a batch: a list of one entry, an object with a tensor."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.array = _batch(1)
+
+    boxes, holder = [{"boxes": _batch(1)}], Holder()
+    ((args, _),) = _split(lambda x, y, z: None, _batch(1), boxes, holder, n=4, fewer=True).calls
+    assert args[1][0]["boxes"].tolist() == boxes[0]["boxes"].tolist()
+    assert args[2] is holder
 
 
 def test_tensors_without_elements_but_with_a_batch() -> None:

@@ -5,7 +5,8 @@ containers that results are taken apart in; an object with ``smp_slice`` cuts it
 else reaches every microbatch whole, unless it holds tensors as long as the batch, which is an
 error. A batch that does not divide is cut into parts whose sizes differ by at most one, the larger
 ones first, and the weights say what share of the batch each microbatch holds, so that weighted
-means equal those of the whole batch.
+means equal those of the whole batch. A smaller batch than there are microbatches, such as the last
+one of an epoch, has one microbatch for each example where an engine runs as many as there are.
 
 Every check is made here, before any communication.
 
@@ -202,6 +203,8 @@ def split_arguments(
     microbatches: int,
     args: Sequence[object],
     kwargs: Mapping[str, object],
+    *,
+    may_be_fewer: bool = False,
 ) -> Microbatches:
     """Cut the arguments of one call into those of its microbatches.
 
@@ -211,14 +214,15 @@ def split_arguments(
         microbatches: number of microbatches.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
+        may_be_fewer: a batch with fewer examples has one microbatch for each of them.
 
     Raises:
-        ConfigError: a split tensor lacks its axis, batch sizes differ, or the batch is empty or
-            smaller than ``microbatches``.
+        ConfigError: a split tensor lacks its axis, batch sizes differ, or the batch is empty or,
+            unless there ``may_be_fewer``, smaller than ``microbatches``.
         TypeError: the call does not fit the signature.
     """
     bound = bind_arguments(rules.signature, args, kwargs)
-    batch = _find_batch(tensors, rules, bound, microbatches)
+    batch, microbatches = _find_batch(tensors, rules, bound, microbatches, may_be_fewer)
     sizes = split_sizes(batch or microbatches, microbatches)
     calls = []
     for index in range(microbatches):
@@ -270,9 +274,13 @@ def _cut(
 
 
 def _find_batch(
-    tensors: Tensors, rules: SplitRules, bound: inspect.BoundArguments, microbatches: int
-) -> int | None:
-    """The one batch size of all split tensors; None when there is no split tensor."""
+    tensors: Tensors,
+    rules: SplitRules,
+    bound: inspect.BoundArguments,
+    microbatches: int,
+    may_be_fewer: bool,
+) -> tuple[int | None, int]:
+    """The one batch size of all split tensors, None without any, and how many microbatches."""
     found: dict[str, tuple[int, int]] = {}
 
     def measure(value: Any, label: str, axis: int) -> Any:
@@ -289,21 +297,22 @@ def _find_batch(
 
     survey = Survey(partial(_is_leaf, tensors), tensors.take_apart, measure)
     _replace_parts(survey, rules, bound)
-    batch = _agreed_size(found, microbatches, survey.lists)
+    batch = _agreed_size(found, survey.lists)
+    if batch is not None and batch < (1 if may_be_fewer else microbatches):
+        raise ConfigError(_too_small(batch, microbatches, found))
+    if may_be_fewer and batch is not None:
+        microbatches = min(batch, microbatches)
     if microbatches > 1 and tensors.knows_shapes:
         _check_lists(batch, survey.lists, rules)
         for label, (value, axis) in survey.others.items():
             _check_whole(tensors, batch, value, label, axis)
-    return batch
+    return batch, microbatches
 
 
-def _agreed_size(
-    found: Mapping[str, tuple[int, int]], microbatches: int, lists: Mapping[str, int]
-) -> int | None:
+def _agreed_size(found: Mapping[str, tuple[int, int]], lists: Mapping[str, int]) -> int | None:
     """The batch size of split tensors, of which (axis, size) was found by label."""
     if not found:
         return None
-    listed = ", ".join(f"{label} has {size} along axis {a}" for label, (a, size) in found.items())
     batch = next(iter(found.values()))[1]
     if any(size != batch for _, size in found.values()):
         hints = "".join(
@@ -311,18 +320,24 @@ def _agreed_size(
             for label in lists
         )
         raise ConfigError(
-            f"all split arguments of a step must have the same batch size; got {listed}. Name "
-            "those without a batch axis in non_split_inputs, and other axes than 0 in "
+            f"all split arguments of a step must have the same batch size; got {_listed(found)}. "
+            "Name those without a batch axis in non_split_inputs, and other axes than 0 in "
             f"input_split_axes.{hints}"
         )
-    if batch < microbatches:
-        kind = "is empty" if batch == 0 else f"is smaller than microbatches ({microbatches})"
-        fix = "drop it" if batch == 0 else f"use at most {batch} microbatches, or drop the batch"
-        raise ConfigError(
-            f"the batch {kind}: {listed}. Fix: {fix}, or name arguments without a batch axis in "
-            "non_split_inputs."
-        )
     return batch
+
+
+def _too_small(batch: int, microbatches: int, found: Mapping[str, tuple[int, int]]) -> str:
+    kind = "is empty" if batch == 0 else f"is smaller than microbatches ({microbatches})"
+    fix = "drop it" if batch == 0 else f"use at most {batch} microbatches, or drop the batch"
+    return (
+        f"the batch {kind}: {_listed(found)}. Fix: {fix}, or name arguments without a batch axis "
+        "in non_split_inputs."
+    )
+
+
+def _listed(found: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{label} has {size} along axis {a}" for label, (a, size) in found.items())
 
 
 def _check_lists(batch: int | None, lists: Mapping[str, int], rules: SplitRules) -> None:

@@ -84,7 +84,8 @@ class EagerStep:
         """Runs one mini-batch; see ``StepFunction``."""
         runtime = self.runtime
         given, moved = self._mover.move(args, kwargs)
-        calls, weights = split_arguments(TENSORS, self._rules, runtime.config.microbatches, *given)
+        most = runtime.config.microbatches
+        calls, weights = split_arguments(TENSORS, self._rules, most, *given, may_be_fewer=True)
         models = models_of(runtime)
         for model in models:
             model.refresh()
