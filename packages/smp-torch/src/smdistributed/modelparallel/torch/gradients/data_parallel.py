@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.gradients.replicas import (
 )
 from smdistributed.modelparallel.torch.gradients.shards import Shards, is_outside_step
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.home import is_sharded
 
 _BYTES_PER_MB = 1024 * 1024
@@ -88,6 +89,7 @@ class DataParallel:
         self._slices: list[tuple[str, nn.Parameter]] = []
         kinds = (self._replicas, self._replicas_of_slices)
         self._owners = [Owners(each) for each in kinds] if self._has_owners else []
+        self._accumulation = Accumulation(options.backward_passes_per_step)
         #: What is together with the ranks of a sharding group; None without.
         self.shards = None
         if runtime.sharding_groups is not None:
@@ -95,13 +97,13 @@ class DataParallel:
                 runtime,
                 *kinds,
                 overlapping=options.overlapping_allreduce,
-                passes=options.backward_passes_per_step,
+                accumulation=self._accumulation,
             )
         self._reduction, self._slice_reduction = self._reductions = [
             GradientReduction(
                 replicas,
                 overlapping=options.overlapping_allreduce,
-                passes=options.backward_passes_per_step,
+                accumulation=self._accumulation,
                 bucket_bytes=int(options.bucket_cap_mb * _BYTES_PER_MB),
                 as_bucket_view=options.gradient_as_bucket_view,
                 waits_for_end=self._is_joining_with_slices,
@@ -275,12 +277,12 @@ class DataParallel:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether fewer steps than ``backward_passes_per_step`` have been made since the last."""
+        """Whether steps have added gradients up that have not been reduced."""
         in_shards = self.shards is not None and self.shards.model.gradients.is_accumulating
         return in_shards or any(each.is_accumulating for each in self._reductions)
 
     def complete_accumulation(self) -> None:
-        """Reduces what fewer steps than ``backward_passes_per_step`` have added up.
+        """Reduces what steps have added up that nobody has reduced.
 
         Collective: DP_GROUP, if there is any.
         """
@@ -299,6 +301,10 @@ class DataParallel:
             self.shards.model.gradients.restart_accumulation()
 
     # ------------------------------------------------------------------ the user's calls
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See ``DistributedModel.no_sync``."""
+        return self._accumulation.withheld()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """See ``DistributedModel.register_comm_hook``."""

@@ -38,6 +38,7 @@ from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buc
 from smdistributed.modelparallel.torch.gradients.elsewhere import StandIns
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas
+from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
@@ -52,7 +53,7 @@ class GradientReduction:
     Args:
         replicas: those that hold the same parameters.
         overlapping: reduce while the last backward pass runs.
-        passes: steps with a backward pass whose gradients are summed before a reduction.
+        accumulation: over how many steps gradients are summed.
         bucket_bytes: size of a bucket.
         as_bucket_view: gradients are left in the buckets instead of copied out of them.
         waits_for_end: tells whether gradients are reduced at the end of a step, one kind after the
@@ -68,7 +69,7 @@ class GradientReduction:
         replicas: Replicas,
         *,
         overlapping: bool,
-        passes: int,
+        accumulation: Accumulation,
         bucket_bytes: int,
         as_bucket_view: bool,
         waits_for_end: Callable[[], bool],
@@ -78,7 +79,7 @@ class GradientReduction:
     ) -> None:
         self._replicas = replicas
         self._overlapping = overlapping
-        self._passes = passes
+        self._accumulation = accumulation
         self._bucket_bytes = bucket_bytes
         self._as_bucket_view = as_bucket_view
         self._waits_for_end = waits_for_end
@@ -93,7 +94,7 @@ class GradientReduction:
         self._reduced: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.Tensor, int] = {}
-        self._passes_done = 0
+        self._steps_done = 0
         #: What owners had before: the others do not have it, and it is not averaged again.
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         self._stand_ins = StandIns()
@@ -190,7 +191,7 @@ class GradientReduction:
     def begin(self) -> None:
         """Starts a step."""
         self._follow_requires_grad()
-        if self._owners is not None and self._replicas.size > 1 and not self._passes_done:
+        if self._owners is not None and self._replicas.size > 1 and not self._steps_done:
             self._stand_ins.remove(self._reduced)
             self._earlier = {
                 each: each.grad.clone()
@@ -234,12 +235,12 @@ class GradientReduction:
 
     @property
     def _overlaps(self) -> bool:
-        may = self._overlapping and self.is_needed and self._is_last_pass_of_accumulation
+        may = self._overlapping and self.is_needed and self._ends_accumulation
         return may and not self._waits_for_end()
 
     @property
-    def _is_last_pass_of_accumulation(self) -> bool:
-        return self._passes_done + 1 == self._passes
+    def _ends_accumulation(self) -> bool:
+        return self._accumulation.ends_after(self._steps_done)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Called by autograd after it has added to a gradient."""
@@ -296,16 +297,21 @@ class GradientReduction:
     def end(self) -> None:
         """Ends a step with a backward pass; then gradients are final.
 
-        Collective: DP_GROUP, at every ``passes``-th call.
+        Collective: DP_GROUP, where an accumulation ends.
 
         Raises:
             UnsupportedError: a gradient is sparse.
         """
         self.has_begun = True
         self._leave_pass()
-        is_last = self._is_last_pass_of_accumulation
-        self._passes_done = 0 if is_last else self._passes_done + 1
-        if not is_last or not self._buckets:
+        if self._ends_accumulation:
+            self._end_accumulation()
+        else:
+            self._steps_done += 1
+
+    def _end_accumulation(self) -> None:
+        self._steps_done = 0
+        if not self._buckets:
             return
         for bucket in self._buckets[len(self._futures) :]:
             self._launch(bucket)
@@ -337,15 +343,14 @@ class GradientReduction:
     @property
     def is_accumulating(self) -> bool:
         """Whether there are gradients that have not been reduced."""
-        return self._passes_done > 0
+        return self._steps_done > 0
 
     def complete(self) -> None:
-        """Reduces what fewer steps than ``passes`` have added up. Collective: DP_GROUP, if any."""
-        if self._passes_done and self._buckets:
+        """Reduces what steps have added up that nobody has. Collective: DP_GROUP, if any."""
+        if self._steps_done and self._buckets:
             self._follow_requires_grad()
             self._reset()
-            self._passes_done = self._passes - 1
-            self.end()
+            self._end_accumulation()
 
     # ------------------------------------------------------------------ one bucket
 
@@ -501,7 +506,7 @@ class GradientReduction:
 
     def restart_accumulation(self) -> None:
         """Counts the steps up to a reduction from zero again, on all replicas alike."""
-        self._passes_done = 0
+        self._steps_done = 0
         self._earlier.clear()
 
     def forget_updates(self) -> None:

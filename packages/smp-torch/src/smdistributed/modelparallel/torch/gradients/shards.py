@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
 from smdistributed.modelparallel.torch.compat.private.below import is_of_unusable_tensor
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas, ReplicasOfSlices
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel, ShardingOptions
 from smdistributed.modelparallel.torch.sharding.saved_tensors import saving_places
 
@@ -31,7 +32,7 @@ class Shards:
         replicas: all data-parallel ranks.
         replicas_of_slices: those with the same slices.
         overlapping: reduce gradients before a backward pass ends.
-        passes: steps with a backward pass whose gradients are summed.
+        accumulation: over how many steps gradients are summed.
 
     Attributes:
         model: the sharded parameters.
@@ -45,7 +46,7 @@ class Shards:
         replicas_of_slices: ReplicasOfSlices,
         *,
         overlapping: bool,
-        passes: int,
+        accumulation: Accumulation,
     ) -> None:
         assert runtime.sharding_groups is not None
         self._runtime = runtime
@@ -60,7 +61,7 @@ class Shards:
                 most_live=config.sdp_max_live_parameters,
                 bucket_elements=config.sdp_reduce_bucket_size,
                 overlapping=overlapping,
-                passes=passes,
+                accumulation=accumulation,
                 num_copies=(topology.dp_size, topology.rdp_size),
             ),
             runtime.device,
@@ -106,7 +107,7 @@ class Shards:
             self.model.end(self._used_anywhere)
 
     def complete(self) -> None:
-        """Makes gradients of what fewer steps than ``passes`` have added up. Collective."""
+        """Makes gradients of what steps have added up that nobody has reduced. Collective."""
         self.model.gradients.complete(self._used_anywhere)
 
     def _used_anywhere(self, flags: torch.Tensor) -> None:

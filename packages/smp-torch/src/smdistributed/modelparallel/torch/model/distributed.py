@@ -278,6 +278,24 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             divide_by_initial_world_size, enable, throw_on_early_termination
         )
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Lets steps add gradients up that no data-parallel rank has shared yet.
+
+        As with ``DistributedDataParallel``: the first step with a backward pass after the context
+        reduces them all, or ``optimizer.step()``, if that comes before. Every data-parallel rank
+        has the same steps in it. An addition of this library: ``backward_passes_per_step`` does it
+        for a fixed number of steps, of which those inside the context count, too.
+
+        Raises:
+            SMPError: called in a step function.
+        """
+        if self._runtime.is_in_step:
+            raise SMPError(
+                "model.no_sync() goes around calls of step functions, which reduce gradients when "
+                "they end; it was called in one: put it around the call."
+            )
+        return self.data_parallel.no_sync()
+
     def register_comm_hook(self, state: object, callable: Callable[..., Any]) -> None:
         """Lets ``callable(state, bucket)`` reduce gradients over the data-parallel ranks.
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
+from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
 from smdistributed.modelparallel.torch.sharding.messages import Message
 from smdistributed.modelparallel.torch.sharding.row_sums import RowSums
@@ -67,7 +68,7 @@ class ShardedGradients:
         units: of the model, by number; they are there when the first gradient comes.
         bucket_elements: that travel in one message.
         overlapping: reduce before a backward pass ends.
-        passes: steps with a backward pass whose gradients are summed.
+        accumulation: over how many steps gradients are summed.
         num_copies: of the model, and of its slices, over which gradients are averaged.
         has_begun: called before the first gradient of a backward pass.
 
@@ -84,7 +85,7 @@ class ShardedGradients:
         *,
         bucket_elements: int,
         overlapping: bool,
-        passes: int,
+        accumulation: Accumulation,
         num_copies: tuple[int, int],
         has_begun: Callable[[], object],
     ) -> None:
@@ -94,8 +95,8 @@ class ShardedGradients:
         self._units = units
         self._message_elements = min(bucket_elements, _ENOUGH)
         self._overlapping = overlapping
-        self._passes = passes
-        self._passes_done = 0
+        self._accumulation = accumulation
+        self._steps_done = 0
         self._num_copies = num_copies
         self._has_begun = has_begun
         self._pending: dict[int, dict[int, torch.Tensor]] = {}
@@ -158,7 +159,7 @@ class ShardedGradients:
         """Whether several steps are summed, or there are sums or gradients of an earlier one."""
         shards = (shard for unit in self._units for shard in unit.shards)
         return (
-            self._passes > 1
+            self._accumulation.is_over_several
             or bool(self._sums)
             or any(each.gradient is not None for each in shards)
         )
@@ -298,35 +299,37 @@ class ShardedGradients:
     def end_step(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
         """Ends a step with a backward pass: blocks get the means over all replicas.
 
-        Collective: DP_GROUP, at every ``passes``-th call.
+        Collective: DP_GROUP, where an accumulation ends.
 
         Args:
             used_anywhere: takes the largest of each flag over the data-parallel ranks.
         """
-        self._passes_done = (self._passes_done + 1) % self._passes
-        if not self._passes_done:
+        if self._accumulation.ends_after(self._steps_done):
+            self._steps_done = 0
             self._finish_all(used_anywhere)
+        else:
+            self._steps_done += 1
 
     @property
     def is_accumulating(self) -> bool:
         """Whether there are sums that are no gradients yet."""
-        return self._passes_done > 0
+        return self._steps_done > 0
 
     def complete(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
-        """Makes gradients of what fewer steps than ``passes`` have added up.
+        """Makes gradients of what steps have added up that nobody has reduced.
 
         Collective: DP_GROUP, if there is any.
 
         Args:
             used_anywhere: takes the largest of each flag over the data-parallel ranks.
         """
-        if self._passes_done:
-            self._passes_done = 0
+        if self._steps_done:
+            self._steps_done = 0
             self._finish_all(used_anywhere)
 
     def restart_accumulation(self) -> None:
         """Forgets what has been added up, on all ranks alike."""
-        self._passes_done = 0
+        self._steps_done = 0
         self._sums.clear()
         self._squares.clear()
         self._used.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
 from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients, SoFar
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
@@ -44,14 +45,14 @@ class ShardingOptions:
         most_live: elements that may be gathered at a time.
         bucket_elements: of gradients that travel in one message.
         overlapping: reduce gradients before a backward pass ends.
-        passes: steps whose gradients are summed.
+        accumulation: over how many steps gradients are summed.
         num_copies: of the model, and of its slices.
     """
 
     most_live: int
     bucket_elements: int
     overlapping: bool
-    passes: int
+    accumulation: Accumulation
     num_copies: tuple[int, int]
 
 
@@ -91,7 +92,7 @@ class ShardedModel:
             self.residency.units,
             bucket_elements=options.bucket_elements,
             overlapping=options.overlapping,
-            passes=options.passes,
+            accumulation=options.accumulation,
             num_copies=options.num_copies,
             has_begun=has_begun,
         )
