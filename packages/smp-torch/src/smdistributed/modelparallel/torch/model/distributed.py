@@ -24,7 +24,7 @@ from smdistributed.modelparallel.common.errors import (
     UnsupportedError,
 )
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
-from smdistributed.modelparallel.torch.execute.starts import differentiate
+from smdistributed.modelparallel.torch.execute.starts import differentiate, retaining
 from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
     DataParallelOptions,
@@ -193,7 +193,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 super().zero_grad(set_to_none)
         self.data_parallel.restart_accumulation()
 
-    def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
+    def backward(
+        self, tensors: Any, grad_tensors: Any = None, *, retain_graph: bool = False
+    ) -> None:
         """Computes gradients over all partitions; takes the place of ``tensor.backward()``.
 
         Call it inside the step function. Gradients are final when the step function has returned.
@@ -201,9 +203,11 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Args:
             tensors: the tensor, or tensors, to differentiate; usually the loss.
             grad_tensors: as in ``torch.autograd.backward``.
+            retain_graph: likewise; with more than one partition graphs are there for all calls.
 
         Raises:
-            SMPError: called outside a step function with more than one partition.
+            SMPError: called outside a step function with more than one partition, or again for
+                what a call before has let go of.
             TypeError: ``tensors`` are no tensors.
         """
         step = self._runtime.current_step
@@ -216,7 +220,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
                 f"list of such tensors; received {received}."
             )
         if step is not None:
-            step.backward(self, tensors, grad_tensors)
+            step.backward(self, tensors, grad_tensors, retain_graph=retain_graph)
         elif self._runtime.topology.pp_size > 1:
             raise SMPError(
                 "with more than one partition model.backward can only be called inside a function "
@@ -225,7 +229,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         else:
             scale = self.apply_loss_scale()
             passes = self._runtime.tensor_group.passes or PassesAlone()
-            differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, passes.backward)
+            run = retaining if retain_graph else passes.backward
+            differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, run)
 
     def apply_loss_scale(self) -> torch.Tensor | None:
         """Returns what losses are multiplied by, and notes that the gradients to come carry it.

@@ -18,7 +18,7 @@ class Step(Protocol):
 
     is_tracing: bool
 
-    def backward(self, model: Any, tensors: Any, grad_tensors: Any) -> None:
+    def backward(self, model: Any, tensors: Any, grad_tensors: Any, *, retain_graph: bool) -> None:
         """Takes a call of ``model.backward``."""
 
 

@@ -13,10 +13,13 @@ from smdistributed.modelparallel.common.microbatch import SplitRules, split_argu
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.between import atomic, no_call
-from smdistributed.modelparallel.torch.compat.private.backward import engine_replaced
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    engine_replaced,
+    is_of_freed_graph,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.bodies import AsTheyAre, Bodies, Call
-from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
+from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate, retaining
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
@@ -73,7 +76,8 @@ class EagerStep:
         self._flags: tuple[object, ...] | None = None
         self.is_differentiating = False
         self._forget_models()
-        self.offloading = offloading_of(runtime, getattr(function, "__name__", str(function)))
+        self._name = getattr(function, "__name__", str(function))
+        self.offloading = offloading_of(runtime, self._name)
         self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
         self._bodies: Bodies = AsTheyAre()
         self._together = runtime.tensor_group.passes or PassesAlone()
@@ -185,20 +189,43 @@ class EagerStep:
                 ) from error
             raise
 
-    def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
+    def backward(
+        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
+    ) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
         scale = self._scale_of(model)
-        self.differentiate(
-            lambda: differentiate(tensors, grad_tensors, scale, self._pass_of_scaled)
-        )
+        run = self._retaining_pass_of_scaled if retain_graph else self._pass_of_scaled
+        if retain_graph:
+            self._bodies.refuse("a backward pass keeps its graph")
+        self.differentiate(lambda: differentiate(tensors, grad_tensors, scale, run))
 
     @atomic
     def _pass_of_scaled(self, tensors: Any, starts: Any) -> None:
         """Runs a backward pass whose losses are scaled already."""
+        with self._differentiating_scaled():
+            self.start(tensors, starts)
+
+    @atomic
+    def _retaining_pass_of_scaled(self, tensors: Any, starts: Any) -> None:
+        """Does that, and keeps the graph; ranks that compute together compare it as it runs."""
+        with self._differentiating_scaled():
+            retaining(tensors, starts)
+
+    @contextlib.contextmanager
+    def _differentiating_scaled(self) -> Iterator[None]:
         former, self.is_differentiating = self.is_differentiating, True
         try:
-            self.start(tensors, starts)
+            yield
+        except RuntimeError as error:
+            if not is_of_freed_graph(error):
+                raise
+            raise SMPError(
+                "model.backward was called for a loss whose graph a backward pass before has let "
+                f"go of, in step function {self._name}. Of losses that share a graph give all at "
+                "once, model.backward([one, other]), or say retain_graph=True in all calls but "
+                "the last: model.backward(one, retain_graph=True)."
+            ) from error
         finally:
             self.is_differentiating = former
 

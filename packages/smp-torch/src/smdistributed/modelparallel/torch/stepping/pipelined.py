@@ -159,8 +159,10 @@ class PipelinedStep:
             self.runtime.current_step = None
             self._recorder = None
 
-    def backward(self, model: DistributedModel, tensors: Any, grad_tensors: Any) -> None:
-        """Notes a ``model.backward`` while the body is recorded."""
+    def backward(
+        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
+    ) -> None:
+        """Notes a ``model.backward`` while the body is recorded; graphs stay until all are made."""
         if self._recorder is not None:
             # What is recorded keeps no DistributedModel: the script lets go of that.
             self._recorder.backward(model.get_module(), tensors, grad_tensors)

@@ -204,6 +204,11 @@ def applied_alone(function: type[torch.autograd.Function]) -> Callable[..., Any]
     return found
 
 
+def is_of_freed_graph(error: RuntimeError) -> bool:
+    """Whether a backward pass came to what one before has let go of."""
+    return "backward through the graph a second time" in str(error)
+
+
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls a function at the end of the backward pass in progress."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
