@@ -129,15 +129,21 @@ class StepInputs:
 
         Args:
             batch: what is called.
-            needed: for each pp_rank, the positions of the tensors that it computes with.
+            needed: for each pp_rank, the positions of the tensors that it computes with, among
+                those of a microbatch.
             written: the positions of those that the step changes in place.
         """
-        calls = batch.calls
+        tensors: list[Sequence[torch.Tensor]] = [tensors_in(call) for call in batch.calls]
+        if not _are_in_their_places(batch, tensors):
+            # Which tensors of the batch these are, only the object knows that cuts itself.
+            everything = set(range(len(batch.header.kind.tensors)))
+            needed = [everything if each else each for each in needed]
+            written = everything if written else written
         if self._pp_rank == 0:
             self._send(tensors_in(batch.given), needed, written)
-        else:
-            received = self._receive(batch.header.kind, needed[self._pp_rank])
-            calls, _ = self._split(_with_tensors(*batch.given, received))
+            return tensors
+        received = self._receive(batch.header.kind, needed[self._pp_rank])
+        calls, _ = self._split(_with_tensors(*batch.given, received))
         return [tensors_in(call) for call in calls]
 
     def check_written(self, batch: MiniBatch, written: Sequence[Mapping[int, object]]) -> None:
@@ -151,17 +157,21 @@ class StepInputs:
             UnsupportedError: they do.
         """
         positions = set().union(*written)
+        if not positions:
+            return
+        tensors = [tensors_in(call) for call in batch.calls]
+        may_be_any = not _are_in_their_places(batch, tensors)
         for pair in batch.header.kind.overlapping:
-            if not positions.isdisjoint(pair):
+            if may_be_any or not positions.isdisjoint(pair):
                 raise UnsupportedError(
                     "the step function changes a tensor in place that it was given, and another "
                     f"one that it was given shares its memory (they are numbers {pair[0]} and "
                     f"{pair[1]} of the tensors of the call): with several partitions that one "
                     "would not show what is written. Change a copy: x = x.clone()."
                 )
-        if not positions or len(batch.calls) == 1:
+        if len(batch.calls) == 1:
             return
-        first, second = (tensors_in(call) for call in batch.calls[:2])
+        first, second = tensors[:2]
         for position in positions:
             if first[position] is second[position]:
                 raise UnsupportedError(
@@ -259,6 +269,18 @@ class StepInputs:
 
     def _device(self, kind: TensorKind) -> torch.device:
         return torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device
+
+
+def _are_in_their_places(batch: MiniBatch, tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether each microbatch has a part of each tensor of the batch, as far as can be seen.
+
+    An object that cuts itself may have fewer of them, such as one for each example.
+
+    Args:
+        batch: what is called.
+        tensors: of each microbatch.
+    """
+    return all(len(each) == len(batch.header.kind.tensors) for each in tensors)
 
 
 def _with_tensors(
