@@ -17,10 +17,12 @@ from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedEr
 from smdistributed.modelparallel.common.microbatch import (
     Microbatches,
     SplitRules,
+    argument_of,
     bind_arguments,
     signature_of,
     split_arguments,
     split_sizes,
+    tensors_to_cut,
 )
 
 
@@ -542,6 +544,16 @@ def test_a_single_example_is_not_cut() -> None:
     ((args, _),) = _split(lambda x, y, z: None, _batch(1), boxes, holder, n=4, fewer=True).calls
     assert args[1][0]["boxes"].tolist() == boxes[0]["boxes"].tolist()
     assert args[2] is holder
+
+
+def test_tensors_to_cut() -> None:
+    def step(x: Any, y: Any, mask: Any) -> None: ...
+
+    rules = SplitRules(signature_of(step), ["mask"], {"y": -1})
+    given = {"a": _batch(4), "b": 3}, [_batch(2, columns=4)], _batch(4)
+    found = tensors_to_cut(_Arrays(), rules, given, {})
+    assert {label: axis for label, (_, axis) in found.items()} == {"x['a']": 0, "y[0]": 1}
+    assert [argument_of(label) for label in found] == ["x", "y"]
 
 
 def test_tensors_without_elements_but_with_a_batch() -> None:

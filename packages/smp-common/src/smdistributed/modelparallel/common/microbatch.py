@@ -232,6 +232,34 @@ def split_arguments(
     return Microbatches(calls, tuple(size / sum(sizes) for size in sizes))
 
 
+def tensors_to_cut(
+    tensors: Tensors, rules: SplitRules, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, tuple[Any, int]]:
+    """The tensors of a call that are cut, with their batch axes, by what messages call them.
+
+    Args:
+        tensors: the framework's tensors.
+        rules: of the step function that is called.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
+    found: dict[str, tuple[Any, int]] = {}
+
+    def note(value: Any, label: str, axis: int) -> Any:
+        if tensors.is_tensor(value):
+            found[label] = value, _positive(axis, tensors.shape(value))
+        return value
+
+    walk = Walk(partial(_is_leaf, tensors), tensors.take_apart, note)
+    _replace_parts(walk, rules, bind_arguments(rules.signature, args, kwargs))
+    return found
+
+
+def argument_of(label: str) -> str:
+    """The name of the argument in which something is that a label names."""
+    return label.partition("[")[0].partition(".")[0]
+
+
 def change_tensors(
     tensors: Tensors,
     rules: SplitRules,
@@ -343,7 +371,7 @@ def _listed(found: Mapping[str, tuple[int, int]]) -> str:
 def _check_lists(batch: int | None, lists: Mapping[str, int], rules: SplitRules) -> None:
     """Raises if a list may have an entry for each example, whose own tensors would be cut."""
     for label, length in lists.items():
-        name = _name_of(label)
+        name = argument_of(label)
         if length == batch and name not in rules.input_split_axes:
             raise ConfigError(
                 f"step argument {label} has {length} entries, as many as the batch has examples, "
@@ -368,7 +396,7 @@ def _check_whole(tensors: Tensors, batch: int | None, value: object, label: str,
                 f"step argument {label} is a {kind}, which the library cannot take apart, and "
                 f"{attribute}, of shape {shape}, looks like examples that are to be split: give "
                 f"{kind} a method smp_slice, use one of Python's containers or a data class, or "
-                f"name {_name_of(label)} in non_split_inputs, so that every microbatch gets it "
+                f"name {argument_of(label)} in non_split_inputs, so that every microbatch gets it "
                 "whole."
             )
         return tensor
@@ -377,11 +405,6 @@ def _check_whole(tensors: Tensors, batch: int | None, value: object, label: str,
     if isinstance(value, ValuesView | ItemsView):
         held = dict(enumerate(value))
     Walk(tensors.is_tensor, tensors.take_apart, check).replace(held, "what it holds", axis)
-
-
-def _name_of(label: str) -> str:
-    """The name of the argument in which something is that a label names."""
-    return label.partition("[")[0].partition(".")[0]
 
 
 def _replace_parts(

@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
 from smdistributed.modelparallel.torch.stepping.loss_backward import SetGradients, stand_in
+from smdistributed.modelparallel.torch.stepping.misfits import misfits_named
 from smdistributed.modelparallel.torch.stepping.moving import Mover
 from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
@@ -120,6 +121,7 @@ class EagerStep:
                     )
                 guards = (model.holder.fakes.slice_guard for model in models)
                 stack.enter_context(slices_guarded(guards))
+                stack.enter_context(misfits_named(self._rules, len(calls), lambda: given))
                 for microbatch, (call, weight) in enumerate(zip(calls, weights, strict=True)):
                     if microbatch:
                         self._usual_calls = self._calls

@@ -8,6 +8,7 @@ tensors on the other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
+from smdistributed.modelparallel.torch.stepping.misfits import misfits_named
 from smdistributed.modelparallel.torch.stepping.moving import Mover
 
 
@@ -118,6 +120,15 @@ class StepInputs:
         self._check(self._kind(*call), header.kind)
         calls, weights = self._split(self._stand_ins(header.kind, *call))
         return MiniBatch(header, call, calls, weights)
+
+    def misfits_named(self, batch: MiniBatch) -> AbstractContextManager[None]:
+        """Inside, an error of a microbatch names arguments of which its pieces may not fit."""
+
+        def call() -> Call:
+            is_given = self._pp_rank == 0
+            return batch.given if is_given else self._stand_ins(batch.header.kind, *batch.given)
+
+        return misfits_named(self._rules, len(batch.calls), call)
 
     def exchange(
         self, batch: MiniBatch, needed: Sequence[set[int]], written: Collection[int]

@@ -125,7 +125,8 @@ class PipelinedStep:
             self._follow_models(batch)
             if self._replays is not None:
                 self._replays.start(batch)
-            passed = self._passes.passes(batch)
+            with self._inputs.misfits_named(batch):
+                passed = self._passes.passes(batch)
         finally:
             self.runtime.random.end()
         self._inputs.check_written(batch, [each.graph.written for each in passed])
@@ -134,7 +135,7 @@ class PipelinedStep:
         scales = _scales(self._differentiated_by(passed), batch.weights)
         trained = self._models_of(prepared.differentiated)
         self._watch(self._models_of(prepared.modules))
-        with self._telling_others():
+        with self._telling_others(), self._inputs.misfits_named(batch):
             results = self._computed(prepared, batch, passed, constants, scales)
             for model in trained:
                 model.data_parallel.end_step()
