@@ -104,7 +104,9 @@ def case_errors_keep_their_types_in_tf_functions() -> None:
 
     step, other = stepping(layers(of_an_absent_one)), stepping(layers())
     inside = tf.function(lambda x: step(x).merge())
-    expect(ValueError, r"received 7: use one of these, or raise pipeline", lambda: inside(ones(4)))
+    expect(
+        ValueError, r"received 7: use one of these, or raise partitions", lambda: inside(ones(4))
+    )
     small = tf.function(lambda x: other(x).merge())
     expect(ConfigError, r"is smaller than microbatches \(4\)", lambda: small(ones(3)))
 
@@ -249,6 +251,21 @@ def case_models_that_differ() -> None:
     message = "the operations of layers differ between rank 0 and rank 1"
     expect(PartitionError, message, lambda: step(ones(4)))
     assert stepping(layers())(ones(4)).concat().shape == [4]
+
+
+def case_batches_that_differ() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers()
+    step = stepping(model)
+    of_other_size, of_other_type = (4 + 4 * smp.rank(), WIDTH), (tf.float32, tf.float64)[smp.rank()]
+    message = r"given microbatches of \(1, 4\) float32 on rank 0, of \(2, 4\) float32 on rank 1"
+    expect(PartitionError, message, lambda: step(tf.ones(of_other_size)))
+    message = (
+        r"\(1, 4\) float32 on rank 0, of \(1, 4\) float64 on rank 1: let data depend on smp.dp"
+    )
+    expect(PartitionError, message, lambda: step(tf.ones([4, WIDTH], of_other_type)))
+    assert step(ones(4)).concat().shape == [4]
 
 
 def case_gradients_twice() -> None:

@@ -57,7 +57,7 @@ def start(config: dict[str, object]) -> Callable[[dict[str, object]], None]:
 
     def begin(settings: dict[str, object]) -> None:
         library().config = first.model_copy(update=settings)
-        _forget_models()
+        forget_models()
 
     return begin
 
@@ -70,11 +70,13 @@ def _forget() -> None:
     tf.keras.utils.set_random_seed(0)
 
 
-def _forget_models() -> None:
+def forget_models() -> None:
+    """Makes the next model the first one of this process."""
     _forget()
     runtime = library()
     runtime.step_number.assign(0)
     runtime.is_partitioned = False
+    runtime.has_asked_in_vain = False
     runtime.post_partition_hooks.clear()
 
 

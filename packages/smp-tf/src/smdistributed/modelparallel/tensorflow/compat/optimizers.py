@@ -51,28 +51,51 @@ def whole_model(
         check: is called before each update.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
-    deciding = [*kind(norm, is_finite), *_skipping(norm, has_others)]
+    deciding = [*kind(norm, is_finite), *_skipping(norm, has_others, check)]
     return replaced([*deciding, *_finalizing(has_others), *_checking(check)])
 
 
-def _skipping(norm: Norm, has_others: HasOthers) -> Iterator[Replacement]:
+def _skipping(norm: Norm, has_others: HasOthers, check: Check) -> Iterator[Replacement]:
     """Yields what makes optimizers take no gradients as an update of other processes alone."""
 
-    def make(original: Any) -> Any:
+    def count(optimizer: Any, variables: Sequence[Any]) -> Any:
+        if not variables:
+            _checked(check, [], [])
+        if scales(optimizer):
+            return _count_scaled(optimizer, variables)
+        return _count(optimizer, variables, norm)
+
+    def of_pairs(original: Any) -> Any:
         def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             variables = [variable for _, variable in pairs]
-            has_own = any(gradient is not None for gradient, _ in pairs)
-            if has_own or not has_others(variables):
+            if any(each is not None for each, _ in pairs) or not has_others(variables):
                 return original(self, pairs, *args, **kwargs)
-            if scales(self):
-                return _count_scaled(self, variables)
-            return _count(self, variables, norm)
+            return count(self, variables)
 
         return apply_gradients
 
+    def of_lists(original: Any) -> Any:
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            gradients, variables = list(grads), _given(self, trainable_variables)
+            if any(each is not None for each in gradients) or not has_others(variables):
+                original(self, gradients, trainable_variables)
+            else:
+                count(self, variables)
+
+        return apply
+
     for kind in optimizer_bases():
-        yield Replacement(kind, "apply_gradients", make)
+        yield Replacement(kind, "apply_gradients", of_pairs)
+    if IS_KERAS_3:
+        yield Replacement(private("optimizers.base_optimizer").BaseOptimizer, "apply", of_lists)
+        scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
+        yield Replacement(scaling, "apply", of_lists)
+
+
+def _given(optimizer: Any, variables: Any) -> list[Any]:
+    """Returns the variables that an update of Keras 3 is of, where it may leave them out."""
+    return list(optimizer._trainable_variables if variables is None else variables)
 
 
 def _checking(check: Check) -> Iterator[Replacement]:
@@ -88,9 +111,9 @@ def _checking(check: Check) -> Iterator[Replacement]:
 
     def of_lists(original: Any) -> Any:
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            known = self._trainable_variables if trainable_variables is None else None
-            _checked(check, list(grads), list(known if known is not None else trainable_variables))
-            return original(self, grads, trainable_variables)
+            gradients = list(grads)
+            _checked(check, gradients, _given(self, trainable_variables))
+            return original(self, gradients, trainable_variables)
 
         return apply
 

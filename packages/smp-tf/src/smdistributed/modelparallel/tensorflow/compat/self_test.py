@@ -305,6 +305,10 @@ def _test_optimizers() -> None:
         unused = tf.keras.optimizers.SGD(1.0)
         unused.apply_gradients([])
         assert int(tf.convert_to_tensor(unused.iterations)) == 1
+        assert set(checked) == {(0, 0)}
+        if keras.IS_KERAS_3:
+            unused.apply([], [])
+            assert int(tf.convert_to_tensor(unused.iterations)) == 2
         for kind in keras.optimizer_kinds("SGD"):
             assert after(kind(1.0, global_clipnorm=4.0)) == 0.5
         assert checked[-1] == (1, 1)

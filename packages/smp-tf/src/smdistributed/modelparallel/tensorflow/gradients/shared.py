@@ -114,6 +114,8 @@ class _Following:
 
     def differentiated(self, sources: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Notes which variables gradients are of, and which were asked for together."""
+        if sources and all(each is None for each in gradients):
+            self._runtime.has_asked_in_vain = True
         pairs = [
             (gradient, share)
             for source, gradient in zip(sources, gradients, strict=True)

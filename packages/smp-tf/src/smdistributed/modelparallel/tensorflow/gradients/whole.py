@@ -12,7 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    NotPartitionedError,
+    SMPError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras, optimizers
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
@@ -56,6 +60,7 @@ def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
 
     def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         _refuse_in_body(runtime)
+        _refuse_nothing(runtime, gradients, variables)
         _refuse_unplaced(runtime, variables)
 
     return optimizers.whole_model(norm, is_finite, has_others, check)
@@ -73,6 +78,27 @@ def _refuse_in_body(runtime: TFRuntime) -> None:
             "an optimizer updates after a step function, by what accumulate() makes of gradients; "
             f"received an update inside of one, which would be made {microbatches} times a batch, "
             "once for each microbatch: return the gradients, and update outside."
+        )
+
+
+class _NothingToUpdateError(SMPError, ValueError):
+    """An update of no variables; a ``ValueError`` as that of Keras."""
+
+
+def _refuse_nothing(runtime: TFRuntime, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises if an update has no variables, and not because other processes alone have gradients.
+
+    Raises:
+        _NothingToUpdateError: it has none.
+    """
+    if variables or runtime.topology.pp_size == 1:
+        return
+    if gradients or not runtime.has_asked_in_vain:
+        raise _NothingToUpdateError(
+            f"an update needs the variables that it is of; received {len(gradients)} gradients and "
+            "no variables, as where a script keeps what a model had before its first call: ask for "
+            "model.trainable_variables after the first call of a step function, and build "
+            "optimizers then."
         )
 
 

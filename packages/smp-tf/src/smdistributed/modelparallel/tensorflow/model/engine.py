@@ -9,12 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import (
-    NotPartitionedError,
-    PartitionError,
-    UnsupportedError,
-)
-from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import autograph, graphs, keras
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
@@ -22,6 +17,7 @@ from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.execute.backward import refuse_vectorizing
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
+from smdistributed.modelparallel.tensorflow.model.agreement import agree
 from smdistributed.modelparallel.tensorflow.model.signature import (
     Signature,
     example,
@@ -238,7 +234,7 @@ class Engine:
         traced, every = self._traced(asked, wanted)
         count = len(traced.operations)
         progress.stage = f"the partitions of the {count} operations of {self.name}"
-        plan = self._planned(traced)
+        plan = self._planned(asked, traced)
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
         local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
@@ -283,7 +279,7 @@ class Engine:
             self.is_tracing = False
         return traced, every
 
-    def _planned(self, traced: Trace) -> Plan:
+    def _planned(self, asked: Signature, traced: Trace) -> Plan:
         """Returns the plan of a trace, the same on all processes. Collective: pipeline."""
         config, pp_size = self.runtime.config, self.runtime.topology.pp_size
         placed = place(
@@ -296,7 +292,7 @@ class Engine:
         )
         plan = cut(traced, placed, self.placement.homes, pp_size)
         if pp_size > 1:
-            self._agree(plan.digest())
+            agree(self.runtime, self.name, asked.tensors, plan.digest())
         return plan
 
     @property
@@ -319,17 +315,6 @@ class Engine:
         unseen = [variable for variable in self._variables.made if id(variable) not in known]
         trainable += [variable for variable in unseen if variable.trainable]
         return trainable, [*every, *unseen]
-
-    def _agree(self, digest: str) -> None:
-        digests = self.runtime.communicator.allgather(digest, CommGroup.PP_GROUP)
-        if len(set(digests)) > 1:
-            ranks = self.runtime.pipeline_ranks
-            differ = [r for r, each in zip(ranks, digests, strict=True) if each != digests[0]]
-            raise PartitionError(
-                "all processes of a pipeline must build the same model; the operations of "
-                f"{self.name} differ between rank {ranks[0]} and rank "
-                f"{', '.join(map(str, differ))}: make the model independent of the rank."
-            )
 
 
 def _is_wanted(tensor: Any, is_nested: bool) -> bool:

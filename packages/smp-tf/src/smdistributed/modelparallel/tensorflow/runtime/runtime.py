@@ -66,6 +66,7 @@ class TFRuntime(Runtime):
         engines: what executes the models of the script.
         places: in the script, where it made numbers of the whole model of those of this process,
             eagerly, since the last step.
+        has_asked_in_vain: whether gradients were asked for of which this process has none.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
         is_partitioned: whether some model is.
@@ -81,6 +82,7 @@ class TFRuntime(Runtime):
     replacements: ExitStack = field(default_factory=ExitStack)
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     places: list[int] = field(default_factory=list)
+    has_asked_in_vain: bool = False
     current_step: Any = None
     timeline: Timeline | None = None
     is_partitioned: bool = False
