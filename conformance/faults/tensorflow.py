@@ -172,11 +172,13 @@ MUTATIONS = (
         "replicas begin with the weights of the last one",
         "tensorflow/gradients/replicas.py",
         "    is_first = runtime.rank == members[0]\n"
-        "    values = [variable.numpy() for variable in own] if is_first else None\n"
+        "    with unnoted():\n"
+        "        values = [variable.numpy() for variable in own] if is_first else None\n"
         "    everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)\n"
         "    for variable, value in zip(own, everything[0], strict=True):\n",
         "    is_first = runtime.rank == members[-1]\n"
-        "    values = [variable.numpy() for variable in own] if is_first else None\n"
+        "    with unnoted():\n"
+        "        values = [variable.numpy() for variable in own] if is_first else None\n"
         "    everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)\n"
         "    for variable, value in zip(own, everything[-1], strict=True):\n",
         ("variables_are_those_of_the_first_replica",),

@@ -61,3 +61,10 @@ def test_numbers_of_some_are_refused(
     worlds: Worlds, what: str, name: str, is_in_body: bool
 ) -> None:
     worlds.run(TWO_BY_HAND, tf_wholes.refused, what, name, is_in_body)
+
+
+@pytest.mark.parametrize(
+    "what", ["gradients", "weights", pytest.param("both", marks=pytest.mark.slow)]
+)
+def test_numbers_that_python_may_add_up_are_told_with_a_warning(worlds: Worlds, what: str) -> None:
+    worlds.run(TWO_BY_HAND, tf_wholes.told, what)

@@ -7,9 +7,11 @@ training step x models of which processes have many variables, one, or none.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
@@ -255,3 +257,51 @@ def refused(what: str, name: str, is_in_body: bool) -> None:
 
     with pytest.raises(SMPError, match=r"(several|all) variables or gradients"):
         use()
+
+
+#: Each takes values, and tells Python numbers of them, one after the other.
+TOLD: dict[str, Callable[[Values], Any]] = {
+    "numbers": lambda values: sum(float(tf.norm(each)) ** 2 for each in values),
+    "in a loop": lambda values: [tf.norm(each).numpy() for each in values],
+    "items": lambda values: max(tf.reduce_max(each).numpy().item() for each in values),
+    "by their dimensions": lambda values: sum(int(tf.cast(tf.norm(v), tf.int32)) for v in values),
+    "arrays": lambda values: sum(np.linalg.norm(each.numpy()) for each in values),
+    "decisions": lambda values: any(bool(tf.reduce_any(v != v)) for v in values),
+    "in a row": lambda values: np.sum(tf.stack([tf.norm(each) for each in values]).numpy()),
+    "texts": lambda values: [f"{tf.norm(each):.2f}" for each in values],
+}
+#: Of the whole model, or of one variable.
+UNTOLD: dict[str, Callable[[Values], Any]] = {
+    "the norm of all": lambda values: float(tf.linalg.global_norm(list(values))),
+    "the sum of all": lambda values: tf.add_n([tf.norm(each) for each in values]).numpy(),
+    "one": lambda values: [float(tf.norm(values[0])) for _ in range(2)],
+    "shapes": lambda values: [tuple(each.shape) for each in values],
+}
+
+
+def told(what: str) -> None:
+    """Tells Python numbers of variables or gradients, with a warning where they are of several."""
+    from tf_beside import with_library
+
+    side = with_library()
+    model = _model(side, "several")
+
+    @side.step
+    def compute(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - 0.3))
+        return tape.gradient(loss, model.trainable_variables)
+
+    gradients = [each.accumulate() for each in compute(rows())]
+    values = _values(what, gradients, model.trainable_variables)
+    for name, way in (*TOLD.items(), *UNTOLD.items(), ("of the model", lambda _: _all_of(model))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            way(values)
+        found = [str(each.message) for each in caught if "told to Python" in str(each.message)]
+        assert len(found) == (name in TOLD), (name, found)
+        assert not found or "/kernel" in found[0]
+
+
+def _all_of(model: Any) -> None:
+    model.set_weights(model.get_weights())

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.tensorflow.checkpoint.names import (
     build_optimizers,
 )
 from smdistributed.modelparallel.tensorflow.compat.checkpoints import write_checkpoint_state
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -208,5 +209,6 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
 
 
 def _write(variables: Mapping[str, Any], stream: BinaryIO) -> None:
-    arrays = {key: tf.convert_to_tensor(variable).numpy() for key, variable in variables.items()}
+    with unnoted():
+        arrays = {key: tf.convert_to_tensor(each).numpy() for key, each in variables.items()}
     np.savez(stream, **arrays)

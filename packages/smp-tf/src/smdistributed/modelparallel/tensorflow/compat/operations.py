@@ -144,7 +144,8 @@ def operations_noted(
 
     def reading(original: Any) -> Any:
         def run(self: Any) -> Any:
-            read(self)
+            if not _is_unnoted.get():
+                read(self)
             return original(self)
 
         return run

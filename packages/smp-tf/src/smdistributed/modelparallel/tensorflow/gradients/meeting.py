@@ -45,10 +45,16 @@ def _place_in_script() -> int:
 
     Only a checksum: names of files differ where AutoGraph writes the code anew.
     """
+    frame = frame_of_script()
+    return 1 + zlib.crc32(f"{frame.f_code.co_name}:{frame.f_lineno}".encode())
+
+
+def frame_of_script() -> Any:
+    """Returns the frame of the script's line that is being executed."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_of_libraries(frame.f_code.co_filename):
         frame = frame.f_back
-    return 1 + zlib.crc32(f"{frame.f_code.co_name}:{frame.f_lineno}".encode())
+    return frame
 
 
 def _is_of_libraries(path: str) -> bool:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -72,7 +73,8 @@ def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:
         return
     own = [keras.variable_of(variable) for variable in variables]
     is_first = runtime.rank == members[0]
-    values = [variable.numpy() for variable in own] if is_first else None
+    with unnoted():
+        values = [variable.numpy() for variable in own] if is_first else None
     everything = runtime.communicator.allgather(values, CommGroup.DP_GROUP)
     for variable, value in zip(own, everything[0], strict=True):
         if not is_first:

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.tensorflow.gradients.combining import (
     refusal,
 )
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, of_partitions
+from smdistributed.modelparallel.tensorflow.gradients.telling import Told
 from smdistributed.modelparallel.tensorflow.parameters.shares import (
     Family,
     Form,
@@ -69,6 +70,7 @@ class _Following:
 
     def __init__(self, runtime: TFRuntime) -> None:
         self._runtime = runtime
+        self._told = Told()
 
     def eagerly(self, kind: str, args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
         """Follows an operation that was computed; returns its results, or those of the model."""
@@ -137,8 +139,11 @@ class _Following:
     def read(self, tensor: Any) -> None:
         """Refuses to tell Python the numbers of what one process would have more of."""
         share = share_of(tensor)
-        if share is not None and share.form in (*PARTIAL, Form.SOME):
+        if share is None:
+            return
+        if share.form in (*PARTIAL, Form.SOME):
             raise refusal([share])
+        self._told.note(share)
 
     def _followed(
         self,

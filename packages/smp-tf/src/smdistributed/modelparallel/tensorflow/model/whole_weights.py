@@ -10,16 +10,18 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
 
 def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
     """Returns the values of variables, wherever they live. Collective: the pipeline."""
-    own = {
-        place: keras.variable_of(variable).numpy()
-        for place, variable in enumerate(variables)
-        if _is_here(variable)
-    }
+    with unnoted():
+        own = {
+            place: keras.variable_of(variable).numpy()
+            for place, variable in enumerate(variables)
+            if _is_here(variable)
+        }
     every: dict[int, Any] = {}
     for each in engine.runtime.communicator.allgather(own, CommGroup.PP_GROUP):
         every |= each

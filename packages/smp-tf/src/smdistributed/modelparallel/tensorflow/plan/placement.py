@@ -314,7 +314,7 @@ def check_index(index: int, num_partitions: int) -> None:
     if not 0 <= index < num_partitions:
         raise _NoPartitionError(
             f"partitions are numbered from 0 to {num_partitions - 1}; smp.partition received "
-            f"{index}: use one of these, or raise partitions (pipeline_parallel_degree) in smp.init."
+            f"{index}: use one of these, or raise partitions (pipeline_parallel_degree)."
         )
 
 
