@@ -171,9 +171,10 @@ def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
     inner, pairs = optimizer.inner_optimizer, [(None, variable) for variable in variables]
 
     def keep() -> None:
-        inner.apply_gradients(pairs)
         if IS_KERAS_3:
-            optimizer._stateful_handle_finite_grads([], variables)  # counts it for the scale
+            optimizer._stateful_handle_finite_grads([], variables)  # by ``apply``, and the scale
+        else:
+            inner.apply_gradients(pairs)
 
     def skip() -> None:
         inner.iterations.assign_add(1)

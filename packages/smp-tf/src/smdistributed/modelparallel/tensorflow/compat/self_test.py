@@ -363,8 +363,11 @@ def _test_operations() -> None:
         total = one + 1.0
         inside, gradient = added(one)
         with unnoted():
-            assert float(one + 1.0) == 2.0
-    assert reads
+            unseen = one + 1.0
+            assert float(unseen) == 2.0
+        assert not reads
+        assert float(unseen) == 2.0
+    assert reads == [unseen]
     assert (len(begun), calls) == (1, [(1, 2)])
     assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 10.0)
 
