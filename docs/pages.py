@@ -48,7 +48,10 @@ _REPORTS = (Path(__file__).parents[1] / "conformance" / "reports").glob(
 _COMPATIBILITY = "Compatibility: "
 #: Public in Python, for other files of the library; no script needs them.
 _INTERNAL = {
-    "DistributedModel": (*("refresh", "place", "run_post_step_hooks"),),
+    "DistributedModel": (
+        *("refresh", "place", "run_post_step_hooks"),
+        *("check_options", "is_made_of", "stand_for"),
+    ),
     "DistributedOptimizer": ("serves", "step_was_skipped"),
     "StepOutput": (),
 }
