@@ -362,8 +362,8 @@ def told_of_misfits() -> list[str]:
     for body in [masked] if smp.pp_size() > 1 else arguments:
         try:
             smp.step(body)(smp.DistributedModel(_net()), x, arguments[body])
-        except SMPError as error:
-            told.append(str(error))
+        except Exception as error:
+            told.append("\n".join((str(error), *getattr(error, "__notes__", ()))))
     return told
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     argument_of,
@@ -32,25 +31,22 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextlib.contextmanager
 def misfits_named(rules: SplitRules, count: int, call: Callable[[], Call]) -> Iterator[None]:
-    """Inside, microbatches run; an error names arguments that were cut and may be the reason.
+    """Inside, microbatches run; an error of torch is noted which arguments may be the reason.
+
+    It stays the error that it is: it may have another reason.
 
     Args:
         rules: which arguments are split.
         count: of microbatches.
         call: gives the arguments of the step, with the shapes of the first rank.
-
-    Raises:
-        ConfigError: in the place of such an error of torch.
     """
     try:
         yield
     except (*_OF_SHAPES, IndexError) as error:
-        if count == 1 or type(error) not in (*_OF_SHAPES, IndexError) or not _is_of_torch(error):
-            raise
-        why = _why(error, rules, count, call())
-        if not why:
-            raise
-        raise ConfigError(f"{type(error).__name__}: {error}\n{why}") from error
+        is_theirs = type(error) in (*_OF_SHAPES, IndexError) and _is_of_torch(error)
+        if count > 1 and is_theirs and (why := _why(error, rules, count, call())):
+            error.add_note(why)
+        raise
 
 
 def _is_of_torch(error: Exception) -> bool:
