@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,12 @@ def test_other_errors_stay(argument: Any, fail: Any, count: int, rules: Any) -> 
 def test_what_a_script_raises_stays(error: Exception) -> None:
     assert failing(MASK, raising(error)) is error
     assert not hasattr(error, "__notes__")
+
+
+def test_what_packages_raise_whose_names_begin_like_torch_stays() -> None:
+    file = f"{Path(torch.__file__).parent}vision/ops.py"
+    code = compile("raise RuntimeError('of another package')", file, "exec")
+    assert not hasattr(failing(MASK, lambda: exec(code)), "__notes__")
 
 
 def test_arguments_are_looked_at_where_something_fails_alone() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 
 #: As what torch says that tensors do not fit.
 _OF_SHAPES = (RuntimeError, ValueError)
-_TORCH = str(Path(torch.__file__).parent)
+#: With the end of its name: other packages begin with it.
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 @contextlib.contextmanager
