@@ -66,14 +66,56 @@ def case_tensor_backward() -> None:
     expect(UnsupportedError, r"model\.backward", lambda: train(model, torch.Tensor.backward))
 
 
-def case_branch_on_an_activation() -> None:
-    model = smp.DistributedModel(Layers(lambda x: x if x.sum() > 0 else -x))
-    expect(UnsupportedError, "depend on the value of an activation", lambda: train(model))
+class Moving(nn.Linear):
+    """Computes with the number of its call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
 
 
-def case_branch_on_the_item_of_an_activation() -> None:
-    model = smp.DistributedModel(Layers(lambda x: x if x.mean().item() > 0 else -x))
-    expect(UnsupportedError, r"\.item\(\)", lambda: train(model))
+def case_a_question_behind_a_module_that_keeps_state() -> None:
+    layers = Layers(lambda x: x if x.sum() > 0 else -x)
+    layers.layers[1] = Moving()
+    model = smp.DistributedModel(layers)
+    expect(UnsupportedError, "keeps state", lambda: train(model))
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(x).all():
+        raise FloatingPointError(f"{int(x.isnan().sum())} are no numbers")
+    return x
+
+
+def case_an_error_that_an_answer_leads_to() -> None:
+    model = smp.DistributedModel(Layers(_finite))
+    assert train(model).isfinite()
+    bad = torch.ones(4, WIDTH)
+    bad[2, 1] = torch.nan  # of the second microbatch
+    expect(FloatingPointError, "4 are no numbers", lambda: train(model, x=bad))
+    assert train(model).isfinite()
+
+
+class Failing(nn.Linear):
+    """Fails for numbers that only a real run has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and x.max() > 100:
+            raise OverflowError("too large")
+        return super().forward(x)
+
+
+def case_a_module_that_fails_before_a_question() -> None:
+    layers = Layers(lambda x: x if x.sum() > 0 else -x)
+    layers.layers[2] = Failing(WIDTH, WIDTH)
+    model = smp.DistributedModel(layers)
+    assert train(model).isfinite()
+    expect(OverflowError, "too large", lambda: train(model, x=torch.full((4, WIDTH), 1e6)))
+    assert train(model).isfinite()
 
 
 class Routed(nn.Linear):
@@ -89,11 +131,6 @@ def case_sizes_of_an_activation_keep_a_module_whole() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     expected = net(torch.ones(4, WIDTH)).mean().detach()
     torch.testing.assert_close(train(smp.DistributedModel(net)), expected, atol=1e-6, rtol=1e-5)
-
-
-def case_data_dependent_shape() -> None:
-    model = smp.DistributedModel(Layers(lambda x: x[x[:, 0] > 0]))
-    expect(UnsupportedError, "shape", lambda: train(model))
 
 
 def _hooked(x: torch.Tensor) -> torch.Tensor:
@@ -356,6 +393,12 @@ def differ(difference: str) -> None:
     train(model)
     if difference == "training" and smp.rank() == 1:
         model.eval()
+    if difference.startswith("question"):
+        asking = int(difference[-1])
+        model = smp.DistributedModel(Layers(lambda x: x))
+        train(model)
+        model.get_module().between = lambda x: -x if smp.rank() == asking and x.sum() < 0 else x
+        train(model)
     if difference == "arguments" and smp.rank() == 1:
         smp.step(lambda model, x, y: model(x + y))(model, torch.ones(4, WIDTH), torch.ones(4))
     elif difference == "a number":
@@ -374,6 +417,8 @@ def differ(difference: str) -> None:
         ("arguments", "same structure"),
         # Also in a call like those before it.
         ("a number", "recorded different computations"),
+        ("question of 0", "different|did not|failed"),
+        ("question of 1", "did not make"),
     ],
 )
 def test_what_differs_between_ranks_is_named(difference: str, message: str) -> None:

@@ -1,9 +1,9 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
-``repeated_writes``, ``recomputed``, ``around`` and ``several_gradients`` generate the scripts. What
-is refused says why; nothing may give other numbers than plain PyTorch. Every run tries a part that
-goes through all of them in strides.
+``repeated_writes``, ``recomputed``, ``around``, ``several_gradients`` and ``asked`` generate the
+scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
+tries a part that goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import around
+import asked
 import between
 import layers
 import loops
@@ -54,6 +55,7 @@ STRIDES = {
     "recomputed": 240,
     "around": 6,
     "gradients": 128,
+    "asked": 170,
 }
 
 
@@ -116,9 +118,10 @@ POPULATIONS = {
     "recomputed": mixed(recomputed.RECOMPUTED),
     "around": list(around.AROUND),
     "gradients": mixed(several_gradients.HOOKED),
+    "asked": mixed(asked.ASKED),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
-ONE_WORLD = ("repeated", "recomputed", "roads", "gradients")
+ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -232,6 +235,11 @@ def try_gradients(names: Sequence[str]) -> dict[str, str]:
     return {name: several_gradients.HOOKED[name].outcome() for name in names}
 
 
+def try_asked(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts that ask for values of activations."""
+    return {name: asked.ASKED[name]() for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -246,6 +254,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "recomputed": try_recomputed,
     "around": try_around,
     "gradients": try_gradients,
+    "asked": try_asked,
 }
 
 
@@ -258,6 +267,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(repeated_writes.REPEATED) >= 2000
     assert len(recomputed.RECOMPUTED) >= 1600
     assert len(several_gradients.HOOKED) >= 1000
+    assert len(asked.ASKED) >= 1000
     assert len(POPULATIONS["uses"]) >= 150
 
 

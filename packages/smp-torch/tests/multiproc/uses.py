@@ -714,6 +714,14 @@ USES = {
     "NumPy's random numbers": Use(
         keyed=True, body="numpy.random.seed(3)", late="x = x * float(numpy.random.rand())"
     ),
+    "a question behind dropout": Use(
+        keyed=True,
+        init="self.left_out = nn.Dropout(0.5)",
+        late="""
+        x = nn.functional.dropout(self.left_out(x), 0.3)
+        x = x * 2 if x.mean() > 0 else x * float(x.detach().sum())
+        """,
+    ),
     "NumPy's random array": Use(
         keyed=True,
         body="numpy.random.seed(3)",

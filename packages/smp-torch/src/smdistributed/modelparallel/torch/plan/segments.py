@@ -250,7 +250,7 @@ def _assign(
         elif node.kind is NodeKind.LEAF:
             node.rank = partition_of[node.target]
         else:
-            node.rank = _rank_of_glue(node, current)
+            node.rank = rank_of_glue(node, current)
         current = node.rank
         if not segments or segments[-1].rank != node.rank:
             segments.append(SegmentNodes(len(segments), node.rank))
@@ -300,7 +300,7 @@ def _travelling(
     return {value.node for value in (*handed, *ends)}
 
 
-def _rank_of_glue(node: Node, current: int) -> int:
+def rank_of_glue(node: Node, current: int) -> int:
     """Glue runs where its parameter is, else where its latest operand was made."""
     made_by = [value.node for value in node.inputs if not value.replicated]
     owners = {maker.rank for maker in made_by if maker.kind is NodeKind.ATTRIBUTE}

@@ -130,7 +130,8 @@ class LeafAttributes:
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             leaf = self._scene.leaf_of.get(module)
-            if leaf is not None and not self._state.leaf_depth and name not in OF_MODULES:
+            inside = self._state.leaf_depth or self._state.runs_for_real
+            if leaf is not None and not inside and name not in OF_MODULES:
                 self._check(leaf, module, name, value)
             former(module, name, value)
 
@@ -260,6 +261,15 @@ class LeafAttributes:
             for place, value in self._real.items()
             if self._scene.leaf_of.get(place[0]) is leaf
         }
+        with self._shown(own):
+            yield
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """Lets all leaves see their attributes."""
+        return self._shown(dict(self._real))
+
+    @contextlib.contextmanager
+    def _shown(self, own: dict[tuple[nn.Module, str], Any]) -> Iterator[None]:
         hidden = {place: vars(place[0]).get(place[1], _MISSING) for place in own}
         self._show(own)
         try:

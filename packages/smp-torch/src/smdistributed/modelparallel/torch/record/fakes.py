@@ -194,6 +194,22 @@ class FakeModel:
             self.real, self.behind = {}, {}
             self.slice_guard.behind = {}
 
+    @contextlib.contextmanager
+    def real_in_place(self) -> Iterator[None]:
+        """Puts the real tensors back for a while, inside ``in_place``."""
+        fakes = []
+        behind, self.slice_guard.behind = self.behind, {}
+        for (module, slot), tensor in behind.items():
+            tensors = _tensors_of(module, slot)
+            fakes.append((tensors, slot, tensors[slot]))
+            tensors[slot] = tensor
+        try:
+            yield
+        finally:
+            for tensors, slot, fake in fakes:
+                tensors[slot] = fake
+            self.slice_guard.behind = behind
+
     def rebound(self) -> Iterator[Slot]:
         """Yields the parameters and buffers that code has assigned new tensors to; in place."""
         for slot, fake in self.slots.items():

@@ -262,6 +262,7 @@ class Graph:
         written: what the arguments that it changed in place have become, by their positions.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
+        num_before: of what comes before a question, the nodes that are not of the question itself.
     """
 
     def __init__(self) -> None:
@@ -272,6 +273,7 @@ class Graph:
         self.numbers: list[Value] = []
         self.written: dict[int, Value] = {}
         self.constants: list[Any] = []
+        self.num_before = 0
 
     def names(self) -> list[str]:
         """Returns a name for each node that says what it computes from what, wherever it stands.

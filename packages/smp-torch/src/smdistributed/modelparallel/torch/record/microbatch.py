@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
+from smdistributed.modelparallel.torch.record.ahead import Ahead
 from smdistributed.modelparallel.torch.record.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.record.constants import Constants
 from smdistributed.modelparallel.torch.record.costs import Meter
@@ -90,6 +90,7 @@ class Microbatch:
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
         given: the question that was asked last without an entry for its answer, and the answer.
+        ahead: asks questions about activations.
         spans: the calls of modules, while these are open.
         span: the innermost one in progress.
         leaf_runs: runs leaves.
@@ -111,6 +112,7 @@ class Microbatch:
         self.constants = Constants()
         self.pending: list[PendingNumber] = []
         self.given: tuple[Question, Any] | None = None
+        self.ahead: Ahead | None = None
         self._generators = context.random.state()
         self.let_go()
 
@@ -171,6 +173,9 @@ class Microbatch:
         for position, constant in question.constants.items():
             given[position] = self.constants.known(constant, question.where)
         context = self._context
+        if question.before is not None:
+            assert self.ahead is not None
+            return self.ahead.answer(question, given)
         # What one rank computes for an answer is no cost of the model: all must count alike.
         with context.calls.uncounted():
             return self.decisions.answer(
@@ -190,7 +195,9 @@ class Microbatch:
 
     def number(self, entry: Entry) -> PendingNumber:
         """Returns what stands for the number in a tensor that is not computed yet."""
-        number = PendingNumber(tensor=entry.outputs[0][1], where=f"{entry.name} in {entry.where}")
+        assert self.ahead is not None
+        tensor, where = entry.outputs[0][1], f"{entry.name} in {entry.where}"
+        number = PendingNumber(tensor=tensor, where=where, ask=self.ahead.number)
         self.pending.append(number)
         return number
 
@@ -270,17 +277,6 @@ class Microbatch:
             return fake if isinstance(fake, FakeTensor) else self.constants.of(fake)
 
         return template(obj, keep, carry)
-
-
-def depends_on_values(where: str) -> UnsupportedError:
-    """Returns the error of a place that asks for what is not computed yet."""
-    return UnsupportedError(
-        f"{where} makes Python depend on the value of an activation, or of a tensor that one "
-        "partition holds (a branch, float() or a data-dependent shape). A pipelined step is "
-        "recorded before values exist: keep the decision inside one module, return the tensor (or "
-        "its .item()) from the step function and look at it outside, or put that module on one "
-        "partition."
-    )
 
 
 def gradient_lost(entry: Entry, tensors: Sequence[torch.Tensor]) -> str:

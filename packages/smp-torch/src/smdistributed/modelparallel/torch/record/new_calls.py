@@ -20,7 +20,6 @@ from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.microbatch import (
     Context,
     Microbatch,
-    depends_on_values,
     gradient_lost,
     not_of_the_model,
 )
@@ -153,10 +152,13 @@ class NewCalls:
             return self._decide(entry, error)
         except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
             if not self._state.leaf_depth and works_for_real(target, args, kwargs):
-                raise UnsupportedError(
-                    f"{entry} cannot be recorded: {error} Put it into a module that stays whole, "
-                    "or outside the step function."
-                ) from error
+                try:
+                    return self._decide(entry, error)
+                except UnsupportedError:
+                    raise UnsupportedError(
+                        f"{entry} cannot be recorded: {error} Put it into a module that stays "
+                        "whole, or outside the step function."
+                    ) from error
             raise
         if meter.random_draws > reading.random_draws:
             if not self._state.leaf_depth and now.is_seeded():
@@ -191,11 +193,15 @@ class NewCalls:
         assert now.values is not None
         where = f"{entry.name} in {entry.where}"
         given, now.given = now.given, None
-        question = Question.of(entry, now.values, where, len(now.real_inputs))
+        question = Question.of(entry, now.values, where)
         if not question.can_be_answered:
             if question.function is torch.Tensor.item and not self._state.leaf_depth:
                 return self._take_number(entry)
-            raise depends_on_values(where) from error
+            assert now.ahead is not None
+            try:
+                question = now.ahead.question(entry, where)
+            except UnsupportedError as refusal:
+                raise refusal from error
         if given is None:
             answer = now.ask(question)
         else:

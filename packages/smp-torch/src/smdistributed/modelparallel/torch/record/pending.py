@@ -2,7 +2,7 @@
 
 ``loss.item()`` has no value yet when a step is recorded. It gives a *pending number*: one that can
 be returned, stored, and computed with, and that has its value when the step has run. A branch on
-it cannot wait, so that raises.
+it cannot wait: then what comes before is computed ahead of the step (``ahead.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class PendingNumber:
         function: of the operands.
         tensor: the fake that it is taken from.
         where: names the place in messages.
+        ask: returns the number in the fake, while the step is recorded.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class PendingNumber:
         function: Callable[..., Any] | None = None,
         tensor: torch.Tensor | None = None,
         where: str = "the step function",
+        ask: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
+        self._ask = ask
         self._operands = operands
         self._function = function
         self._known: Any = None
@@ -68,7 +71,9 @@ class PendingNumber:
             if values is not None and self in values:
                 return values[self]
             if self._known is None:
-                self._refuse()
+                if self._ask is None or self.tensor is None:
+                    self._refuse()
+                self._known = self._ask(self.tensor)
             return self._known
         return self._function(
             *(
@@ -92,6 +97,9 @@ class PendingNumber:
 
     def __int__(self) -> int:
         return int(self.value())
+
+    def __index__(self) -> int:
+        return operator.index(self.value())
 
     def __bool__(self) -> bool:
         return bool(self.value())
@@ -122,7 +130,8 @@ class PendingNumber:
 
     @property
     def _is_known(self) -> bool:
-        return all(source._known is not None for source in self.sources)
+        # One that was asked for while its step is recorded is still computed with as a tensor.
+        return all(each._known is not None and each.tensor is None for each in self.sources)
 
     def _binary(self, function: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
         if isinstance(other, torch.Tensor):

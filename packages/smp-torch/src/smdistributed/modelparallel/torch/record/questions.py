@@ -1,8 +1,9 @@
 """Questions that the user's Python asks about data while it is recorded on fakes.
 
 A branch on a mask, the length of a selection, a comparison of a random number: the answer decides
-what is recorded. It can be found where the question concerns the step's inputs and random numbers
-alone; an activation does not exist yet.
+what is recorded. Where the question concerns the step's inputs and random numbers alone, it is
+found from these. A question about an activation (is the loss finite?) keeps what comes before it in
+its microbatch: ranks compute that ahead of the step, and put back what it changes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.layers import GIVING_SIZES
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import (
     equal,
     fill,
@@ -42,10 +44,18 @@ class _Shape(NamedTuple):
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    is_on_host: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Shape:
-        return _Shape(tuple(tensor.shape), tensor.dtype)
+        return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
+
+
+class _Sizes(NamedTuple):
+    """Stands in an answer for a tensor of sizes, which functions read on the host."""
+
+    numbers: Any
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Question:
         where: who asks, for messages.
         all_constants: that were read before.
         num_inputs: tensor arguments of the microbatch.
+        before: about an activation: what its microbatch computes before it; else None.
     """
 
     function: Callable[..., Any]
@@ -66,9 +77,10 @@ class Question:
     where: str
     all_constants: tuple[Constant, ...]
     num_inputs: int
+    before: Graph | None = None
 
     @staticmethod
-    def of(entry: Entry, values: Values, where: str, num_inputs: int) -> Question:
+    def of(entry: Entry, values: Values, where: str, before: Graph | None = None) -> Question:
         """Returns the question that a call asks."""
         return Question(
             entry.target,
@@ -76,7 +88,8 @@ class Question:
             values.arguments(entry.kwargs),
             where,
             tuple(values.graph.constants),
-            num_inputs,
+            values.num_inputs,
+            before,
         )
 
     @cached_property
@@ -93,6 +106,8 @@ class Question:
     @cached_property
     def constants(self) -> dict[int, Constant]:
         """What it depends on besides the arguments of the microbatch, by position behind them."""
+        if self.before is not None:
+            return dict(enumerate(self.before.constants, self.num_inputs))
         return {
             node.target: self.all_constants[node.target - self.num_inputs]
             for node in self._sources
@@ -125,6 +140,16 @@ class Question:
                 self._ask, self._asked_of, self.kwargs, inputs, drawing, attribute
             )
 
+    @property
+    def asked(self) -> list[Value]:
+        """The tensors that it is about."""
+        return list(dict.fromkeys(placeholders((self.args, self.kwargs), Value)))
+
+    def answer_of(self, tensors: Mapping[Value, torch.Tensor]) -> Any:
+        """Finds the answer, given the tensors that it is about."""
+        args, kwargs = fill((self.args, self.kwargs), Value, tensors.__getitem__)
+        return self._ask(*args, **kwargs)
+
     def _ask(self, *args: Any, **kwargs: Any) -> Any:
         """Asks it.
 
@@ -140,7 +165,13 @@ class Question:
                 "in a step that is recorded before values exist: use what it returns, or keep the "
                 "call inside one module."
             )
-        return template(result, _Shape.of, lambda obj: obj)
+        return template(result, self._answered, lambda obj: obj)
+
+    def _answered(self, tensor: torch.Tensor) -> _Shape | _Sizes:
+        shape = _Shape.of(tensor)
+        if self.function not in GIVING_SIZES or not shape.is_on_host or tensor.is_floating_point():
+            return shape
+        return _Sizes(_tuple(tensor.tolist()), tensor.dtype)
 
     def result(self, answer: Any, mode: FakeTensorMode, device: torch.device) -> Any:
         """Returns what the function gives on fakes, tensors in the shapes of the answer."""
@@ -149,18 +180,25 @@ class Question:
         )
 
         def make(shape: _Shape) -> torch.Tensor:
-            made = torch.empty(shape.sizes, dtype=shape.dtype, device=device)
+            place = "cpu" if shape.is_on_host else device
+            made = torch.empty(shape.sizes, dtype=shape.dtype, device=place)
             if needs_grad and made.is_floating_point():
                 return made.requires_grad_().clone()
             return made
 
+        with past_recording():
+            answer = fill(answer, _Sizes, lambda each: torch.tensor(each.numbers, dtype=each.dtype))
         with mode:
             return fill(answer, _Shape, make)
 
 
 def same_answer(one: Any, other: Any) -> bool:
     """Whether two answers lead the same way."""
-    return equal(one, other, lambda a, b: a is b or (isinstance(a, _Shape) and a == b))
+    return equal(one, other, lambda a, b: a is b or (isinstance(a, (_Shape, _Sizes)) and a == b))
+
+
+def _tuple(numbers: Any) -> Any:
+    return tuple(map(_tuple, numbers)) if isinstance(numbers, list) else numbers
 
 
 def _zeros_like(value: Value) -> torch.Tensor:

@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     quiet_fakes,
 )
 from smdistributed.modelparallel.torch.record import strays
+from smdistributed.modelparallel.torch.record.ahead import Ahead, depends_on_values, question_ahead
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
@@ -44,13 +45,9 @@ from smdistributed.modelparallel.torch.record.functions import (
 from smdistributed.modelparallel.torch.record.interception import intercepted
 from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaf_calls import LeafCalls
-from smdistributed.modelparallel.torch.record.microbatch import (
-    Context,
-    Microbatch,
-    depends_on_values,
-)
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.record.nested import fill, map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.new_calls import NewCalls
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
@@ -239,6 +236,7 @@ class Recorder(TorchFunctionMode):
         self._now = now = Microbatch(self._context, trace, call, decisions)
         self._known = KnownCalls(self._context, now)
         self._new = NewCalls(self._context, now)
+        now.ahead = Ahead(self._context, now, self._known, self._new.make, self._attributes)
         self._leaves = LeafCalls(self._context, now, self._known, self._attributes)
         self._state.begin()
         self._calls.begin()
@@ -340,11 +338,11 @@ class Recorder(TorchFunctionMode):
         everything = [*opened.known, *log]
         for span in done:
             self._leaves.settle(span.entry, span.call)
-        for entry in everything:
+        for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:
                 self._leaves.check_held(spans[id(entry)])
             if entry.question is not None:
-                self._check_question(values, entry, entry.question.where)
+                entry.question = self._again(entry.question, entry, everything[:position])
             values.take(entry)
         for entry in log:
             at.following.append(entry)
@@ -357,10 +355,12 @@ class Recorder(TorchFunctionMode):
         at.following.append(opened.end)
         return way
 
-    def _check_question(self, values: Values, entry: Entry, where: str) -> None:
-        """Makes sure that a question can be asked again, now that tensors have their partitions."""
-        if not Question.of(entry, values, where, len(self._now.real_inputs)).can_be_answered:
-            raise depends_on_values(where)
+    def _again(self, question: Question, entry: Entry, log: list[Entry]) -> Question:
+        """Returns a question as it can be asked again, now that tensors have their partitions."""
+        assert self._now.values is not None
+        if Question.of(entry, self._now.values, question.where).can_be_answered:
+            return question
+        return question_ahead(entry, log, self._now.new_values(), question.where)
 
     # ------------------------------------------------------------------ calls
 
@@ -389,7 +389,14 @@ class Recorder(TorchFunctionMode):
         if isinstance(func, OpOverload):
             return self._new.call_operator(func, args, kwargs)
         name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-        return self._new.make(func, name, func, args, kwargs)
+        try:
+            return self._new.make(func, name, func, args, kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, SMPError) or PendingNumber.__name__ not in str(error):
+                raise
+        # It takes numbers alone.
+        args, kwargs = fill((args, kwargs), PendingNumber, PendingNumber.value)
+        return self.__torch_function__(func, types, args, kwargs)
 
     def _refuse(self, func: Any, args: Any) -> None:
         if func in HOOKING_GRADIENTS:

@@ -103,9 +103,22 @@ class Scene:
             finally:
                 self._real = {}
 
+    @contextlib.contextmanager
+    def real_in_place(self) -> Iterator[None]:
+        """Puts the real tensors back for a while."""
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.real_in_place())
+            yield
+
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the fake of a model's own tensor, which code may hold by another way."""
         return self._real.get(id(tensor))
+
+    def is_most_of_a_model(self, module: nn.Module) -> bool:
+        """Whether a module has more than half of a model: kept whole it would leave ranks idle."""
+        model = next(each.model for each in self.models if module in each.names)
+        return module is model or 2 * _num_parameters(module) > _num_parameters(model)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the fakes of all buffers."""
@@ -250,6 +263,10 @@ class Scene:
             else:
                 self._reach[leaf] = Snapshot(leaf.modules()).places()
         return self._reach[leaf]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
 
 
 def _has_global_backward_hooks() -> bool:

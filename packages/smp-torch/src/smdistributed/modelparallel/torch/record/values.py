@@ -84,6 +84,11 @@ class Values:
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
             self._inputs.append((fake, self._bind(fake, node, ())))
 
+    @property
+    def num_inputs(self) -> int:
+        """How many tensor arguments the microbatch has."""
+        return len(self._inputs)
+
     # ------------------------------------------------------------------ writing
 
     def take(self, entry: Entry) -> None:

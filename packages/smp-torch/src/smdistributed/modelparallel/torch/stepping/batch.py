@@ -88,6 +88,7 @@ class Round:
             partition is not decided.
         is_new: some way was not known before.
         is_open: the last microbatch shows what the partition may be, which is decided next.
+        asks: the last microbatch is under way, and asks about an activation.
         failure: what was raised by the last microbatch.
     """
 
@@ -95,7 +96,21 @@ class Round:
     ways: tuple[int | None, ...]
     is_new: bool
     is_open: bool
+    asks: bool
     failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A further question of a microbatch that asks about an activation, as rank 0 tells of it.
+
+    Attributes:
+        of_all: it is about an activation again; else rank 0 has answered it.
+        answer: its answer.
+    """
+
+    of_all: bool
+    answer: Any = None
 
 
 @dataclass(frozen=True)

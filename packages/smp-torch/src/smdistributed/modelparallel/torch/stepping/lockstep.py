@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
 from smdistributed.modelparallel.torch.record.failure import Failure
-from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
@@ -36,12 +36,14 @@ from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import (
+    Asked,
     Call,
     MiniBatch,
     Recalled,
     Round,
     TensorKind,
 )
+from smdistributed.modelparallel.torch.stepping.looking_ahead import LookingAhead, QuestionPlans
 from smdistributed.modelparallel.torch.stepping.placing import place_models
 from smdistributed.modelparallel.torch.stepping.tracing import Tracing
 
@@ -90,6 +92,11 @@ class Lockstep:
         self._new: dict[int, Way] = {}
         #: What rank 0 of the pipeline has told of this step.
         self._said: list[Round] = []
+        #: That it told in the middle of a microbatch.
+        self._unread: Round | None = None
+        #: It asks a question of all ranks, and this one has not joined yet.
+        self._is_asked = False
+        self._question_plans = QuestionPlans(runtime, self._cut)
 
     # ------------------------------------------------------------------ a step
 
@@ -105,6 +112,7 @@ class Lockstep:
             Exception: the user's.
         """
         self._passed, self._new, self._said = [], {}, []
+        self._unread, self._is_asked = None, False
         run = self._lead if self._is_first else self._follow
         is_whole = False
         while not is_whole:
@@ -142,27 +150,33 @@ class Lockstep:
         known = len(self._new)
         raised: Exception | None = None
         is_open = is_saying = False
+        began = time.perf_counter()
 
-        def say() -> None:
-            nonlocal is_saying
+        def say(*, asks: bool = False) -> None:
+            nonlocal is_saying, known, began
             is_new = is_open or len(self._new) > known
             failure = None if raised is None else Failure.of(raised)
-            said = Round(tuple(answers), tuple(ways), is_new, is_open, failure)
+            told = tuple(map(tuple, answers))
+            said = Round(told, tuple(ways), is_new, is_open, asks, failure)
             self._said.append(said)
             is_saying = True
             communicator.tell(said, CommGroup.PP_GROUP)
             is_saying = False
+            answers.clear()
+            ways.clear()
+            known, began = len(self._new), time.perf_counter()
 
-        began = time.perf_counter()
+        def tell(of_all: bool, answer: Any) -> None:
+            communicator.tell(Asked(of_all, answer), CommGroup.PP_GROUP)
+
         try:
             with self._on_fakes() as recorder:
                 while len(self._passed) < num_calls and not is_open:
                     if ways and time.perf_counter() - began > _ROUND_SECONDS:
                         with past_recording():
                             say()
-                        answers, ways, known = [], [], len(self._new)
-                        began = time.perf_counter()
-                    decisions = OwnDecisions()
+                    ahead = self._looking_ahead()
+                    decisions = OwnDecisions(ahead, functools.partial(say, asks=True), tell)
                     answers.append(decisions.answers)
                     passed = self._pass(recorder, batch, decisions)
                     ways.append(None if passed.way is None else passed.way.number)
@@ -189,23 +203,78 @@ class Lockstep:
                     with past_recording():
                         is_last = self._hear(batch)
                     is_hearing = False
-                    for answers in self._said[-1].answers:
-                        given = GivenDecisions(functools.partial(tuple, answers))
+                    said = self._said[-1]
+                    for position, answers in enumerate(said.answers, 1):
+                        asks = said.asks and position == len(said.answers)
+                        given = GivenDecisions(
+                            functools.partial(tuple, answers),
+                            self._looking_ahead(),
+                            self._hear_question if asks else None,
+                            self._join,
+                        )
                         self._pass(recorder, batch, given)
         except Exception as error:
             if is_hearing:
                 raise
             raised = error
+            self._decline(error)
         while not is_last:
             is_last = self._hear(batch)
+            assert raised is not None
+            self._decline(raised)
         return raised
 
     def _hear(self, batch: MiniBatch) -> bool:
         """Hears of some microbatches; returns whether no more follow for now."""
-        said: Round = self._runtime.communicator.hear(CommGroup.PP_GROUP)
+        said = self._unread or self._next()
+        self._unread = None
+        if isinstance(said, Asked):  # of a microbatch that has failed here
+            return False
         self._said.append(said)
-        is_whole = self._num_said == len(batch.calls)
+        self._is_asked |= said.asks
+        is_whole = self._num_said == len(batch.calls) and not said.asks
         return is_whole or said.is_open or said.failure is not None
+
+    def _next(self) -> Round | Asked:
+        """Returns what rank 0 of the pipeline tells next."""
+        said: Round | Asked = self._runtime.communicator.hear(CommGroup.PP_GROUP)
+        self._is_asked |= isinstance(said, Asked) and said.of_all
+        return said
+
+    # ------------------------------------------------------------------ questions of all ranks
+
+    def _looking_ahead(self) -> LookingAhead:
+        """Returns what answers questions about activations in a microbatch."""
+        models = models_of(self._runtime)
+        is_possible = self._runtime.tensor_group.passes is None and all(
+            model.data_parallel.shards is None for model in models
+        )
+        return LookingAhead(self._runtime, self._question_plans, is_possible=is_possible)
+
+    def _hear_question(self) -> tuple[bool, Any]:
+        """Hears of the next question of a microbatch in which all ranks have answered one.
+
+        Raises:
+            SMPError: rank 0 of the pipeline asks none.
+        """
+        said = self._next()
+        if isinstance(said, Round):
+            self._unread = said
+            raise SMPError(
+                "a decision is made here that the first rank of the pipeline did not make: every "
+                "rank must run the same code with the same settings."
+            )
+        return said.of_all, said.answer
+
+    def _join(self) -> None:
+        self._is_asked = False
+
+    def _decline(self, error: Exception) -> None:
+        """Lets the others know that this rank does not come to the question that they ask."""
+        if self._is_asked:
+            self._is_asked = False
+            with contextlib.suppress(Exception):  # it is raised on all ranks
+                self._looking_ahead().decline(error)
 
     def _pass(
         self, recorder: Recorder, batch: MiniBatch, decisions: OwnDecisions | GivenDecisions
@@ -361,6 +430,15 @@ class Lockstep:
         for plan in alike:
             if plan.graph.does_as(way.graph):
                 return plan
+        plan = self._cut(way.graph)
+        _check_inputs(plan)
+        alike.append(plan)
+        while len(self._plans) > _MOST_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _cut(self, graph: Graph) -> Plan:
+        """Cuts a graph along the partition."""
         models = [model for model in models_of(self._runtime) if model.holder.partitioned]
         partition_of = {
             module: partition
@@ -374,12 +452,7 @@ class Lockstep:
                     return model.holder.placement.owner_of(slot)
             raise AssertionError("a recorded parameter belongs to no model")
 
-        plan = cut(way.graph, partition_of, owner_of, self._tracing.costs)
-        _check_inputs(plan)
-        alike.append(plan)
-        while len(self._plans) > _MOST_PLANS:
-            self._plans.popitem(last=False)
-        return plan
+        return cut(graph, partition_of, owner_of, self._tracing.costs)
 
     def _compare(self, failure: Exception | None) -> None:
         """Makes sure that all ranks went the same ways. Collective: PP_GROUP.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 _METHODS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+#: What packs and unpacks sequences: gives sizes on the host, beside numbers, and reads them there.
+GIVING_SIZES = {torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence}
 
 
 def convolves_as_torch(layer: Any) -> bool:

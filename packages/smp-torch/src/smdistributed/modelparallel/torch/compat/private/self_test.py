@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as native_checkpoint
 
@@ -59,6 +60,7 @@ from smdistributed.modelparallel.torch.compat.private.distributed import (
     gradient_buckets,
     is_future,
 )
+from smdistributed.modelparallel.torch.compat.private.layers import GIVING_SIZES
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     FakeTensor,
@@ -105,12 +107,15 @@ def self_test() -> list[str]:
             _storages_and_versions,
             _modes,
             _compiled_modules,
+            _compiled_backward,
             _checkpointing,
             _norms,
             _many_tensors,
             _optimizers,
             _buckets,
             _collectives,
+            _functions_alone,
+            _sizes,
             _hooks_of_gradients,
             _ends_of_backward_passes,
             _subclasses,
@@ -357,6 +362,23 @@ def _functions_alone() -> None:
     _expect(made.tolist() == [2.0, 2.0], "a function is applied")
     (found,) = torch.autograd.grad(made.sum(), given)
     _expect(found.tolist() == [3.0, 3.0], "a function's backward pass is its own")
+
+
+def _sizes() -> None:
+    seen = []
+
+    class See(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        packed = pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 1]), batch_first=True)
+        pad_packed_sequence(packed)
+    _expect(packed.batch_sizes.tolist() == [2, 1, 1], "packed sequences have sizes on the host")
+    _expect({*seen} >= GIVING_SIZES, "functions that pack sequences are known")
 
 
 def _hooks_of_gradients() -> None:
