@@ -1,8 +1,8 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
-``repeated_writes``, ``recomputed``, ``around``, ``several_gradients`` and ``asked`` generate the
-scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
+``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked`` and
+``kept_features`` generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
 tries a part that goes through all of them in strides.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import around
 import asked
 import between
+import kept_features
 import layers
 import loops
 import order
@@ -56,6 +57,7 @@ STRIDES = {
     "around": 6,
     "gradients": 128,
     "asked": 170,
+    "features": 64,
 }
 
 
@@ -119,9 +121,10 @@ POPULATIONS = {
     "around": list(around.AROUND),
     "gradients": mixed(several_gradients.HOOKED),
     "asked": mixed(asked.ASKED),
+    "features": mixed(kept_features.KEPT),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
-ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked")
+ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features")
 QUICK = {
     *(("pp2", kind, 0) for kind in POPULATIONS),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -240,6 +243,11 @@ def try_asked(names: Sequence[str]) -> dict[str, str]:
     return {name: asked.ASKED[name]() for name in names}
 
 
+def try_features(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts that keep what a module computes."""
+    return {name: kept_features.KEPT[name]() for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -255,6 +263,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "around": try_around,
     "gradients": try_gradients,
     "asked": try_asked,
+    "features": try_features,
 }
 
 

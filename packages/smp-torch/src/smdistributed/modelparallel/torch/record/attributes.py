@@ -197,7 +197,9 @@ class LeafAttributes:
 
     def _refuse_difference(self, leaf: nn.Module) -> None:
         state = self._scene.states[leaf]
-        if self.refuse_difference(self._called[leaf], state):
+        # What it has put into containers of its own, it has put there itself.
+        own = {id(each.obj) for entry in self._called[leaf] for each in entry.left}
+        if self.refuse_difference(self._called[leaf], state, own):
             self._scene.states[leaf] = self._scene.seen_by(leaf)
 
     def refuse_difference(
@@ -246,7 +248,8 @@ class LeafAttributes:
     def hide_growth(self, grown: Sequence[Growth]) -> None:
         """Hides what leaves have added to containers in a microbatch that is over."""
         for growth in reversed(grown):
-            if any(isinstance(each, torch.Tensor) for each in growth.added.values()):
+            has_tensors = any(isinstance(each, torch.Tensor) for each in growth.added.values())
+            if has_tensors and not growth.is_own:
                 self._hidden_growth.append(
                     growth.replaced(lambda: _Unknown("what a hook or a module has stored"))
                 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.carried import (
     Carried,
@@ -117,6 +117,7 @@ class LeafCalls:
             self._run_again(call, entry)
         else:
             self._calls.count(entry.target)
+            now.grown += [each.again() for each in entry.left]
         if entry.repeats and not now.look_as_after(entry):
             with self._state.pausing():
                 for tensor in entry.changed:
@@ -168,8 +169,10 @@ class LeafCalls:
                     alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
                 now.grown += run.grown
+                entry.left = [each for each in run.grown if each.is_own]
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
+                entry.borrowed = self._borrowed(entry, run.borrowed)
                 self._complete(entry, run.result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
@@ -217,6 +220,34 @@ class LeafCalls:
             if not contents.is_current()
         ]
         entry.changes = list(changes)
+
+    def _borrowed(
+        self, entry: Entry, read: Iterable[torch.Tensor], made: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """Returns what a leaf has read that it is not given, and that no parameter or buffer is.
+
+        Args:
+            entry: of its call.
+            read: what it has read.
+            made: identities of what it has made itself.
+        """
+        if entry.held:
+            return []  # by way of objects with state, which are looked after
+        given = set(map(id, tensors_in((entry.args, entry.kwargs))))
+        known = given.union(made, self._scene.slots)
+        return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
+
+    def note_borrowed(self, span: Span, log: Sequence[Entry]) -> None:
+        """Finds out what a module that has turned out to be a leaf has read that it is not given.
+
+        Args:
+            span: its call.
+            log: the entries of the microbatch.
+        """
+        inside = log[span.start : span.end]
+        made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
+        read = (each for entry in inside for each in tensors_in((entry.args, entry.kwargs)))
+        span.entry.borrowed = self._borrowed(span.entry, read, made)
 
     # Modules that may turn out to be leaves
 

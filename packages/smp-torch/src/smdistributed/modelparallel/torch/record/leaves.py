@@ -50,6 +50,7 @@ class LeafRun:
         grown: what it added to containers that others see: not yet taken out.
         lines: what it did, as text.
         read: what it read that no recorded call made.
+        borrowed: what it read that code outside of it has made.
     """
 
     result: Any
@@ -59,6 +60,7 @@ class LeafRun:
     grown: list[Growth]
     lines: list[str]
     read: list[torch.Tensor | Constant]
+    borrowed: list[torch.Tensor]
 
 
 class LeafRuns:
@@ -86,7 +88,7 @@ class LeafRuns:
         )
 
     def run(self, values: Values, module: nn.Module, call: Callable[[], Any]) -> LeafRun:
-        """Runs a leaf, and puts back whatever it changed in Python.
+        """Runs a leaf, and puts back whatever it changed in Python and nobody else sees.
 
         It runs for real in every step; what is recorded of it serves only to answer questions
         about data while it runs on fakes.
@@ -98,12 +100,12 @@ class LeafRuns:
             try:
                 result = call()
                 inner = self.inner_of(module)
-                read = values.read
+                read, borrowed = values.read, list(values.borrowed.values())
             finally:
                 changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
                 grown = snapshot.put_back()
         lines = [node.line(repr) for node in graph.nodes]
-        return LeafRun(result, inner, changes, self._hooked, grown, lines, read)
+        return LeafRun(result, inner, changes, self._hooked, grown, lines, read, borrowed)
 
     @contextlib.contextmanager
     def apart(self, values: Values) -> Iterator[Graph]:

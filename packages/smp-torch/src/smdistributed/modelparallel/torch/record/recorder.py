@@ -337,6 +337,7 @@ class Recorder(TorchFunctionMode):
         at = opened.at
         everything = [*opened.known, *log]
         for span in done:
+            self._leaves.note_borrowed(span, opened.log)
             self._leaves.settle(span.entry, span.call)
         for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:

@@ -69,7 +69,9 @@ class Span:
 
     def undo(self) -> None:
         """Puts back what the call changed."""
-        for growth in self.snapshot.put_back():
+        grown = self.snapshot.put_back()
+        self.entry.left = [each for each in grown if each.is_own]
+        for growth in grown:
             growth.remove()
         with past_recording(), torch.no_grad():
             for tensor, before in reversed(self.written):

@@ -179,6 +179,8 @@ def _containers(trace: Trace) -> Iterator[int]:
     for entry in _entries(trace):
         pending += (entry.args, entry.kwargs, entry.result, entry.outputs, entry.changed)
         pending += (entry.inner, entry.hooked, entry.hidden, entry.held, entry.effects)
+        # Not the containers themselves, which are the user's.
+        pending += (entry.borrowed, *(each.added for each in entry.left))
         if entry.way is not None:
             yield id(entry.way.fakes)
     while pending:

@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.record.work import Work
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.carried import Carried
+    from smdistributed.modelparallel.torch.record.growth import Growth
     from smdistributed.modelparallel.torch.record.questions import Question
 
 
@@ -132,6 +133,8 @@ class Entry:
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
         refusal: why it can be made only in a module that stays whole; else "".
+        left: LEAF: the tensors that it puts into containers of its own.
+        borrowed: LEAF: tensors of the step that it reads and is not given: others have kept them.
         held: the objects with state that it is given, and what is in them then.
         effects: and what it leaves in them.
         question, answer: QUESTION: what is asked, and the answer that leads here.
@@ -170,6 +173,8 @@ class Entry:
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
     refusal: str = ""
+    left: list[Growth] = field(default_factory=list)
+    borrowed: list[torch.Tensor] = field(default_factory=list)
     held: list[tuple[Carried, Any]] = field(default_factory=list)
     effects: list[tuple[Carried, Any]] = field(default_factory=list)
     question: Question | None = None

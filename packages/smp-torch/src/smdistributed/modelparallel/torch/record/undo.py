@@ -96,7 +96,7 @@ class Snapshot:
         apart_from: Collection[nn.Module] = (),
         moved: Container[int] = (),
     ) -> None:
-        modules = dict.fromkeys(modules)
+        self._modules = modules = dict.fromkeys(modules)
         reach = Reach(modules, code, apart_from, moved)
         self._holders = reach.holders
         #: What has changed, and what is in it now.
@@ -141,19 +141,25 @@ class Snapshot:
         return {id(holder.obj) for holder, _ in self._changed}
 
     def put_back(self) -> list[Growth]:
-        """Puts back what was found to have changed, but for what was added to shared containers.
+        """Puts back what was found to have changed, but for what was put into containers.
 
         Returns:
-            what was added: code outside may read it before the microbatch is over.
+            what was put into shared ones, and of tensors into the modules' own: code outside may
+            read it before the microbatch is over.
 
         Raises:
             UnsupportedError: something cannot be put back.
         """
         grown = []
         for holder, now in reversed(self._changed):
-            if holder.owner is None and is_growth(holder.obj, holder.before, now):
-                grown.append(Growth(holder.obj, added_to(holder.before, now)))
-                continue
+            # Attributes of modules are looked after by themselves.
+            is_container = holder.owner is None or holder.owner.attribute != ""
+            if is_container and is_growth(holder.obj, holder.before, now):
+                is_own = not self._is_of_others(holder)
+                growth = Growth.of(holder.obj, holder.before, now, is_own=is_own)
+                if not is_own or growth.is_of_tensors:
+                    grown.append(growth)
+                    continue
             if holder.put_back is None:
                 raise UnsupportedError(
                     f"{holder.path} moves on when the module that has it runs, and cannot be put "
@@ -162,6 +168,9 @@ class Snapshot:
                 )
             holder.put_back(holder.obj, holder.before)
         return grown
+
+    def _is_of_others(self, holder: Holder) -> bool:
+        return holder.owner is None or holder.owner.module not in self._modules
 
     def differences(self, apart_from: Collection[int] = ()) -> list[Difference]:
         """Returns what is another now outside the modules' own attributes.

@@ -54,6 +54,7 @@ class Values:
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
         read: what calls have read that no recorded call made; inside a leaf by its calls.
+        borrowed: inside a leaf, what its calls have read of that code outside of it has made.
         models: those whose parameters or buffers were read.
     """
 
@@ -66,6 +67,8 @@ class Values:
     ) -> None:
         self.graph = Graph()
         self.read: list[torch.Tensor | Constant] = []
+        self.borrowed: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, Value] = {}
         self.models: set[nn.Module] = set()
         self._scene = scene
         self._state = state
@@ -100,6 +103,8 @@ class Values:
             raise UnsupportedError(entry.refusal)
         if not entry.outputs and not entry.changed and entry.kind is not EntryKind.LEAF:
             return
+        if self._state.is_glue:
+            self._check_borrowed(entry)
         settings = entry.settings
         assert settings is not None
         if self._state.is_glue:
@@ -157,6 +162,27 @@ class Values:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
                 self._bind(tensor, node, source, entry.looks[id(tensor)])
+
+    def _check_borrowed(self, entry: Entry) -> None:
+        """Makes sure that a leaf runs where what it reads besides its arguments was kept.
+
+        Raises:
+            UnsupportedError: another rank has kept it.
+        """
+        for tensor in entry.borrowed:
+            value, escaped = self._known.get(id(tensor)), self._escaped.get(id(tensor))
+            if value is None and escaped is None:
+                continue
+            maker = escaped[0] if value is None and escaped is not None else value and value.node
+            assert isinstance(maker, Node)
+            home = self._scene.leaves.get(maker.target) if maker.kind is NodeKind.LEAF else None
+            if home is None or home.partition != self._scene.leaves[entry.target].partition:
+                raise UnsupportedError(
+                    f"{entry.name} reads a tensor of the step that it is not given: "
+                    f"{maker.name or 'the model'} has left it in an attribute, a container or a "
+                    "closure, in another process. Pass it as an argument, read it in code between "
+                    "modules, or put the modules on one partition."
+                )
 
     def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
         return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
@@ -216,13 +242,15 @@ class Values:
     def aside(self) -> Iterator[Graph]:
         """Writes a graph of its own meanwhile, and forgets it."""
         graph, known, constants, read = self.graph, self._known, self._constants, self.read
+        outside, borrowed = self._outside, self.borrowed
         self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
-        self.read = []
+        self.read, self._outside, self.borrowed = [], known, {}
         self.graph.constants = list(graph.constants)
         try:
             yield self.graph
         finally:
             self.graph, self._known, self._constants, self.read = graph, known, constants, read
+            self._outside, self.borrowed = outside, borrowed
 
     # ------------------------------------------------------------------ reading
 
@@ -257,6 +285,8 @@ class Values:
             return self._of_constant(tensor)
         known = self._known.get(id(tensor))
         if known is not None:
+            if id(tensor) in self._outside:
+                self.borrowed[id(tensor)] = tensor
             return known
         if id(tensor) in self._scene.slots:
             return self._of_slot(tensor)
@@ -294,6 +324,8 @@ class Values:
 
     def _of_stranger(self, tensor: torch.Tensor) -> Value:
         escaped = self._escaped.get(id(tensor))
+        if escaped is not None:
+            self.borrowed[id(tensor)] = tensor
         if escaped is not None and not self._state.leaf_depth:
             node, entry, tap, _ = escaped
             node.taps.append(tap)
