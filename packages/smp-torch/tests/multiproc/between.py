@@ -273,15 +273,28 @@ def _read_of_all(road: Road) -> Loop:
         try:
             return sum(road(block.linear.weight) for block in run.net.blocks)
         except RuntimeError as error:
-            if "another partition" not in str(error):  # compilers tell it in an error of their own
+            # Compilers tell it in an error of their own.
+            if not any(each in str(error) for each in ("another partition", "sharding group")):
                 raise
             raise UnsupportedError(str(error)) from error
 
     return _told(read)
 
 
+def _written_to_all(road: Road) -> Loop:
+    def write(weight: torch.Tensor) -> None:
+        try:
+            road(weight)
+        except ValueError as error:
+            if "read-only" not in str(error):  # NumPy tells it in an error of its own
+                raise
+            raise UnsupportedError(str(error)) from error
+
+    return _blocks(write)
+
+
 #: Roads past functions of torch, from parameters of all partitions.
 ROADS = {
     **{f"read: {label}": _read_of_all(road) for label, road in READS.items()},
-    **{f"written: {label}": _blocks(road) for label, road in WRITES.items()},
+    **{f"written: {label}": _written_to_all(road) for label, road in WRITES.items()},
 }

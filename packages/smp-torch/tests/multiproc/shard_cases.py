@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -229,7 +231,7 @@ def case_parameters_are_frozen_between_steps() -> None:
 # ------------------------------------------------------------------ what scripts do between steps
 
 
-def case_values_are_not_to_be_had_on_one_rank() -> None:
+def case_parameters_are_whole_between_steps() -> None:
     model = smp.DistributedModel(net())
     optimizer = smp.DistributedOptimizer(adam(model.parameters()))
     step = smp.step(body)
@@ -241,32 +243,28 @@ def case_values_are_not_to_be_had_on_one_rank() -> None:
     )
     assert weight in set(model.parameters())
     assert weight.to(weight.device) is weight
-    for read in (
-        lambda: weight.sum(),
-        lambda: weight.detach(),
-        lambda: weight[0],
-        lambda: weight.tolist(),
-        lambda: copy.deepcopy(weight),
-        lambda: weight.data,
-        lambda: weight.double(),
-        lambda: torch.stack([weight, weight]),
-        lambda: model.get_module()(torch.zeros(1, 8)),
-        lambda: model.get_module().state_dict(),
-    ):
-        with pytest.raises(SMPError, match=r"0\.weight.*(state_dict|load_state_dict)"):
-            read()
-    with torch.no_grad():
-        for write in (
-            lambda: weight.mul_(2),
-            lambda: nn.init.zeros_(weight),
-            lambda: weight.copy_(torch.zeros(8, 8)),
-        ):
-            with pytest.raises(SMPError, match=r"0\.weight.*load_state_dict"):
-                write()
-    with pytest.raises(UnsupportedError, match=r"take norms by smp\.clip_grad_norm_"):
-        weight.grad.norm()
-    with pytest.raises(UnsupportedError, match="no whole tensor takes its place"):
-        weight.grad = torch.zeros(8, 8)
+    assert weight.grad is weight.grad
+    assert weight.grad.shape == (8, 8)
+    want = model.state_dict()["0.weight"]
+    assert copy.deepcopy(weight).equal(want)
+    assert type(copy.deepcopy(weight)) is nn.Parameter
+    assert pickle.loads(pickle.dumps(weight)).equal(want)
+    assert model.get_module().state_dict()["0.weight"].equal(want)
+    with pytest.raises(ValueError, match="read-only"):
+        weight.detach().numpy()[0] = 1.0
+    with pytest.raises(UnsupportedError, match=r"the memory of 0\.weight.*clone"):
+        weight.data_ptr()
+    with pytest.raises(UnsupportedError, match=r"0\.weight would get another form"):
+        weight.detach().resize_(100)
+    other = torch.zeros(8, 8)
+    other.data = weight.data
+    with pytest.raises(UnsupportedError, match=r"given the data of one in shards"):
+        other.sum()
+    shared = torch.zeros(9, 8)
+    with pytest.raises(UnsupportedError, match="nothing else sees its memory"):
+        weight.data = shared[1:]
+    with pytest.raises(UnsupportedError, match=r"nn\.Parameter was given 0\.weight"):
+        nn.Parameter(weight)
     with pytest.raises(UnsupportedError, match="use register_hook"):
         weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(UnsupportedError, match="would need the whole model"):
@@ -278,6 +276,17 @@ def case_values_are_not_to_be_had_on_one_rank() -> None:
     model.zero_grad()
     assert weight.grad is None
     optimizer.step()  # nothing to apply
+
+
+def case_one_rank_alone_reads_no_parameter() -> None:
+    """Who reads what the others do not is told so, as they are; nobody waits for ever."""
+    model = smp.DistributedModel(net())
+    weight = model.get_module()[0].weight
+    step = smp.step(body)
+    share = own_share(batches(1)[0], [0, 0])
+    do = weight.norm if smp.rank() == 0 else functools.partial(step, model, *share)
+    with pytest.raises(SMPError, match=r"rank 0 uses 0\.weight between steps; rank 1 begins"):
+        do()
 
 
 def case_writes_inside_a_step_are_refused() -> None:
@@ -679,7 +688,8 @@ CASES: dict[str, Callable[[], object]] = {
     "unused_parameters": case_unused_parameters,
     "the_order_changes": case_the_order_changes,
     "parameters_are_frozen_between_steps": case_parameters_are_frozen_between_steps,
-    "values_are_not_to_be_had_on_one_rank": case_values_are_not_to_be_had_on_one_rank,
+    "parameters_are_whole_between_steps": case_parameters_are_whole_between_steps,
+    "one_rank_alone_reads_no_parameter": case_one_rank_alone_reads_no_parameter,
     "writes_inside_a_step_are_refused": case_writes_inside_a_step_are_refused,
     "gradients_change_number_by_number": case_gradients_change_number_by_number,
     "calls_outside_of_steps": case_calls_outside_of_steps,

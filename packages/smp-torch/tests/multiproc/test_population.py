@@ -1,9 +1,9 @@
 """Python state of every kind and uses of torch of many kinds: never silently wrong.
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
-``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked`` and
-``kept_features`` generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch. Every run
-tries a part that goes through all of them in strides.
+``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
+``kept_features`` and ``at_rest`` generate the scripts. What is refused says why; nothing may give
+other numbers than plain PyTorch. Every run tries a part that goes through all of them in strides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import around
 import asked
+import at_rest
 import between
 import kept_features
 import layers
@@ -58,6 +59,7 @@ STRIDES = {
     "gradients": 128,
     "asked": 170,
     "features": 64,
+    "at rest": 20,
 }
 
 
@@ -83,6 +85,13 @@ CONFIGS: dict[str, dict[str, object]] = {
     "one-graphs": {"pipeline_parallel_degree": 1},
     # What lies between modules is compiled.
     "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+    # Every rank has a block of each parameter, and all have the same batch.
+    "sdp2": {
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+        "sdp_gradient_clipping": float("inf"),
+        "ddp": True,
+    },
 }
 WORLDS = {
     name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=PRELOAD)
@@ -122,13 +131,17 @@ POPULATIONS = {
     "gradients": mixed(several_gradients.HOOKED),
     "asked": mixed(asked.ASKED),
     "features": mixed(kept_features.KEPT),
+    "at rest": mixed(at_rest.ACTS),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features")
+#: In shards a step runs as it is: what matters is what lies between two steps.
+IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 QUICK = {
-    *(("pp2", kind, 0) for kind in POPULATIONS),
+    *(("pp2", kind, 0) for kind in POPULATIONS if kind != "at rest"),
+    *(("sdp2", kind, 0) for kind in IN_SHARDS),
     # Without graphs, what is around a step of one partition is around plain Python.
-    *(("one", kind, 0) for kind in POPULATIONS if kind not in ("around", *ONE_WORLD)),
+    *(("one", kind, 0) for kind in POPULATIONS if kind not in ("around", "at rest", *ONE_WORLD)),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(0, STRIDES["uses"], 3)),
     # Halves are in a V too.
@@ -140,7 +153,11 @@ QUICK = {
     ("compiled", "uses", 3),
 }
 PARTS = [
-    (world, kind, part) for world in WORLDS for kind in POPULATIONS for part in range(STRIDES[kind])
+    (world, kind, part)
+    for world in WORLDS
+    for kind in POPULATIONS
+    if (kind in IN_SHARDS if world == "sdp2" else kind != "at rest")
+    for part in range(STRIDES[kind])
 ]
 
 
@@ -248,6 +265,11 @@ def try_features(names: Sequence[str]) -> dict[str, str]:
     return {name: kept_features.KEPT[name]() for name in names}
 
 
+def try_at_rest(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some loops that do one thing with each tensor between two steps."""
+    return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -264,6 +286,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "gradients": try_gradients,
     "asked": try_asked,
     "features": try_features,
+    "at rest": try_at_rest,
 }
 
 
@@ -277,6 +300,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(recomputed.RECOMPUTED) >= 1600
     assert len(several_gradients.HOOKED) >= 1000
     assert len(asked.ASKED) >= 1000
+    assert len(at_rest.ACTS) >= 330
     assert len(POPULATIONS["uses"]) >= 150
 
 
@@ -313,6 +337,7 @@ def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: 
     # By one function of several, or by a hook of several gradients.
     is_often_refused = kind in ("order", "writes", "repeated", "gradients")
     assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
+    assert world != "sdp2" or counts["exact"] >= num_scripts * 3 // 4
 
 
 def test_random_numbers_do_not_depend_on_the_partition(worlds: Worlds) -> None:

@@ -183,7 +183,7 @@ def test_a_population_is_exact_or_refused(worlds: Worlds, world: str) -> None:
     found = run(worlds, WORLDS[world], survey, timeout=280)[0]
     print(found)
     assert not found["wrong"]
-    assert found["refused"] == ["data_writes", "reads", "writes"]
+    assert not found["refused"]
     assert sum(found["counts"].values()) == 324
 
 
@@ -263,7 +263,7 @@ def test_a_population_that_reads_is_exact_or_refused(worlds: Worlds) -> None:
     found = run(worlds, WORLDS["sdp2-little"], read_cases.survey, timeout=280)[0]
     print(found)
     assert not found["wrong"]
-    assert found["refused"] == ["data_writes", "reads", "writes"]
+    assert not found["refused"]
     assert sum(found["counts"].values()) == 324
 
 

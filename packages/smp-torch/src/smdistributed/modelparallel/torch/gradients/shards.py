@@ -66,6 +66,7 @@ class Shards:
             ),
             runtime.device,
             may_gather=_method_or_false(self._may_gather),
+            rests=_method_or_false(self._rests),
             has_begun=_method_or_false(self._arm),
         )
 
@@ -131,6 +132,10 @@ class Shards:
     def _may_gather(self) -> bool:
         """Tells whether all ranks use the parameters of the model now."""
         return self.runs or is_in_backward()
+
+    def _rests(self) -> bool:
+        """Tells whether all ranks run the Python of the script, between two steps."""
+        return not (self._runtime.is_in_step or self._may_gather())
 
     def _arm(self) -> bool:
         """Reduces at the end of a backward pass that no step function runs."""

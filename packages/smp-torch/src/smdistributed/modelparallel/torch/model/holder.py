@@ -66,6 +66,8 @@ class Holder:
         self._fixed: dict[str, int] = {}
         self._is_gathered = False
         self._sharded: frozenset[Slot] = frozenset()
+        #: What is in shards, by id: a script may put it elsewhere in the model.
+        self._cut_tensors: dict[int, torch.Tensor] = {}
         self.absence = Absence(runtime)
         self._keeper = ModelsKeeper(runtime)
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
@@ -194,7 +196,7 @@ class Holder:
         runtime, former = self._runtime, self.fakes
         self.fakes = FakeModel(former.model, runtime.fake_mode, runtime.device, former)
         self._sharded = frozenset(
-            slot for slot in self._sharded if self.fakes.has_the_same(slot, former)
+            slot for slot in self.fakes.slots if id(_tensor(slot)) in self._cut_tensors
         )
         self.version += 1
         if self._placement is not None:
@@ -289,6 +291,7 @@ class Holder:
         tied = {id(_tensor(slot)) for slot in self.fakes.slots if slot not in self._sharded}
         # Of a tied parameter all places must agree.
         self._sharded = frozenset(slot for slot in self._sharded if id(_tensor(slot)) not in tied)
+        self._cut_tensors = {id(each): each for each in map(_tensor, self._sharded)}
 
     @property
     def _degree(self) -> int:

@@ -137,10 +137,6 @@ class FakeModel:
         }
         return dict(reversed(found.values()))
 
-    def has_the_same(self, slot: Slot, other: FakeModel) -> bool:
-        """Tells whether a parameter or buffer is the one that the model had at another time."""
-        return slot in self._tensors and self._tensors[slot] is other._tensors.get(slot)
-
     def check_current(self) -> None:
         """Makes sure that the first forward has not changed the model where one rank alone is.
 

@@ -30,6 +30,8 @@ class Required(enum.IntEnum):
     END_OF_PASS = 3
     END = 4
     CONFIRMED = 5
+    WHOLE = 6
+    WHOLE_GRADIENT = 7
 
 
 #: Numbers that a wish beyond what is required may have.

@@ -45,8 +45,8 @@ class CompiledCalls:
         for parameter in module.parameters():
             if isinstance(parameter, ShardedParameter):
                 shard = parameter.shard
-                shard.home.check_use(shard, type(module).__name__)
-                shard.home.enter([shard])
+                shard.home.check_use(shard.name, type(module).__name__)
+                shard.home.enter([shard.unit])
                 kind: Any = type(parameter)
                 with past_subclass_functions():
                     given.append((parameter, kind, parameter._version))
@@ -60,7 +60,7 @@ class CompiledCalls:
             if parameter._version != version:
                 written.append(parameter.shard.name)
             parameter.__class__ = kind
-            parameter.shard.home.leave([parameter.shard])
+            parameter.shard.home.leave([parameter.shard.unit])
         if written:
             raise UnsupportedError(
                 f"the compiled {type(module).__name__} wrote to {', '.join(written)}, and what is "

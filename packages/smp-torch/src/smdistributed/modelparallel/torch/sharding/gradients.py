@@ -58,7 +58,7 @@ class SoFar(NamedTuple):
     has_gradients: bool
 
 
-class ShardedGradients:
+class ShardedViews:
     """The gradients of the sharded parameters of one model.
 
     Args:
@@ -111,7 +111,7 @@ class ShardedGradients:
         self._watched: set[Any] = set()
         self.has_gradients = False
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Has autograd call for each parameter that gets gradients, also one that was set free."""
         this = weakref.ref(self)
 
@@ -128,7 +128,7 @@ class ShardedGradients:
 
     def begin(self) -> None:
         """Starts a step, or a call outside of steps."""
-        self._watch()
+        self.watch()
         self._settle()
         self.has_gradients = False
         self._pending.clear()

@@ -16,12 +16,13 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
-from smdistributed.modelparallel.torch.sharding.gradients import ShardedGradients, SoFar
+from smdistributed.modelparallel.torch.sharding.blocks import Blocks
+from smdistributed.modelparallel.torch.sharding.gradients import ShardedViews, SoFar
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
 from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
 from smdistributed.modelparallel.torch.sharding.residency import Residency
 from smdistributed.modelparallel.torch.sharding.row_sums import row_sums
-from smdistributed.modelparallel.torch.sharding.shard_memory import shard_memory
+from smdistributed.modelparallel.torch.sharding.shard_memory import gather_blocks, shard_memory
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
 
@@ -64,6 +65,7 @@ class ShardedModel:
         options: how.
         device: where the parameters are.
         may_gather: tells whether the model runs, so that parameters are used by all ranks.
+        rests: tells whether it is between two steps, and nothing of the model runs.
         has_begun: called before the first gradient of a backward pass.
 
     Attributes:
@@ -77,15 +79,19 @@ class ShardedModel:
         options: ShardingOptions,
         device: torch.device,
         may_gather: Callable[[], bool],
+        rests: Callable[[], bool],
         has_begun: Callable[[], object],
     ) -> None:
         self._groups = groups
         self._options = options
         self._may_gather = may_gather
-        agreement = Agreement(groups.collectives, groups.members, groups.course, self._describe)
+        self._rests = rests
+        self._agreement = agreement = Agreement(
+            groups.collectives, groups.members, groups.course, self._describe
+        )
         memory = shard_memory(groups, device)
         self.residency = Residency(memory, device, agreement, options.most_live)
-        self.gradients = ShardedGradients(
+        self.gradients = ShardedViews(
             groups,
             row_sums(groups, device, options.bucket_elements),
             agreement,
@@ -151,19 +157,48 @@ class ShardedModel:
     def _describe(self, kind: Required, number: int) -> str:
         if kind is Required.GATHER:
             return f"uses {self.units[number].names[0]}"
+        if kind in (Required.WHOLE, Required.WHOLE_GRADIENT):
+            name = [name for unit in self.units for name in unit.names][number]
+            told = name if kind is Required.WHOLE else f"the gradient of {name}"
+            return f"uses {told} between steps"
         return _DOING[kind]
 
     # ------------------------------------------------------------------ use
 
-    def enter(self, shards: Iterable[Shard]) -> None:
+    def enter(self, units: Iterable[int]) -> None:
         """See ``Home``."""
-        self.residency.enter(shard.unit for shard in shards)
+        self.residency.enter(units)
 
-    def leave(self, shards: Iterable[Shard]) -> None:
+    def leave(self, units: Iterable[int]) -> None:
         """See ``Home``."""
-        self.residency.leave(shard.unit for shard in shards)
+        self.residency.leave(units)
 
-    def check_use(self, shard: Shard, what: str) -> None:
+    def is_at_rest(self, unit: int) -> bool:
+        """See ``Home``: ranks of tensor parallelism have other slices, which nothing gathers."""
+        return not self.units[unit].is_sliced and self._rests()
+
+    def prepare(self) -> None:
+        """See ``Home``."""
+        if torch.is_grad_enabled():
+            self.gradients.watch()
+
+    def agree(self, blocks: Blocks) -> None:
+        """See ``Home``."""
+        before = sum(len(unit.names) for unit in self.units[: blocks.unit])
+        kind = Required.WHOLE_GRADIENT if blocks.is_gradient else Required.WHOLE
+        self._agreement.meet(kind, before + blocks.place)
+
+    def gather(self, blocks: Blocks) -> torch.Tensor:
+        """See ``Home``."""
+        self.agree(blocks)
+        # A backward pass that gave no gradients to add up has left what it read.
+        self.residency.empty()
+        self.residency.meet_on_device()
+        places = map(list, map(self.units[blocks.unit].layout.places, range(self._groups.degree)))
+        parts = [found[blocks.place][0] for found in places]
+        return gather_blocks(self._groups, parts, blocks.values.detach(), blocks.shape)
+
+    def check_use(self, name: str, what: str) -> None:
         """See ``Home``.
 
         Raises:
@@ -171,7 +206,7 @@ class ShardedModel:
         """
         if not self._may_gather():
             raise SMPError(
-                f"{what} asks for the values of {shard.name} outside of a step function, and this "
+                f"{what} asks for the values of {name} outside of a step function, and this "
                 f"rank has a shard of it, one of {self._groups.degree}: read state_dict() of the "
                 "DistributedModel, which every rank calls, write by its load_state_dict(), and "
                 "run the model by calling the DistributedModel."

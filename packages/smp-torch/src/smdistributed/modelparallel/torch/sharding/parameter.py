@@ -1,49 +1,39 @@
 """A parameter of which this rank has a block, and which is whole only while something uses it.
 
 It stays the object that the script knows, with its whole shape. Every function of torch that gets
-it goes through ``__torch_function__``: while the model runs, its unit is gathered first; elsewhere
-what asks for its values is refused, since one rank alone cannot answer. What passes by this comes
+it goes through ``__torch_function__``: while the model runs, its unit is gathered first; between
+steps it is gathered alone, and may be written to (``sharding.at_rest``). What passes by this comes
 to ``operate``: in between the parameter has no memory (``compat.private.below``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
+import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
-from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS
-from smdistributed.modelparallel.torch.sharding.arguments import (
-    is_identity,
-    leaves_of,
-    methods_of_tensors,
-    name_of,
+from smdistributed.modelparallel.torch.sharding.arguments import is_identity, name_of
+from smdistributed.modelparallel.torch.sharding.assigning import blocks_of_given
+from smdistributed.modelparallel.torch.sharding.at_rest import (
+    ABOUT,
+    CONVERSIONS,
+    InShards,
+    Lying,
+    ShardedView,
+    in_shards,
+    run,
+    whole_of,
 )
-from smdistributed.modelparallel.torch.sharding.gradient_view import CONVERSIONS, ShardedGradient
-
-
-class Home(Protocol):
-    """Where the units of one model are."""
-
-    is_read_in_blocks: bool
-
-    def enter(self, shards: Iterable[Shard]) -> None:
-        """Makes parameters whole; they stay so until ``leave``."""
-
-    def leave(self, shards: Iterable[Shard]) -> None:
-        """Lets parameters go again."""
-
-    def check_use(self, shard: Shard, what: str) -> None:
-        """Raises where no values can be had."""
+from smdistributed.modelparallel.torch.sharding.blocks import Blocks, Home
 
 
 class Shard:
@@ -57,6 +47,9 @@ class Shard:
         home: where the unit of the parameter is.
         unit: number of the unit.
         place: number of the parameter in the unit.
+
+    Attributes:
+        blocks: what the values are to a script, which may put others in their place.
     """
 
     def __init__(
@@ -73,28 +66,18 @@ class Shard:
         self.shape = shape
         self.part = part
         self.values = nn.Parameter(values)
-        self._home = weakref.ref(home)  # which has the parameter, too
         self.unit = unit
         self.place = place
+        self.blocks = Blocks(name, shape, part, self.values, home, unit, place)
         self.vacant = without_memory(shape, values.dtype, values.device)
         self._wide: torch.Tensor | None = None
-        self._seen: ShardedGradient | None = None
+        self._seen: ShardedView | None = None
         self._square: tuple[int, torch.Tensor] | None = None
 
     @property
     def home(self) -> Home:
-        """Where the unit of the parameter is.
-
-        Raises:
-            SMPError: its model is gone.
-        """
-        home = self._home()
-        if home is None:
-            raise SMPError(
-                f"the DistributedModel of parameter {self.name} is gone, and with it the shards "
-                "of the other ranks: keep the model as long as its parameters are used."
-            )
-        return home
+        """Where the unit of the parameter is."""
+        return self.blocks.home
 
     @property
     def is_wide(self) -> bool:
@@ -137,15 +120,37 @@ class Shard:
         version, square = self._square
         return square if version == gradient._version else None
 
-    def seen_gradient(self) -> ShardedGradient | None:
+    def seen_gradient(self) -> ShardedView | None:
         """Returns what a script sees of the gradient: the same object while it is the same."""
         self.forget_square()
         gradient = self.gradient
         if gradient is None:
             self._seen = None
-        elif self._seen is None or self._seen.block is not gradient:
-            self._seen = ShardedGradient.of(gradient, self.name)
+        elif self._seen is None or self._seen.lying.blocks.values is not gradient:
+            self._seen = whole_of(self.blocks.like_these(gradient, is_gradient=True))
         return self._seen
+
+    def take_gradient(self, tensor: Any) -> None:
+        """Has a tensor that a script gives be the gradient. Collective: the sharding group."""
+        wide = torch.promote_types(self.values.dtype, torch.float32)
+        like = self.blocks.like_these(self.values.new_empty(0, dtype=wide), is_gradient=True)
+        self.home.agree(like)
+        self.gradient = blocks_of_given(tensor, like, self.values.dtype).values
+        self._seen = tensor
+
+    @torch.no_grad()
+    def take_values(self, tensor: Any) -> None:
+        """Has a tensor that a script gives be the data. Collective: the sharding group.
+
+        What was it before is what it was, for who still sees it.
+        """
+        self.home.agree(self.blocks)
+        blocks, former = blocks_of_given(tensor, self.blocks, self.values.dtype), self.blocks
+        if blocks is not former:
+            former.values = self.values.detach().clone()
+            self.values.copy_(blocks.values)
+            blocks.values, self.blocks = self.values, blocks
+        self.home.updated()
 
 
 #: What is told of who wrote to what.
@@ -153,24 +158,14 @@ WRITTEN = (
     "{} wrote to {} while the model ran, and what is gathered is only a copy of the ranks' shards: "
     "change parameters by the optimizer, or between steps by DistributedModel.load_state_dict."
 )
-#: What asks for no values.
-_ABOUT = methods_of_tensors(
-    "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_nested is_xpu is_mps itemsize nbytes name output_nr "
-    "retains_grad size dim ndimension numel nelement element_size "
-    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ stride "
-    "get_device is_inference is_contiguous",
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    *ABOUT_TENSORS,
-)
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
+#: What gives a tensor the memory of another one.
+_GIVING = (_DATA.__set__, torch.ops.aten.set_.source_Tensor)
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(nn.Parameter, InShards):
     """See the module; parameters get this class when they are cut.
 
     Attributes:
@@ -184,16 +179,39 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch that got such a parameter."""
         kwargs = kwargs or {}
-        with past_subclass_functions():
-            if func in _ABOUT and not _is_read_in_blocks(args):
+        if func in ABOUT and not _is_read_in_blocks(args):
+            with past_subclass_functions():
                 return func(*args, **kwargs)
-            return _run(func, args, kwargs)
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
+            raise UnsupportedError(
+                f"nn.Parameter was given {args[0].shard.name}, which is in shards on the ranks of "
+                "a sharding group, and wants a tensor of the same class: give it what clone() "
+                "returns, which has all of it."
+            )
+        return _run(func, args, kwargs)
 
     @classmethod
     def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that came past ``__torch_function__``; see ``compat.private.below``."""
-        with past_subclass_functions():
-            return _run(func, args, kwargs)
+        return _run(func, args, kwargs)
+
+    @property
+    def lying(self) -> Lying:
+        """How it lies in what the ranks have in blocks: it is the whole."""
+        return Lying.all_of(self.shard.blocks)
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        """Returns a parameter as any other, with all values. Collective: the sharding group."""
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Is written as such a parameter."""
+        return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copied(self) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is; its values are on several ranks."""
@@ -221,25 +239,37 @@ class ShardedParameter(nn.Parameter):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function or an operation with whole parameters, or with blocks for the library."""
-    given = {id(each): each for each in _parameters_in((args, kwargs.values()))}
-    shards = [each.shard for each in given.values()]
+    given = in_shards((args, kwargs))
+    parameters = [each for each in given if isinstance(each, ShardedParameter)]
+    shards = [each.shard for each in parameters]
     if all(each.home.is_read_in_blocks for each in shards):
-        return func(*_as_blocks(args), **_as_blocks(kwargs))
-    handled, result = _of_one(func, args, kwargs)
+        with past_subclass_functions():
+            return func(*_as_blocks(args), **_as_blocks(kwargs))
+    is_at_rest = all(each.home.is_at_rest(each.unit) for each in shards)
+    handled, result = _of_one(func, args, kwargs, is_at_rest=is_at_rest)
     if handled:
         return result
+    if is_at_rest or len(parameters) < len(given):
+        return run(func, args, kwargs)
     for shard in shards:
-        shard.home.check_use(shard, name_of(func))
-    versions = [each._version for each in given.values()]
+        shard.home.check_use(shard.name, name_of(func))
+    with past_subclass_functions():
+        return _run_in_units(func, args, kwargs, parameters)
+
+
+def _run_in_units(func: Any, args: Any, kwargs: Any, parameters: list[ShardedParameter]) -> Any:
+    """Runs a function while the units of parameters are whole."""
+    shards = [each.shard for each in parameters]
+    versions = [each._version for each in parameters]
     homes = {id(each.home): each.home for each in shards}
     for home in homes.values():
-        home.enter([each for each in shards if each.home is home])
+        home.enter([each.unit for each in shards if each.home is home])
     try:
         result = func(*args, **kwargs)
     finally:
         for home in homes.values():
-            home.leave([each for each in shards if each.home is home])
-    for parameter, version in zip(given.values(), versions, strict=True):
+            home.leave([each.unit for each in shards if each.home is home])
+    for parameter, version in zip(parameters, versions, strict=True):
         if parameter._version != version:
             raise UnsupportedError(WRITTEN.format(name_of(func), parameter.shard.name))
     return result
@@ -308,7 +338,7 @@ def _is_read_in_blocks(args: Any) -> bool:
     return isinstance(own, ShardedParameter) and own.shard.home.is_read_in_blocks
 
 
-def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _of_one(func: Any, args: Any, kwargs: Any, *, is_at_rest: bool) -> tuple[bool, Any]:
     """Runs what concerns the gradient, the memory or the type of one parameter.
 
     Returns:
@@ -324,22 +354,20 @@ def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         shard.gradient = None
         return True, None
     if func == _GRAD.__set__:
-        if args[1] is shard.seen_gradient():
-            return True, None
-        raise UnsupportedError(
-            f"the gradient of {shard.name} is in blocks on the ranks of a sharding group, and no "
-            "whole tensor takes its place: change it in place, as by mul_."
-        )
-    if func in CONVERSIONS and is_identity(func, args, kwargs):
-        return True, own
-    if func == _DATA.__set__ and args[1] is own:
+        if args[1] is not shard.seen_gradient():
+            _check_rests(is_at_rest, f"the gradient of {shard.name}")
+            shard.take_gradient(args[1])
         return True, None
-    if func in (_DATA.__get__, _DATA.__set__):
-        raise UnsupportedError(
-            f".data of {shard.name} would go past the ranks that hold the parameter in shards: "
-            "read it inside the model by detach(); outside, call state_dict() and "
-            "load_state_dict() of the DistributedModel."
-        )
+    with past_subclass_functions():
+        if func in CONVERSIONS and is_identity(func, args, kwargs):
+            return True, own
+    if func in _GIVING:
+        if args[1] is not own:
+            _check_rests(is_at_rest, f".data of {shard.name}")
+            shard.take_values(args[1])
+        return True, None if func == _DATA.__set__ else own
+    if func == _DATA.__get__:
+        _check_rests(is_at_rest, f".data of {shard.name}")
     if func == torch.Tensor.register_post_accumulate_grad_hook:
         raise UnsupportedError(
             f"the gradient of {shard.name} goes to the ranks' shards when it has been computed, so "
@@ -348,8 +376,13 @@ def _of_one(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return False, None
 
 
-def _parameters_in(structure: Any) -> Iterator[ShardedParameter]:
-    return (each for each in leaves_of(structure) if isinstance(each, ShardedParameter))
+def _check_rests(is_at_rest: bool, told: str) -> None:
+    if not is_at_rest:
+        raise UnsupportedError(
+            f"{told} would go past the ranks that hold the parameter in shards, or in slices: "
+            "inside of a step read the parameter by detach(), and between steps all ranks may "
+            "use .data and .grad of what is no slice of tensor parallelism."
+        )
 
 
 def _as_blocks(structure: Any) -> Any:

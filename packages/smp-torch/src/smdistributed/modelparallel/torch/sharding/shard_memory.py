@@ -215,3 +215,26 @@ def gather_shards(groups: ShardingGroups, shard: torch.Tensor, shards: torch.Ten
         all_gather_into(found.view(-1), across.view(-1), groups.within_host)
         # Which has ranks of a host outside, and hosts inside.
         shards.copy_(found.transpose(0, 1).reshape(shards.shape))
+
+
+def gather_blocks(
+    groups: ShardingGroups, parts: Sequence[Rectangle], block: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """Returns the whole of one tensor. Collective: the sharding group.
+
+    Args:
+        groups: who exchanges.
+        parts: of it that the ranks have.
+        block: of this rank.
+        shape: of the whole.
+    """
+    own = block.new_zeros(max(part.num_elements for part in parts))
+    own[: block.numel()] = block.reshape(-1)
+    found = own.new_empty((groups.degree, own.numel()))
+    with groups.blaming("gathering parameters with"):
+        all_gather_into(found.view(-1), own, groups.gathering)
+    whole = own.new_empty(shape)
+    for part, values in zip(parts, found, strict=True):
+        index = part.within(Rectangle.whole(shape))
+        whole[index] = values[: part.num_elements].view(part.sizes)
+    return whole

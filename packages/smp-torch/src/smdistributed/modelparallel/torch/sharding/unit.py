@@ -11,8 +11,9 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private.below import give, past_operations
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, storage_of
+from smdistributed.modelparallel.torch.sharding.blocks import Home
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
-from smdistributed.modelparallel.torch.sharding.parameter import Home, Shard, ShardedParameter
+from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
 
 
 class Unit:

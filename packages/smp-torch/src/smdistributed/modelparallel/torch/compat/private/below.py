@@ -80,6 +80,7 @@ def without_memory(
     dtype: torch.dtype,
     device: torch.device,
     operated: type[Operated] = _Vacant,
+    stride: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Returns what makes a tensor one without memory that is assigned to its ``data``.
 
@@ -88,10 +89,11 @@ def without_memory(
         dtype: likewise.
         device: likewise.
         operated: runs operations on what shares its data and is of no such class, as ``.data``.
+        stride: likewise what is told; None for that of what is contiguous.
     """
     _register()
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        _Vacant, shape, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
+        _Vacant, shape, stride, dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
     )
     torch._C._set_throw_on_mutable_data_ptr(made)
     storage: Any = made.untyped_storage()

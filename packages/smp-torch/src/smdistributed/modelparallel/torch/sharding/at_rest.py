@@ -1,0 +1,367 @@
+"""Between steps a tensor in shards stands for the whole one, since all ranks run the same Python.
+
+For each function of torch what it gets is gathered, one tensor after the other, and is a tensor as
+any other while the function runs. Then each rank keeps its own block of what has been written to,
+and the rest goes. What sees the memory of a whole tensor, such as ``.data`` or a row, stays a view:
+it knows where it lies in the whole, and reads and writes that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.below import (
+    past_operations,
+    without_memory,
+)
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    is_traced,
+    is_wrapped,
+    past_subclass_functions,
+    past_watchers,
+)
+from smdistributed.modelparallel.torch.compat.private.tensors import (
+    ABOUT_TENSORS,
+    storage_of,
+    version_of,
+)
+from smdistributed.modelparallel.torch.sharding.arguments import (
+    is_identity,
+    leaves_of,
+    methods_of_tensors,
+    name_of,
+)
+from smdistributed.modelparallel.torch.sharding.blocks import Blocks
+
+_TENSOR: Any = torch.Tensor
+#: What asks for no values.
+ABOUT = methods_of_tensors(
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mkldnn is_nested is_xpu is_mps itemsize nbytes name output_nr "
+    "retains_grad size dim ndimension numel nelement element_size "
+    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ stride "
+    "get_device is_inference is_contiguous",
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    _TENSOR.requires_grad.__set__,
+    *ABOUT_TENSORS,
+)
+#: What gives the tensor itself where there is nothing to convert.
+CONVERSIONS = methods_of_tensors("to cpu cuda float double half bfloat16 contiguous")
+#: What changes numbers of a gradient one by one, where the rest of what it is given is numbers.
+_BY_NUMBER = methods_of_tensors(
+    "mul_ div_ zero_ detach_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_"
+)
+#: What would give away the memory of the whole, which goes.
+_MEMORY = methods_of_tensors(
+    "data_ptr untyped_storage storage share_memory_ is_shared __dlpack__ __cuda_array_interface__"
+)
+_DIFFERENTIATING = frozenset({_TENSOR.backward, torch.autograd.grad, torch.autograd.backward})
+_GRAD: Any = _TENSOR.grad
+_DATA: Any = _TENSOR.data
+
+
+class Lying(NamedTuple):
+    """How a tensor lies in a whole one.
+
+    Attributes:
+        blocks: what ranks have of the whole.
+        size: of the tensor.
+        stride: of the tensor.
+        offset: of its first number.
+        dtype: as which it sees the memory.
+    """
+
+    blocks: Blocks
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def all_of(cls, blocks: Blocks) -> Lying:
+        """Returns how the whole lies in itself."""
+        size = tuple(blocks.shape)
+        stride = tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+        return cls(blocks, size, stride, 0, blocks.values.dtype)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is the whole."""
+        return self == Lying.all_of(self.blocks)
+
+    def seen_in(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor, in the memory of the whole."""
+        made = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+    def of(self, tensor: torch.Tensor) -> Lying:
+        """Returns how another tensor lies in the same whole."""
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return Lying(self.blocks, *place, tensor.dtype)
+
+
+class InShards:
+    """What stands for a whole tensor of which each rank of a sharding group has a block.
+
+    Attributes:
+        lying: in the whole.
+    """
+
+    lying: Any
+
+
+class ShardedView(torch.Tensor, InShards):
+    """What sees the memory of a parameter in shards, or of its gradient; the gradient, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch that got such a view."""
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None:
+            lying = own.lying
+            with past_subclass_functions():
+                if func in ABOUT or func == _GRAD.__get__:
+                    return func(*args, **kwargs)
+                if func in CONVERSIONS and lying.is_all and is_identity(func, args, kwargs):
+                    return own
+            is_number_by_number = func in _BY_NUMBER and _are_numbers((args[1:], kwargs))
+            if is_number_by_number and lying.blocks.is_gradient and lying.is_all:
+                func(lying.blocks.values, *args[1:], **kwargs)
+                return own
+        return run(func, args, kwargs)
+
+    @classmethod
+    def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that came past ``__torch_function__``; see ``compat.private.below``."""
+        return run(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Says what it is; its values are on several ranks."""
+        lying = self.lying
+        return f"ShardedView({lying.blocks.told}, shape={tuple(lying.size)})"
+
+
+def whole_of(blocks: Blocks) -> ShardedView:
+    """Returns what stands for the whole of what ranks have in blocks."""
+    made: Any = torch.empty(0, dtype=blocks.values.dtype, device=blocks.values.device)
+    hide(made, ShardedView, Lying.all_of(blocks))
+    return made  # type: ignore[no-any-return]
+
+
+def hide(tensor: torch.Tensor, kind: type[Any], lying: Lying) -> None:
+    """Takes the memory of a whole tensor away; what it was part of is in shards."""
+    own: Any = tensor
+    with _as_they_are(), past_operations():
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensor.data = _vacant(lying.size, lying.dtype, tensor.device, kind, lying.stride)
+        own.__class__ = kind
+    if kind is ShardedView:
+        own.lying = lying
+        if is_parameter:
+            own._is_param = True
+
+
+def _show(tensor: Any, kind: type[Any], whole: torch.Tensor, lying: Lying) -> None:
+    """Gives a tensor its memory: it is as any other."""
+    with _as_they_are(), past_operations():
+        tensor.data = lying.seen_in(whole)
+        tensor.__class__ = torch.Tensor if kind is ShardedView else nn.Parameter
+    vars(tensor).pop("lying", None)
+
+
+@contextlib.contextmanager
+def _as_they_are() -> Iterator[None]:
+    """Inside, no class of tensors takes part, and what is made is as made outside of all modes."""
+    with past_watchers(), past_subclass_functions(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+#: What has no memory of a form, which tensors share.
+_vacant: Any = functools.lru_cache(maxsize=1024)(without_memory)
+
+
+def in_shards(structure: Any) -> list[Any]:
+    """Returns what stands for whole tensors in arguments, each once."""
+    found = {id(each): each for each in leaves_of(structure) if isinstance(each, InShards)}
+    return list(found.values())
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function of torch, or an operation, with whole tensors. Collective: their groups.
+
+    Raises:
+        UnsupportedError: it is no time for it, or the ranks could not keep what comes of it.
+    """
+    given = in_shards((args, kwargs))
+    if not given:
+        raise UnsupportedError(
+            f"{name_of(func)} got a tensor that was given the data of one in shards on the ranks "
+            "of a sharding group: give it what clone() returns, or write by copy_."
+        )
+    for each in given:
+        _check_rests(each.lying.blocks, func)
+    if func in _DIFFERENTIATING:
+        with past_subclass_functions():
+            return func(*args, **kwargs)
+    if func in _MEMORY or is_traced():
+        raise _refusal(func, given[0].lying.blocks, "asks for the memory of")
+    if func is _TENSOR.__iter__:
+        return iter(run(_TENSOR.unbind, args, kwargs))
+    if getattr(func, "__name__", "").startswith("_foreach_"):
+        return _one_by_one(func, args, kwargs)
+    with _Shown(given) as shown:
+        result = func(*args, **kwargs)
+        views = shown.views_in(func, (args, kwargs), result)
+    shown.keep()
+    for view, lying in views:
+        hide(view, ShardedView, lying)
+    return result
+
+
+def _check_rests(blocks: Blocks, func: Any) -> None:
+    if not blocks.home.is_at_rest(blocks.unit):
+        raise UnsupportedError(
+            f"{name_of(func)} asks for {blocks.told}, of which each rank of the sharding group has "
+            "a block. They come together between steps, if the parameter is no slice of tensor "
+            "parallelism: inside of a step use the parameters of the model, and for norms "
+            "smp.clip_grad_norm_ or torch.nn.utils.get_total_norm between steps."
+        )
+
+
+def _refusal(func: Any, blocks: Blocks, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name_of(func)} {what} {blocks.told}, of which each rank of the sharding group has a "
+        "block, so that a whole one is there for as long as a function of torch runs: take what "
+        "clone() returns, and write by copy_."
+    )
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function of many tensors on one after the other, so that one at a time is whole."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+    results = []
+    for place in range(len(lists[0])):
+
+        def chosen(value: Any, place: int = place) -> Any:
+            is_of_each = isinstance(value, list | tuple) or (
+                isinstance(value, torch.Tensor) and value.dim() == 1
+            )
+            return value[place : place + 1] if is_of_each else value
+
+        some = [chosen(each) for each in args]
+        named = {key: chosen(each) for key, each in kwargs.items()}
+        given = in_shards((some, named))
+        with _Shown(given) as shown:
+            results.append(func(*some, **named))
+        shown.keep()
+    first = results[0]
+    return None if first is None else type(first)(each for one in results for each in one)
+
+
+class _Shown:
+    """Gathers tensors that are as any others inside. Collective: the sharding groups.
+
+    Args:
+        given: what stands for them.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._given = [(each, type(each), each.lying) for each in given]
+        self._wholes: dict[Blocks, torch.Tensor] = {}
+        self._versions: list[int] = []
+        self._written: set[Blocks] = set()
+
+    def __enter__(self) -> _Shown:
+        for _, _, lying in self._given:
+            blocks = lying.blocks
+            if blocks not in self._wholes:
+                blocks.home.prepare()
+                with _as_they_are():
+                    self._wholes[blocks] = blocks.home.gather(blocks)
+        for each, kind, lying in self._given:
+            _show(each, kind, self._wholes[lying.blocks], lying)
+        self._versions = [version_of(each) for each, _, _ in self._given]
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        moved = None
+        for (each, kind, lying), version in zip(self._given, self._versions, strict=True):
+            if version_of(each) != version:
+                self._written.add(lying.blocks)
+            now = lying.of(each)
+            whole = self._wholes[lying.blocks]
+            size = each.untyped_storage().nbytes()
+            stays = storage_of(each) == storage_of(whole) and size == whole.nbytes
+            if not stays or (now != lying and kind is not ShardedView):
+                moved, now = lying.blocks, lying
+            hide(each, kind, now)
+        if moved is not None and failed is None:
+            raise UnsupportedError(
+                f"{moved.told} would get another form, and the ranks of a sharding group have "
+                "blocks of the one that it has: compute another tensor, and write by copy_ what "
+                "has this shape and type."
+            )
+
+    def keep(self) -> None:
+        """Has each rank keep its own block of what has been written to."""
+        for blocks, whole in self._wholes.items():
+            with _as_they_are():
+                is_other = blocks.keep(whole)
+            if (is_other or blocks in self._written) and not blocks.is_gradient:
+                blocks.home.updated()
+
+    def views_in(self, func: Any, arguments: Any, result: Any) -> list[tuple[torch.Tensor, Lying]]:
+        """Returns the tensors in a result that see a whole one, and how they lie in it.
+
+        Raises:
+            UnsupportedError: something else would see it.
+        """
+        if isinstance(result, np.ndarray):
+            result.setflags(write=False)  # what is written there no rank would see
+        whole_at = {storage_of(whole): blocks for blocks, whole in self._wholes.items()}
+        own = {id(each) for each, _, _ in self._given}
+        found = []
+        for each in _tensors_in(result, own):
+            blocks = whole_at.get(storage_of(each))
+            if blocks is None:
+                continue
+            if type(each) not in (torch.Tensor, nn.Parameter) or each.is_conj() or each.is_neg():
+                raise _refusal(func, blocks, "would let something else see the memory of")
+            found.append((each, Lying.all_of(blocks).of(each)))
+        for each in _tensors_in(arguments, own):
+            if storage_of(each) in whole_at and all(each is not view for view, _ in found):
+                blocks = whole_at[storage_of(each)]
+                raise _refusal(func, blocks, "would let another tensor see the memory of")
+        return found
+
+
+def _tensors_in(structure: Any, without: Collection[int]) -> Iterator[torch.Tensor]:
+    """Yields tensors with memory in a structure, but for some."""
+    if isinstance(structure, torch.Tensor):
+        if id(structure) not in without and not is_wrapped(structure):
+            with past_subclass_functions():
+                if structure.layout is torch.strided:
+                    yield structure
+    elif isinstance(structure, dict):
+        yield from _tensors_in(list(structure.values()), without)
+    elif isinstance(structure, list | tuple):
+        for each in structure:
+            yield from _tensors_in(each, without)
+
+
+def _are_numbers(structure: Any) -> bool:
+    """Whether the tensors in arguments are numbers, which are what they are of any block."""
+    leaves = (each for each in leaves_of(structure) if isinstance(each, torch.Tensor))
+    return all(each.dim() == 0 and not isinstance(each, InShards) for each in leaves)
