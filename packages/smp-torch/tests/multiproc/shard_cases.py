@@ -256,10 +256,11 @@ def case_parameters_are_whole_between_steps() -> None:
         weight.data_ptr()
     with pytest.raises(UnsupportedError, match=r"0\.weight would get another form"):
         weight.detach().resize_(100)
-    other = torch.zeros(8, 8)
-    other.data = weight.data
-    with pytest.raises(UnsupportedError, match=r"given the data of one in shards"):
-        other.sum()
+    for data in (weight.data, weight):
+        other = torch.zeros(8, 8)
+        other.data = data
+        with pytest.raises(UnsupportedError, match=r"given the data of one in shards"):
+            other.sum()
     shared = torch.zeros(9, 8)
     with pytest.raises(UnsupportedError, match="nothing else sees its memory"):
         weight.data = shared[1:]

@@ -215,8 +215,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _DIFFERENTIATING:
         with past_subclass_functions():
             return func(*args, **kwargs)
-    if func in _MEMORY or is_traced():
+    if func in _MEMORY:
         raise _refusal(func, given[0].lying.blocks, "asks for the memory of")
+    if is_traced():
+        raise _refusal(func, given[0].lying.blocks, "runs in torch.jit.trace, with")
     if func is _TENSOR.__iter__:
         return iter(run(_TENSOR.unbind, args, kwargs))
     if getattr(func, "__name__", "").startswith("_foreach_"):
@@ -309,9 +311,9 @@ class _Shown:
             hide(each, kind, now)
         if moved is not None and failed is None:
             raise UnsupportedError(
-                f"{moved.told} would get another form, and the ranks of a sharding group have "
-                "blocks of the one that it has: compute another tensor, and write by copy_ what "
-                "has this shape and type."
+                f"{moved.told} would get another form, or other memory, and the ranks of a "
+                "sharding group have blocks of the one that it has: write what has its shape and "
+                "type by copy_, and give parameters data and gradients themselves."
             )
 
     def keep(self) -> None:
