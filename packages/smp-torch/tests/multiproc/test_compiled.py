@@ -6,6 +6,7 @@ not what a compiler makes of it. All is compiled with ``fullgraph``: a break is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -392,7 +393,9 @@ def interrupted(way: Callable[..., Any]) -> list[float]:
         with pytest.raises(SMPError, match="in the same order"):
             differ(x)
         expect_shards()
-        with pytest.raises(SMPError, match="outside of a step function"):
+        is_compiled = way is each_block
+        told = pytest.raises(SMPError, match="outside of a step function")
+        with told if is_compiled else contextlib.nullcontext():
             net.blocks[0](x)
         expect_shards()
         with torch.no_grad():
