@@ -314,14 +314,22 @@ WAYS: dict[str, type[Way]] = {
 class Plain:
     def __init__(self, module: nn.Module, way: type[Way]) -> None:
         self._module = module
-        self.way = way(list(module.parameters()), lambda optimizer: optimizer)
+        self.way = way(list(module.parameters()), self._clipping)
+
+    def _clipping(self, optimizer: Any) -> Any:
+        """Has an optimizer clip as that of a model in shards does."""
+        bound = smp.state.cfg.sdp_gradient_clipping
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(self._module.parameters(), bound)
+
+        if optimizer and smp.state.cfg.sharded_data_parallel_degree > 1:
+            optimizer.register_step_pre_hook(clip)
+        return optimizer
 
     def step(self, states: torch.Tensor) -> None:
         self.way.clear()
         run_plain(self._module, body, [states])
-        if smp.state.cfg.sharded_data_parallel_degree > 1:
-            bound = smp.state.cfg.sdp_gradient_clipping
-            nn.utils.clip_grad_norm_(self._module.parameters(), bound)
         self.way.update()
 
     def state(self) -> dict[str, torch.Tensor]:
