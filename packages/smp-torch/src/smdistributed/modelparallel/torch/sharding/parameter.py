@@ -242,8 +242,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     given = in_shards((args, kwargs))
     parameters = [each for each in given if isinstance(each, ShardedParameter)]
     shards = [each.shard for each in parameters]
-    if not given:
-        return run(func, args, kwargs)  # which says by what way it came
+    if not parameters:
+        return run(func, args, kwargs)  # it came by way of data, which that says
     if all(each.home.is_read_in_blocks for each in shards):
         with past_subclass_functions():
             return func(*_as_blocks(args), **_as_blocks(kwargs))
