@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
+
+# A build ends soon, and keeps nearly all that it makes until then.
+gc.disable()
 
 project = "smdistributed.modelparallel"
 author = "the smdistributed.modelparallel developers"

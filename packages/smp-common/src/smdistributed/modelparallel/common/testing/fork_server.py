@@ -249,12 +249,14 @@ def main() -> object:
     # Handlers run in the reverse order: this one after those of what is imported.
     atexit.register(_end_here, has_ended_well)
     link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    gc.disable()  # what is imported stays: to look through it time and again takes a second
     preloaded = [importlib.import_module(name) for name in sys.argv[3:]]
     # What copies share with the server they need not take apart, each for itself, at their end.
     for finalizer in list(vars(weakref.finalize)["_registry"]):
         finalizer.atexit = False
     gc.collect()
     gc.freeze()
+    gc.enable()
     for module in preloaded:
         if prepare := vars(module).get("prepare"):
             prepare()

@@ -24,8 +24,8 @@ from smdistributed.modelparallel.common.testing.calls import Call
 
 #: Has a rank print the stacks of its threads.
 STACKS_SIGNAL = signal.SIGUSR1
-#: What a collection takes ten milliseconds to look at.
-_MANY_OBJECTS = 50_000
+#: What a collection takes several milliseconds to look at.
+_MANY_OBJECTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,13 @@ def serve(address: str) -> None:
             reply, value = _attempt(task, rank)
             if task.is_setup:
                 prepare = value
-                gc.collect()
-                if len(gc.get_objects()) > _MANY_OBJECTS:
-                    # What was imported stays: the collections below need not look at it. Copies of
-                    # a process have most of it frozen already.
-                    gc.freeze()
             del value
             # Every rank forgets the models of a task at the same time.
             gc.collect()
+            if len(gc.get_objects()) > _MANY_OBJECTS:
+                # What is left stays, as a rule: modules, and what TensorFlow keeps of each graph.
+                # The collections of later tasks need not look at it.
+                gc.freeze()
             owner.send_bytes(pickle.dumps(reply))
 
 
