@@ -45,21 +45,21 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 #: Of each population, each part takes one script in so many.
 STRIDES = {
     "state": 192,
-    "uses": 20,
-    "layers": 40,
+    "uses": 40,
+    "layers": 80,
     "loops": 40,
-    "parameters": 6,
+    "parameters": 12,
     "roads": 20,
-    "writes": 160,
-    "order": 240,
-    "views": 720,
-    "repeated": 230,
+    "writes": 320,
+    "order": 480,
+    "views": 1440,
+    "repeated": 460,
     "recomputed": 240,
-    "around": 6,
-    "gradients": 128,
-    "asked": 170,
-    "features": 64,
-    "at rest": 20,
+    "around": 12,
+    "gradients": 256,
+    "asked": 340,
+    "features": 128,
+    "at rest": 40,
 }
 
 
@@ -137,15 +137,17 @@ POPULATIONS = {
 ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features")
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
+#: Of what would be two of these parts, all but a few branches of the library are in one.
+MOST = {"uses": 20, "writes": 160, "order": 240, "views": 720}
 QUICK = {
-    *(("pp2", kind, 0) for kind in POPULATIONS if kind != "at rest"),
+    *(("pp2", kind, MOST.get(kind, 0)) for kind in POPULATIONS if kind != "at rest"),
     *(("sdp2", kind, 0) for kind in IN_SHARDS),
     # Without graphs, what is around a step of one partition is around plain Python.
     *(("one", kind, 0) for kind in POPULATIONS if kind not in ("around", "at rest", *ONE_WORLD)),
     # These take seconds, and are the only ones that nothing is refused of.
     *(("one", "uses", part) for part in range(0, STRIDES["uses"], 3)),
     # Halves are in a V too.
-    *(("v", kind, 1) for kind in ("uses", "order")),
+    *(("v", kind, part) for kind, part in (("uses", 21), ("order", 1))),
     # What is captured must not miss what is kept, written, used, or done around a step.
     *(("graphs", kind, 2) for kind in ("state", "uses", "parameters", "writes", "around")),
     *(("one-graphs", kind, 4) for kind in ("state", "loops", "order")),
@@ -170,17 +172,13 @@ def parts(marks: str, places: Sequence[str]) -> list[ParameterSet]:
     """
     own = {mark.name for mark in pytestmark} | {"slow"}
     is_whole = not marks or Expression.compile(marks).evaluate(lambda name, **_: name in own)
-    built = [
-        pytest.param(
-            *part,
-            marks=() if part in QUICK else pytest.mark.slow,
-            id="-".join(map(str, part)),
-        )
-        for part in PARTS
-        if is_whole or part in QUICK
-    ]
     named = {place.partition("::")[2].partition("[")[2].removesuffix("]") for place in places}
-    return built if "" in named else [each for each in built if each.id in named]
+    names = {"-".join(map(str, part)): part for part in PARTS if is_whole or part in QUICK}
+    return [
+        pytest.param(*part, marks=() if part in QUICK else pytest.mark.slow, id=name)
+        for name, part in names.items()
+        if "" in named or name in named
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -308,7 +306,7 @@ def test_parts_that_cannot_be_selected_are_not_built() -> None:
     here = [__file__]
     for marks in ("not slow", "multiproc and not slow"):
         assert len(parts(marks, here)) == len(QUICK)
-    for marks in ("", "slow", "multiproc", "not slow or multiproc"):
+    for marks in ("", "not slow or multiproc"):
         assert len(parts(marks, here)) == len(PARTS)
     assert not QUICK - {each.values for each in parts("not slow", here)}
     (one,) = parts("slow", [f"{__file__}::test_nothing_is_silently_wrong[v-views-700]"])
