@@ -153,6 +153,53 @@ def refused_in_steps(kind: str) -> None:
         train(model, torch.randn(8, WIDTH))
 
 
+class Storing(nn.Module):
+    """Stores what it computes, as autoencoders do with a term of their loss, and a log of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.term: Any = None
+        self.log: list[torch.Tensor] = []
+        self.reads_before = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads_before:
+            x = x + self.term
+        states = self.encoder(x)
+        self.term = states.square().mean()
+        self.log.append(states.mean())
+        decoded: torch.Tensor = self.decoder(states.tanh())
+        return decoded
+
+
+def stored_in_split_modules() -> None:
+    net = Storing()
+    plain, model = copy.deepcopy(net), smp.DistributedModel(net)
+
+    def loss_of(model: Any, net: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(x) - x).square().mean() + net.term
+        return loss
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, net, x)
+        model.backward(loss)
+        return loss
+
+    for number in range(3):
+        x = torch.full((8, WIDTH), number - 1.0) + torch.arange(8.0)[:, None]
+        found = train(model, x).reduce_mean()
+        losses = [loss_of(plain, plain, part).detach() for part in x.chunk(4)]
+        # On every rank the last microbatch has left its own.
+        torch.testing.assert_close(found, torch.stack(losses).mean())
+        torch.testing.assert_close(net.term, plain.term.detach())
+        torch.testing.assert_close(torch.stack(net.log), torch.stack(plain.log).detach())
+    net.reads_before = True
+    with pytest.raises(UnsupportedError, match="an earlier microbatch of a pipelined step stored"):
+        train(model, x)
+
+
 class Collecting(nn.Module):
     """Puts what its layers make into a list of its caller's, in code that is split."""
 
@@ -553,6 +600,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "see_all_with_owners": ("oss2", optimizers_that_see_all_gradients),
     "seen_in_order": ("pp2", seen_in_order),
     "lists_of_split_modules": ("pp2", lists_of_split_modules),
+    "stored_in_split_modules": ("pp2", stored_in_split_modules),
     "tied_in_a_pipeline": ("pp2", tied_in_a_pipeline),
     "tied_with_owners": ("oss2", tied_where_ranks_have_parts),
     "tied_in_shards": ("sdp2", tied_where_ranks_have_parts),

@@ -177,7 +177,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Returns the plan as text, a line a node; compared between ranks when they differ."""
         nodes = self.graph.lines(lambda node: f" rank {node.rank} segment {node.segment}")
-        return [*nodes, *(f"segment {each.index}: {each.costs}" for each in self.segments)]
+        kept = [f"kept: {value}" for value in self.graph.kept]
+        return [*nodes, *(f"segment {each.index}: {each.costs}" for each in self.segments), *kept]
 
 
 def cut(

@@ -8,8 +8,9 @@ alike. Where that would differ from one process, it is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,29 +24,9 @@ from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Entry
 from smdistributed.modelparallel.torch.record.undo import Snapshot, as_it_was
+from smdistributed.modelparallel.torch.record.unknown import Unknown
 
 _MISSING = object()
-
-
-class _Unknown:
-    """Stands for what an attribute will be when its leaf has run."""
-
-    def __init__(self, name: str) -> None:
-        object.__setattr__(self, "_name", name)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _shared(object.__getattribute__(self, "_name"))
-
-    __getattr__ = __setattr__ = __call__ = __bool__ = __int__ = __float__ = __index__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __rtruediv__ = __pow__ = __mod__ = __floordiv__ = __neg__ = __abs__ = __contains__ = _refuse
-    __len__ = __iter__ = __getitem__ = __setitem__ = __str__ = __repr__ = __format__ = _refuse
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(each for each in args if isinstance(each, cls))
-        found._refuse()
 
 
 def _shared(name: str) -> UnsupportedError:
@@ -55,6 +36,11 @@ def _shared(name: str) -> UnsupportedError:
         "modules on one partition, or keep that state inside one module (for a cache of "
         "Transformers: use_cache=False)."
     )
+
+
+def _unknown(name: str) -> Unknown:
+    """Returns what stands for something that a leaf will have made when it has run."""
+    return Unknown(functools.partial(_shared, name))
 
 
 def _changed(path: str, leaf: str) -> UnsupportedError:
@@ -251,7 +237,11 @@ class LeafAttributes:
             has_tensors = any(isinstance(each, torch.Tensor) for each in growth.added.values())
             if has_tensors and not growth.is_own:
                 self._hidden_growth.append(
-                    growth.replaced(lambda: _Unknown("what a hook or a module has stored"))
+                    growth.replaced(
+                        lambda: Unknown(
+                            functools.partial(_shared, "what a hook or a module has stored")
+                        )
+                    )
                 )
             else:
                 growth.remove()
@@ -283,7 +273,11 @@ class LeafAttributes:
     def _hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         entries = vars(module)
         self._real.setdefault((module, name), entries.get(name, _MISSING))
-        entries[name] = _Unknown(f"{type(module).__name__}.{name}") if tensor is None else tensor
+        entries[name] = (
+            Unknown(functools.partial(_shared, f"{type(module).__name__}.{name}"))
+            if tensor is None
+            else tensor
+        )
 
     @staticmethod
     def _show(values: dict[tuple[nn.Module, str], Any]) -> None:

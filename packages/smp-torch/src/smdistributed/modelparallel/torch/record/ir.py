@@ -260,6 +260,7 @@ class Graph:
         result: the values that the step function returned.
         numbers: the values that the step function took numbers from.
         written: what the arguments that it changed in place have become, by their positions.
+        kept: the values that code between modules stored where they outlive the microbatch.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
         num_before: of what comes before a question, the nodes that are not of the question itself.
@@ -272,6 +273,7 @@ class Graph:
         self.result: Any = None
         self.numbers: list[Value] = []
         self.written: dict[int, Value] = {}
+        self.kept: list[Value] = []
         self.constants: list[Any] = []
         self.num_before = 0
 
@@ -332,6 +334,7 @@ class Graph:
             and [value.index for value in self.numbers] == [value.index for value in other.numbers]
             and {position: value.index for position, value in self.written.items()}
             == {position: value.index for position, value in other.written.items()}
+            and [value.index for value in self.kept] == [value.index for value in other.kept]
             and equal(self.result, other.result, _same_value)
         )
 
@@ -353,4 +356,4 @@ class Graph:
     def returned(self) -> list[Value]:
         """The distinct values that every rank gets after the step, in order."""
         values = [*placeholders(self.result, Value), *self.numbers, *self.written.values()]
-        return list(dict.fromkeys(values))
+        return list(dict.fromkeys((*values, *self.kept)))

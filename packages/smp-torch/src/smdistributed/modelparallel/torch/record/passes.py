@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.nested import template
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.spans import Span
+from smdistributed.modelparallel.torch.record.stored import Stored
 from smdistributed.modelparallel.torch.record.trace import Entry, Trace, Way
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Passed:
         pending: the numbers that were taken from activations.
         profile: of the modules that ran on fakes.
         opened: what to make the way of, once the partition is decided.
+        stored: where it has stored activations that outlive it.
     """
 
     result: Any
@@ -42,6 +44,7 @@ class Passed:
     pending: list[PendingNumber]
     profile: Profile
     opened: OpenPass | None = None
+    stored: list[Stored] = field(default_factory=list)
 
     @property
     def graph(self) -> Graph:

@@ -205,16 +205,28 @@ class Recorder(TorchFunctionMode):
         way, trace = passed.way, self._now.trace
         if way is None:
             return
-        if way.fakes:
+        passed.stored = [each for each in way.stored if each.close()]
+        is_new = not way.fakes
+        if is_new:
+            strays.watch(way, trace, self._scene)
+            found = list(way.fakes)
+        else:
             if not strays.suspects(way):
                 return
             gc.collect()  # whatever refers to itself
             found = strays.suspects(way)
-        else:
-            strays.watch(way, trace, self._scene)
-            found = list(way.fakes)
         if found:
-            strays.settle(found, trace, self._scene, functools.partial(self._constant, way))
+            values = way.values
+            if way.plan is not None:  # what ranks are given is decided
+                kept = set(way.graph.kept)
+                values = {key: value for key, value in values.items() if value in kept}
+            constant = functools.partial(self._constant, way)
+            stored = strays.settle(found, trace, self._scene, constant, values)
+            passed.stored += [each for each in stored if each.close()]
+            if way.plan is None:
+                way.graph.kept = list(dict.fromkeys(each.value for each in passed.stored))
+            if is_new:
+                way.stored = stored
             del found
             strays.count(trace)
 
@@ -291,7 +303,7 @@ class Recorder(TorchFunctionMode):
                     "module that is split over partitions. Change it in place, or put the "
                     "module on one partition."
                 )
-        return Way(self._number_ways(), [*log, end], graph)
+        return Way(self._number_ways(), [*log, end], graph, values=values.known())
 
     def close(self, passed: Passed) -> Way:
         """Returns the way of a microbatch that ran before the partition was decided.

@@ -13,7 +13,7 @@ import gc
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.holders import Holder
+from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.stored import Stored
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace, Way
 
 
@@ -58,24 +60,27 @@ def settle(
     trace: Trace,
     scene: Scene,
     constant: Callable[[torch.Tensor], torch.Tensor | None],
-) -> None:
-    """Replaces strays by real tensors.
+    values: Mapping[int, Value],
+) -> list[Stored]:
+    """Replaces strays that are the same in every microbatch by real tensors; returns the others.
 
     Args:
         fakes: that may be held by others than the trace.
         trace: that they belong to.
         scene: the models.
         constant: gives the real tensor for one that is the same in every microbatch, else None.
+        values: by the identity of a fake, what it stands for, if the step can return that.
 
     Raises:
-        UnsupportedError: a tensor of this microbatch is stored.
+        UnsupportedError: a tensor of this microbatch is stored where nothing can be put.
     """
-    problem = _settle(fakes, trace, scene, constant)
-    if problem is not None:
+    problem, stored = _settle(fakes, trace, scene, constant, values)
+    if problem is not None or stored:
         gc.collect()  # whatever refers to itself
-        problem = _settle(fakes, trace, scene, constant)
+        problem, stored = _settle(fakes, trace, scene, constant, values)
     if problem is not None:
         raise problem
+    return stored
 
 
 def _settle(
@@ -83,11 +88,13 @@ def _settle(
     trace: Trace,
     scene: Scene,
     constant: Callable[[torch.Tensor], torch.Tensor | None],
-) -> UnsupportedError | None:
-    """Replaces what can be replaced; returns what is wrong with the rest."""
+    values: Mapping[int, Value],
+) -> tuple[UnsupportedError | None, list[Stored]]:
+    """Replaces what can be replaced; returns what is wrong with the rest, and what is stored."""
     own = {id(fakes), *_containers(trace)}
     wanted = {id(fake): fake for fake in fakes}
     problem = None
+    stored: list[Stored] = []
     for holder in gc.get_referrers(*fakes):
         if id(holder) in own or holder is wanted or isinstance(holder, types.FrameType | Entry):
             continue
@@ -98,56 +105,73 @@ def _settle(
         ):
             continue  # the arguments of the call above
         owner = _owner(holder)
-        for key, fake, put in _places(holder, owner, wanted):
+        for key, fake, get, put in _places(holder, owner, wanted):
             if isinstance(owner, FakeTensor | torch.autograd.function.FunctionCtx | Constant):
                 continue
             if isinstance(owner, nn.Module) and (owner, key) in scene.hidden:
                 continue
             real = constant(fake) if put is not None else None
-            if real is None or put is None:
-                place = _name(owner, key)
+            place = _name(owner, key)
+            if put is not None and real is not None:
+                put(real)
+            elif put is not None and get is not None and id(fake) in values:
+                stored.append(Stored(place, id(fake), values[id(fake)], get, put))
+            else:
                 problem = UnsupportedError(
                     f"the step function, or the forward of a module that is split over partitions, "
                     f"stored a tensor in {place}. A pipelined step computes it elsewhere, so only "
                     "a stand-in is here: return the tensor instead, or put the module on one "
                     "partition."
                 )
-            else:
-                put(real)
-    return problem
+    return problem, stored
+
+
+#: Returns what is in a place, and puts something there.
+_Get = Callable[[], Any]
+_Put = Callable[[Any], None]
 
 
 def _places(
     holder: Any, owner: Any, wanted: dict[int, torch.Tensor]
-) -> Iterator[tuple[Any, torch.Tensor, Callable[[Any], None] | None]]:
-    """Yields key, fake, and what puts something in its place, for each place in a holder."""
+) -> Iterator[tuple[Any, torch.Tensor, _Get | None, _Put | None]]:
+    """Yields key, fake, and what reads and fills the place, for each place in a holder."""
     if isinstance(owner, type):
         # Not into the dict: Python remembers what it has found in a class until that is told.
         for key, value in list(vars(owner).items()):
             if id(value) in wanted:
-                yield key, value, functools.partial(type.__setattr__, owner, key)
+                put = functools.partial(type.__setattr__, owner, key)
+                yield key, value, functools.partial(vars(owner).get, key), put
     elif isinstance(holder, dict):
         for key, value in list(dict.items(holder)):
             if id(value) in wanted:
-                yield key, value, functools.partial(dict.__setitem__, holder, key)
+                put = functools.partial(dict.__setitem__, holder, key)
+                yield key, value, functools.partial(dict.get, holder, key), put
     elif isinstance(holder, list):
         for position, value in enumerate(list(holder)):
             if id(value) in wanted:
-                yield position, value, functools.partial(holder.__setitem__, position)
+                put = functools.partial(holder.__setitem__, position)
+                yield position, value, functools.partial(_item, holder, position), put
     elif isinstance(holder, types.CellType):
-        yield 0, holder.cell_contents, lambda real: setattr(holder, "cell_contents", real)
+        put = functools.partial(setattr, holder, "cell_contents")
+        yield 0, holder.cell_contents, functools.partial(getattr, holder, "cell_contents"), put
     elif isinstance(holder, tuple | set | frozenset | types.GeneratorType):
-        yield 0, next(iter(wanted.values())), None
+        yield 0, next(iter(wanted.values())), None, None
     else:
         for key, value in list(getattr(holder, "__dict__", {}).items()):
             if id(value) in wanted:
-                yield key, value, functools.partial(vars(holder).__setitem__, key)
+                put = functools.partial(vars(holder).__setitem__, key)
+                yield key, value, functools.partial(vars(holder).get, key), put
         for base in type(holder).__mro__:
             slots = base.__dict__.get("__slots__", ())
             for key in (slots,) if isinstance(slots, str) else slots:
                 if id(getattr(holder, key, None)) in wanted:
                     put = functools.partial(object.__setattr__, holder, key)
-                    yield key, getattr(holder, key), put
+                    get = functools.partial(getattr, holder, key, None)
+                    yield key, getattr(holder, key), get, put
+
+
+def _item(items: list[Any], position: int) -> Any:
+    return items[position] if position < len(items) else None
 
 
 def _owner(holder: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.record.ir import Graph
+from smdistributed.modelparallel.torch.record.ir import Graph, Value
 from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.nested import Path
 from smdistributed.modelparallel.torch.record.regions import Region
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.carried import Carried
     from smdistributed.modelparallel.torch.record.growth import Growth
     from smdistributed.modelparallel.torch.record.questions import Question
+    from smdistributed.modelparallel.torch.record.stored import Stored
 
 
 class EntryKind(enum.Enum):
@@ -198,6 +199,8 @@ class Way:
         plan: of the graph, cut; None while that is not done.
         fakes: all that its entries give.
         counts: how often each of them is held.
+        values: by the identity of a fake, the value of the graph that it stands for in the end.
+        stored: where code between modules stores fakes that outlive the microbatch.
     """
 
     number: int
@@ -206,6 +209,8 @@ class Way:
     plan: Any = None
     fakes: list[torch.Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    values: dict[int, Value] = field(default_factory=dict)
+    stored: list[Stored] = field(default_factory=list)
 
 
 class Trace:

@@ -87,6 +87,10 @@ class Values:
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
             self._inputs.append((fake, self._bind(fake, node, ())))
 
+    def known(self) -> dict[int, Value]:
+        """Returns by the identity of a tensor what it stands for."""
+        return dict(self._known)
+
     @property
     def num_inputs(self) -> int:
         """How many tensor arguments the microbatch has."""

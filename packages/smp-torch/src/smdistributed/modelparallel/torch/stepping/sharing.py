@@ -57,6 +57,10 @@ def share_results(
         links.broadcast(batch, owner)
         for (m, value), tensor in zip(members, batch.unbind(), strict=True):
             found[m][value.index] = value.from_wire(tensor)
+    # The last microbatch that stored something in a place has it there.
+    for each, values in reversed(list(zip(passed, found, strict=True))):
+        for stored in each.stored:
+            stored.fill(values[stored.value.index].detach())
     written = [
         {position: values[value.index] for position, value in plan.graph.written.items()}
         for plan, values in zip(plans, found, strict=True)
