@@ -20,23 +20,26 @@ class Growth(NamedTuple):
     """What was put into a container that others see too.
 
     Attributes:
+        name: of the container, the same on every rank.
         obj: a list, a deque, a dict or a set.
         added: by key or position; of a set by the item itself.
         before: what was there, where something was.
         is_own: it is in an attribute of the module that put it there, whose next call may use it.
     """
 
+    name: str
     obj: Any
     added: Mapping[Any, Any]
     before: Mapping[Any, Any]
     is_own: bool = False
 
     @staticmethod
-    def of(obj: Any, before: Any, now: Any, *, is_own: bool = False) -> Growth:
+    def of(name: str, obj: Any, before: Any, now: Any, *, is_own: bool = False) -> Growth:
         """Returns what was put into a container, given what was in it before and is now."""
         added = added_to(before, now)
         former = {} if isinstance(before, set) else dict(_entries(before))
-        return Growth(obj, added, {key: former[key] for key in added if key in former}, is_own)
+        kept = {key: former[key] for key in added if key in former}
+        return Growth(name, obj, added, kept, is_own)
 
     @property
     def is_of_tensors(self) -> bool:
@@ -57,7 +60,7 @@ class Growth(NamedTuple):
         elif isinstance(self.obj, list | collections.deque):
             holders.refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
         new = {key: each for key, each in made.items() if key not in self.before}
-        return Growth(self.obj, new, {})
+        return Growth(self.name, self.obj, new, {})
 
     def again(self) -> Growth:
         """Puts it there once more, in another microbatch."""
@@ -73,7 +76,7 @@ class Growth(NamedTuple):
                 self.obj.append(value)
             if former is not MISSING:
                 before[key] = former
-        return Growth(self.obj, self.added, before, self.is_own)
+        return Growth(self.name, self.obj, self.added, before, self.is_own)
 
     def remove(self) -> None:
         """Takes it out again, as far as it is still there, and puts back what was in its place."""

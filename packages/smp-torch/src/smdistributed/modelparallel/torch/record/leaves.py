@@ -28,7 +28,12 @@ from smdistributed.modelparallel.torch.record.nested import (
 from smdistributed.modelparallel.torch.record.python_random import python_random_kept
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
+from smdistributed.modelparallel.torch.record.taps import (
+    Tap,
+    attribute_taps,
+    container_taps,
+    has_hooks_of_others,
+)
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, HookedCall
 from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
@@ -104,6 +109,8 @@ class LeafRuns:
             finally:
                 changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
                 grown = snapshot.put_back()
+        for tap, tensor in container_taps(grown):
+            inner.setdefault(id(tensor), (tap, tensor))
         lines = [node.line(repr) for node in graph.nodes]
         return LeafRun(result, inner, changes, self._hooked, grown, lines, read, borrowed)
 

@@ -19,7 +19,12 @@ from smdistributed.modelparallel.torch.compat.private.modes import past_recordin
 from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.nested import Path
-from smdistributed.modelparallel.torch.record.taps import Tap, attribute_taps, has_hooks_of_others
+from smdistributed.modelparallel.torch.record.taps import (
+    Tap,
+    attribute_taps,
+    container_taps,
+    has_hooks_of_others,
+)
 from smdistributed.modelparallel.torch.record.trace import Entry, HookedCall
 from smdistributed.modelparallel.torch.record.undo import Snapshot
 
@@ -71,6 +76,8 @@ class Span:
         """Puts back what the call changed."""
         grown = self.snapshot.put_back()
         self.entry.left = [each for each in grown if each.is_own]
+        for tap, tensor in container_taps(grown):
+            self.entry.inner.setdefault(id(tensor), (tap, tensor))
         for growth in grown:
             growth.remove()
         with past_recording(), torch.no_grad():

@@ -8,31 +8,44 @@ it, the leaf is *tapped*: replays fetch the tensor at the same place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.nested import Path, follow
 from smdistributed.modelparallel.torch.record.reach import is_users
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
 
+class Kept(NamedTuple):
+    """A container that tensors are kept in; one is not another because it has the same in it."""
+
+    obj: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self.obj is other.obj
+
+    def __hash__(self) -> int:
+        return id(self.obj)
+
+
 class Tap(NamedTuple):
     """Where a tensor is found besides the result of a leaf.
 
     Attributes:
-        module: the inner module.
-        call: which of its calls within the leaf's call returns it; None for an attribute, which is
-            read when the leaf has returned.
+        module: the inner module; or a container.
+        call: which of its calls within the leaf's call returns it; None for an attribute, and for
+            what is in a container, which are read when the leaf has returned.
         path: where in the result, or the name of the attribute.
-        name: of the inner module, the same on every rank.
+        name: of the inner module or the container, the same on every rank.
     """
 
-    module: nn.Module
+    module: nn.Module | Kept
     call: int | None
     path: Path
     name: str
@@ -44,6 +57,21 @@ def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tup
         for key, value in vars(module).items():
             if isinstance(value, FakeTensor):
                 yield Tap(module, None, (("attribute", key),), names.get(module, "")), value
+
+
+def container_taps(grown: Iterable[Growth]) -> Iterator[tuple[Tap, torch.Tensor]]:
+    """Yields the fakes that a leaf puts into places of containers.
+
+    Not those at the end of lists: where that is, calls for other microbatches decide.
+    """
+    for growth in grown:
+        for key, value in growth.added.items():
+            has_place = isinstance(growth.obj, dict) or key in growth.before
+            if isinstance(value, FakeTensor) and has_place:
+                yield (
+                    Tap(Kept(growth.obj), None, (("attribute", "obj"), ("item", key)), growth.name),
+                    value,
+                )
 
 
 def has_hooks_of_others(module: nn.Module) -> bool:
@@ -101,7 +129,7 @@ def tapped(leaf: nn.Module, taps: Sequence[Tap]) -> Callable[..., tuple[Any, lis
     """Returns a call of a leaf that gives its result and the tensors at ``taps``."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-        calls: dict[nn.Module, list[Any]] = {tap.module: [] for tap in taps if tap.call is not None}
+        calls: dict[Any, list[Any]] = {tap.module: [] for tap in taps if tap.call is not None}
         handles = [
             module.register_forward_hook(
                 lambda module, args, result, kept=kept: kept.append(result)

@@ -156,7 +156,7 @@ class Snapshot:
             is_container = holder.owner is None or holder.owner.attribute != ""
             if is_container and is_growth(holder.obj, holder.before, now):
                 is_own = not self._is_of_others(holder)
-                growth = Growth.of(holder.obj, holder.before, now, is_own=is_own)
+                growth = Growth.of(holder.path, holder.obj, holder.before, now, is_own=is_own)
                 if not is_own or growth.is_of_tensors:
                     grown.append(growth)
                     continue
