@@ -567,6 +567,40 @@ def test_all_ranks_write_one_checkpoint(tmp_path: Path) -> None:
     assert world.run(body, tmp_path) == [["model_1_0.pt", "model_2_0.pt"]] * 3
 
 
+def test_steps_write_a_folder_that_is_whole_or_not_there(tmp_path: Path) -> None:
+    """Each step sees what all ranks have made of the one before."""
+    failing: list[int] = []
+
+    def body(directory: CheckpointDirectory, rank: int) -> Any:
+        def write(folder: Path, before: Any) -> list[str]:
+            if rank in failing:
+                raise OSError(28, "No space left on device")
+            assert before == [0, 10, 20]
+            (folder / f"of_{rank}").write_text(str(rank))
+            return [f"of_{rank}"]
+
+        files = {"config.json": content("{}")} if rank == 0 else {}
+        directory.write_folder("whole", files, steps=[lambda *_: rank * 10, write])
+        found = directory.resolve(partial=False)
+        found.verify()
+        return sorted(found.paths)
+
+    assert World(3).run(body, tmp_path) == [["config.json", "of_0", "of_1", "of_2"]] * 3
+    failing.append(1)
+    assert all("No space left" in str(error) for error in World(3).run(body, tmp_path))
+    assert names(tmp_path) == {"newest", "whole"}
+    (tmp_path / "whole" / "of_2").write_text("changed")
+    with pytest.raises(CheckpointError, match="not the file that was saved"):
+        alone(tmp_path).resolve("whole", partial=False).verify()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.safetensors").touch()
+    theirs = alone(tmp_path).resolve("theirs", partial=False)
+    assert (list(theirs.paths), theirs.manifest) == (["model.safetensors"], None)
+    assert [each.tag.name for each in alone(tmp_path).checkpoints()] == ["whole"]
+    with pytest.raises(CheckpointError, match="A folder is in the way"):
+        alone(tmp_path).write_full("whole", {"model": content("x")})
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_of_one_rank_is_raised_on_all(tmp_path: Path, failing: int) -> None:
     world = World(3)

@@ -15,6 +15,7 @@ model-parallel-extended-features-pytorch-checkpoint.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -28,6 +29,7 @@ from smdistributed.modelparallel.common.checkpoint.durable_files import (
     FileRecord,
     Writer,
     flush_directory,
+    flush_written,
     write_and_flush,
 )
 from smdistributed.modelparallel.common.checkpoint.store import (
@@ -46,6 +48,7 @@ class _Request(NamedTuple):
 
     tag: str
     is_partial: bool
+    is_folder: bool
     keep: int | None
     names: list[str]
 
@@ -57,6 +60,12 @@ class Reply(NamedTuple):
     host: str
     failure: str | None
     result: Any
+
+
+#: One of the steps in which all ranks write a format that lays its files down by itself. It is
+#: given the folder and what the step before has returned, a value a rank; the last one returns the
+#: names of the files that its rank has written.
+Step = Callable[[Path, Sequence[Any]], Any]
 
 
 class CheckpointDirectory:
@@ -82,7 +91,12 @@ class CheckpointDirectory:
         self._gather = gather
 
     def write_partial(
-        self, tag: str | int, files: Mapping[str, Writer], *, keep: int | None = None
+        self,
+        tag: str | int,
+        files: Mapping[str, Writer],
+        *,
+        keep: int | None = None,
+        steps: Sequence[Step] = (),
     ) -> None:
         """Save a partial checkpoint, to which each rank adds its files; it becomes the newest.
 
@@ -92,12 +106,13 @@ class CheckpointDirectory:
             tag: the same on all ranks; an earlier partial checkpoint of this tag is replaced.
             files: the files of this rank, which may be none; each function writes one.
             keep: remove the oldest partial checkpoints that exceed this number, after the commit.
+            steps: write further files, after these.
 
         Raises:
             TypeError, ValueError: on the ranks whose own arguments break a rule.
             CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
         """
-        self._write(tag, files, is_partial=True, keep=keep)
+        self._write(tag, files, steps, is_partial=True, keep=keep)
 
     def write_full(self, tag: str | int, files: Mapping[str, Writer]) -> None:
         """Save a full checkpoint, whose files one rank gives; it becomes the newest.
@@ -115,6 +130,24 @@ class CheckpointDirectory:
             CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
         """
         self._write(tag, files, is_partial=False, keep=None)
+
+    def write_folder(
+        self, tag: str | int, files: Mapping[str, Writer], *, steps: Sequence[Step] = ()
+    ) -> None:
+        """Save a full checkpoint as a folder of files of many ranks; it becomes the newest.
+
+        Collective: all participating ranks. Returns when everything is on disk.
+
+        Args:
+            tag: the same on all ranks, and the name of the folder; an earlier one is replaced.
+            files: as in ``write_partial``.
+            steps: as there.
+
+        Raises:
+            TypeError, ValueError: on the ranks whose own arguments break a rule.
+            CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
+        """
+        self._write(tag, files, steps, is_partial=False, is_folder=True, keep=None)
 
     def newest(self) -> Tag | None:
         """The checkpoint saved last; None before the first. Local.
@@ -218,7 +251,7 @@ class CheckpointDirectory:
             TypeError, ValueError: on the ranks whose own arguments break a rule.
             CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
         """
-        target, leader, staging = self._begin(tag, files, is_partial=partial, keep=keep)
+        target, leader, staging = self._begin(tag, files, partial, partial, keep)
         doing = _doing(target.name, self.path)
         leads = self._rank == leader.rank
         writes = partial or leads
@@ -252,39 +285,69 @@ class CheckpointDirectory:
         return BackgroundSave(doing, write, self.everywhere)
 
     def _write(
-        self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
+        self,
+        tag: str | int,
+        files: Mapping[str, Writer],
+        steps: Sequence[Step] = (),
+        *,
+        is_partial: bool,
+        is_folder: bool = False,
+        keep: int | None,
     ) -> None:
-        target, leader, staging = self._begin(tag, files, is_partial=is_partial, keep=keep)
+        is_folder = is_folder or is_partial
+        target, leader, staging = self._begin(tag, files, is_partial, is_folder, keep)
         doing = _doing(target.name, self.path)
         leads = self._rank == leader.rank
 
         def write() -> dict[str, FileRecord]:
-            if not (is_partial or leads):
+            if not (is_folder or leads):
                 return {}
             _check_shared(staging, leader.host)
             return _write_files(staging, files)
 
         with self._removed_if_failed(staging, leads):
-            written = self.everywhere(doing, write)
+            written = self.everywhere(doing, write) + self._take(steps, doing, staging)
             records = {name: record for r in written for name, record in r.result.items()}
             self.everywhere(
                 doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
             )
 
+    def _take(self, steps: Sequence[Step], doing: str, staging: Path) -> list[Reply]:
+        """Takes the steps, each when all ranks have taken the one before; returns the records."""
+        replies: list[Reply] = []
+        for step in steps:
+            before = [reply.result for reply in replies]
+            replies = self.everywhere(doing, functools.partial(step, staging, before))
+        names = [name for reply in replies if reply.rank == self._rank for name in reply.result]
+
+        def flush() -> dict[str, FileRecord]:
+            records = {name: flush_written(staging / name) for name in names}
+            flush_directory(staging)
+            return records
+
+        return self.everywhere(doing, flush) if steps else []
+
     def _begin(
-        self, tag: str | int, files: Mapping[str, Writer], *, is_partial: bool, keep: int | None
+        self,
+        tag: str | int,
+        files: Mapping[str, Writer],
+        is_partial: bool,
+        is_folder: bool,
+        keep: int | None,
     ) -> tuple[Tag, Reply, Path]:
         """Checks what is asked for; returns it, who commits it, and where files are written."""
         doing = _doing(str(tag), self.path)
         requests = self.everywhere(
             doing,
-            lambda: _check_request(tag, files, is_partial, keep),
+            lambda: _check_request(tag, files, is_partial, is_folder, keep),
             unchanged=(TypeError, ValueError),
         )
         leader = _agree(requests)
         leads = self._rank == leader.rank
         target = Tag(leader.result.tag, is_partial)
-        replies = self.everywhere(doing, lambda: self._store.prepare(target) if leads else None)
+        replies = self.everywhere(
+            doing, lambda: self._store.prepare(target, is_folder=is_folder) if leads else None
+        )
         return target, leader, self.path / next(r.result for r in replies if r.rank == leader.rank)
 
     @contextlib.contextmanager
@@ -313,7 +376,7 @@ def _write_files(staging: Path, files: Mapping[str, Writer]) -> dict[str, FileRe
 
 
 def _check_request(
-    tag: object, files: Mapping[str, Writer], is_partial: bool, keep: object
+    tag: object, files: Mapping[str, Writer], is_partial: bool, is_folder: bool, keep: object
 ) -> _Request:
     if not isinstance(tag, str | int):
         raise TypeError(f"A checkpoint tag must be a string or a step number, got {tag!r}.")
@@ -322,27 +385,27 @@ def _check_request(
             f"num_kept_partial_checkpoints must be at least 1, or None to keep all, got {keep!r}."
         )
     for name in files:
-        if is_partial and not is_plain(name):
+        if is_folder and not is_plain(name):
             raise ValueError(
                 f"A checkpoint's file must have a plain name other than {MANIFEST!r}, got {name!r}."
             )
-    if not is_partial and files and not {"model"} <= set(files) <= set(FULL_FILES):
+    if not is_folder and files and not {"model"} <= set(files) <= set(FULL_FILES):
         raise ValueError(
             "A full checkpoint has a file 'model' and may have 'optimizer' and 'user_content', "
             f"got {sorted(files)}."
         )
-    return _Request(Tag(str(tag), is_partial).name, is_partial, keep, list(files))
+    return _Request(Tag(str(tag), is_partial).name, is_partial, is_folder, keep, list(files))
 
 
 def _agree(replies: Sequence[Reply]) -> Reply:
     """Check what the ranks ask for together; returns the reply of the rank that commits.
 
-    That is the lowest rank, and for a full checkpoint the one that writes it: its host may be the
-    only one that sees the directory.
+    That is the lowest rank, and for a full checkpoint of single files the one that writes it: its
+    host may be the only one that sees the directory.
     """
     first = min(replies, key=lambda reply: reply.rank)
     for reply in replies:
-        for field in ("tag", "is_partial", "keep"):
+        for field in ("tag", "is_partial", "is_folder", "keep"):
             ours, theirs = getattr(first.result, field), getattr(reply.result, field)
             if ours != theirs:
                 raise CheckpointError(
@@ -360,7 +423,7 @@ def _agree(replies: Sequence[Reply]) -> Reply:
             owners[name] = reply.rank
     if not owners:
         raise CheckpointError("A checkpoint must have at least one file, but no rank gave one.")
-    if first.result.is_partial:
+    if first.result.is_folder:
         return first
     return next(reply for reply in replies if reply.rank == owners["model"])
 

@@ -95,11 +95,21 @@ def _write_and_flush(path: Path, writer: Writer) -> FileRecord:
     with open(path, "x+b") as stream:
         writer(stream)
         stream.flush()
-        os.fsync(stream.fileno())
         # Read again, as a writer may seek back and change what it wrote.
-        stream.seek(0)
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileRecord(os.fstat(stream.fileno()).st_size, digest)
+        return _flushed(stream)
+
+
+def flush_written(path: Path) -> FileRecord:
+    """Flush a file that other code has written, and say what it is; its folder is not flushed."""
+    with open(path, "r+b") as stream:
+        return _flushed(stream)
+
+
+def _flushed(stream: BinaryIO) -> FileRecord:
+    os.fsync(stream.fileno())
+    stream.seek(0)
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+    return FileRecord(os.fstat(stream.fileno()).st_size, digest)
 
 
 def rename(source: Path, target: Path) -> None:

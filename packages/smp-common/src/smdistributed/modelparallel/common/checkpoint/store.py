@@ -1,12 +1,14 @@
 """Checkpoints in a directory, as one process sees and changes them; no tensor I/O.
 
 A directory holds partial checkpoints (a folder of files, from many ranks), full checkpoints (a
-model file and a user content file, from one rank), and the name of the newest of both::
+model file and a user content file, from one rank; or a folder, from many), and the name of the
+newest of both::
 
     newest                            one line: '<tag> partial' or '<tag> full'
     <tag>_partial/                    the files and manifest.json (size and SHA-256 of each)
     <tag>, optimizer_<tag>,           a full checkpoint; its manifest is .manifest_<tag>.json
         user_content_<tag>
+    <tag>/                            a full checkpoint that is a folder, as a partial one is
 
 A checkpoint passes through three states; a save that finds the remains of a killed one removes
 them, or completes the installation:
@@ -99,6 +101,10 @@ class Manifest(NamedTuple):
 
     sequence: int
     files: dict[str, FileRecord]
+
+    def is_folder(self, tag: Tag) -> bool:
+        """Whether the checkpoint is a folder: only a full one of single files has a ``model``."""
+        return tag.is_partial or FULL_FILES[0] not in self.files
 
 
 @dataclass(frozen=True)
@@ -223,24 +229,24 @@ class CheckpointStore:
             if wanted is not None and wanted.is_partial != partial:
                 same = [c.tag for c in self.checkpoints() if c.tag.is_partial == partial]
                 wanted = same[-1] if same else None
-        checkpoint = wanted and self._read(wanted)
+        checkpoint = wanted and (self._read(wanted) or self._of_others(wanted))
         if checkpoint:
             return checkpoint
         missing = f"no {kind} checkpoint {wanted.name!r}" if wanted else f"no newest {kind} one"
         tags = ", ".join(f"'{c.tag}'" for c in self.checkpoints()) or "none"
         raise CheckpointError(f"There is {missing} in {self.path}; tags found: {tags}.")
 
-    def prepare(self, tag: Tag) -> str:
+    def prepare(self, tag: Tag, *, is_folder: bool) -> str:
         """Clear up after killed saves and make the staging folder; returns its name.
 
         Raises:
             CheckpointError: something that is no checkpoint stands in its place.
         """
         make_directory(self.path)
-        for place in [self.path / tag.entry] if tag.is_partial else self._full_places(tag).values():
+        for place in [self.path / tag.entry] if is_folder else self._full_places(tag).values():
             # Found after the commit, this would break every later save.
-            if place.exists() and place.is_dir() != tag.is_partial:
-                kind = "file" if tag.is_partial else "folder"
+            if place.exists() and place.is_dir() != is_folder:
+                kind = "file" if is_folder else "folder"
                 raise CheckpointError(f"A {kind} is in the way: remove {place} or change the tag.")
         entries = _list(self.path)
         for entry in entries:
@@ -300,7 +306,7 @@ class CheckpointStore:
         manifest = _read_manifest(committed / MANIFEST)
         if manifest is None:  # all was moved out of it
             os.rmdir(committed)
-        elif tag.is_partial:
+        elif manifest.is_folder(tag):
             target, replaced = self.path / tag.entry, self.path / f"{_REMOVED}{tag.entry}"
             if os.path.lexists(target):
                 os.rename(target, replaced)
@@ -331,12 +337,13 @@ class CheckpointStore:
     def _read(self, tag: Tag) -> Checkpoint | None:
         committed = self.path / f"{_COMMITTED}{tag.entry}"
         manifest = None if committed.is_symlink() else _read_manifest(committed / MANIFEST)
-        if tag.is_partial:
+        target = self.path / tag.entry
+        if tag.is_partial or (manifest.is_folder(tag) if manifest else target.is_dir()):
             folder = committed
             if manifest is None:
-                folder = self.path / tag.entry
+                folder = target
                 manifest = _read_manifest(folder / MANIFEST)
-            if manifest is None and folder.is_dir():
+            if manifest is None and folder.is_dir() and tag.is_partial:
                 raise CheckpointError(
                     f"{folder} has no {MANIFEST}, so it is an incomplete copy or was not written "
                     "by this library: copy it whole, or resume from another tag."
@@ -353,6 +360,14 @@ class CheckpointStore:
         if not places["model"].is_file():
             return None
         return Checkpoint(tag, {n: path for n, path in places.items() if path.is_file()}, None)
+
+    def _of_others(self, tag: Tag) -> Checkpoint | None:
+        """The files of a folder that another program wrote, which only its own tag finds."""
+        folder = self.path / tag.entry
+        if tag.is_partial or not folder.is_dir():
+            return None
+        files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+        return Checkpoint(tag, files, None)
 
     def _full_places(self, tag: Tag) -> dict[str, Path]:
         prefixes = ("", *_PREFIXES)

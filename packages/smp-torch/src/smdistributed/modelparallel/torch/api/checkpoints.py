@@ -29,6 +29,8 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     *,
     asynchronous: bool = False,
+    format: str = "torch",
+    max_shard_size_bytes: int = 5 * 10**9,
 ) -> BackgroundSave | None:
     """Saves a checkpoint that a later job can resume from; never leaves half of one.
 
@@ -53,6 +55,11 @@ def save_checkpoint(
             that were replaced: those of Transformers.
         num_kept_partial_checkpoints: remove older partial checkpoints beyond this number.
         asynchronous: return before everything is on disk.
+        format: an addition of this library. ``torch``: files of ``torch.save``. ``safetensors``,
+            with ``partial=False`` and a model alone: the folder ``tag``, which ``from_pretrained``
+            of Transformers opens. The first rank of each partition writes its tensors, with no
+            more than one file of them at a time where they are in slices or shards.
+        max_shard_size_bytes: of files of safetensors.
 
     Returns:
         None; with ``asynchronous`` what can be waited for: its ``wait()``, called by every process,
@@ -60,6 +67,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: ``model`` or ``optimizer`` is not wrapped.
+        ValueError: the format is unknown, or has no place for what is to be saved.
+        NotPartitionedError: the format needs the partition, which is not decided yet.
         CheckpointError: some rank failed to write; nothing was committed. Or a former asynchronous
             save failed that nobody has waited for: nothing was saved by this call; save again.
 
@@ -76,6 +85,8 @@ def save_checkpoint(
         num_kept_partial_checkpoints=num_kept_partial_checkpoints,
         translate_if_full=translate_if_full,
         asynchronous=asynchronous,
+        format=format,
+        max_shard_size_bytes=max_shard_size_bytes,
     )
 
 
@@ -107,8 +118,9 @@ def resume_from_checkpoint(
     Args:
         path: the folder.
         tag: which checkpoint; None takes the newest of its kind. With ``partial=False`` it can be
-            the name of a file that ``torch.save`` wrote from the state of the plain model, or of a
-            file of safetensors.
+            the name of a file that ``torch.save`` wrote from the state of the plain model, of a
+            file of safetensors or of its index, or of a folder that ``save_pretrained`` of
+            Transformers wrote; None then takes the model that ``path`` itself holds so.
         partial: the kind of the checkpoint.
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.

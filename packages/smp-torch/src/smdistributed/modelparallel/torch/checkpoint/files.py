@@ -12,7 +12,7 @@ import torch
 
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.torch.checkpoint import layout
+from smdistributed.modelparallel.torch.checkpoint import layout, safetensors_folder
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import (
     TRUST_VARIABLE,
@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.checkpoint.plain_classes import (
     plain_classes,
     refused_in,
 )
+from smdistributed.modelparallel.torch.checkpoint.safetensors_folder import INDEX, SINGLE
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 
@@ -42,6 +43,48 @@ class CheckpointFiles:
     def has_owners(self) -> bool:
         """Whether the optimizer's state was shared by the ranks that hold a parameter."""
         return any(_SHARD.fullmatch(name) for name in self._checkpoint.paths)
+
+    @property
+    def weights(self) -> str:
+        """The name of the file by which the weights of a full checkpoint are found.
+
+        Raises:
+            CheckpointError: it is a folder without any.
+        """
+        found = [name for name in ("model", INDEX, SINGLE) if name in self._checkpoint.paths]
+        if not found:
+            raise CheckpointError(
+                f"the folder of checkpoint '{self._checkpoint.tag}' must have {INDEX} or {SINGLE}, "
+                f"as save_pretrained of Transformers writes them; it has "
+                f"{', '.join(self._checkpoint.paths) or 'no file'}: give the tag of a folder that "
+                "has one, or of a file of weights."
+            )
+        return found[0]
+
+    @property
+    def names_weights_once(self) -> bool:
+        """Whether the weights of a full checkpoint have each tensor under one of its names."""
+        return self._checkpoint.paths[self.weights].name.endswith((".safetensors", INDEX))
+
+    def weights_of_full(self) -> dict[str, Any]:
+        """Returns the state of the model of a full checkpoint.
+
+        Raises:
+            CheckpointError: some of it is missing or damaged.
+        """
+        name = self.weights
+        if not self.names_weights_once:
+            state: dict[str, Any] = self.read(name)
+            return state
+        return safetensors_folder.read(self._checkpoint.paths[name].name, self._beside)
+
+    def _beside(self, file: str) -> Path:
+        """Returns where a file of the weights is, verified if the checkpoint says what it is."""
+        for name, path in self._checkpoint.paths.items():
+            if path.name == file:
+                self._checkpoint.open(name).close()
+                return path
+        return self._checkpoint.paths[self.weights].with_name(file)
 
     def layout(self) -> Layout:
         """Returns the index of a partial checkpoint."""
@@ -89,8 +132,6 @@ class CheckpointFiles:
         """
         self._checkpoint.open(name).close()  # which verifies it
         path = self._checkpoint.paths[name]
-        if is_safetensors(path):
-            return _of_safetensors(path)
         try:
             with plain_classes(path):
                 return torch.load(
@@ -109,22 +150,6 @@ class CheckpointFiles:
                 "or, if you trust the file, pass trust_pickle=True or set "
                 f"{TRUST_VARIABLE}=1."
             ) from error
-
-
-def is_safetensors(path: Path) -> bool:
-    """Whether a file is of the format that has each tensor once, under one of its names."""
-    return path.suffix == ".safetensors"
-
-
-def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path} is a file of safetensors, and the package safetensors is not installed: "
-            "install it with pip, or give a file that torch.save has written."
-        ) from error
-    return load_file(path)
 
 
 def _parts_of(stored: Layout) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.checkpoint.safetensors_folder import INDEX, SINGLE
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 #: The content of a partial checkpoint that is the user's own.
@@ -49,11 +50,13 @@ def expect_wrapped(value: object, kind: type, argument: str) -> None:
 def weights_at(path: str | os.PathLike[str], tag: str | int | None) -> str | int | None:
     """Returns the tag of the weights that are asked for.
 
+    Without a tag, a folder in which Transformers has saved a model is that model.
+
     Compatibility: the Trainer of Transformers asks for the name that its files had before it wrote
     them by safetensors.
     """
     folder = Path(path)
-    if tag == "pytorch_model.bin" and not (folder / tag).exists():
-        newer = "model.safetensors"
-        return newer if (folder / newer).exists() else tag
+    is_there = (folder / ("newest" if tag is None else str(tag))).exists()
+    if not is_there and tag in (None, "pytorch_model.bin", SINGLE):
+        return next((name for name in (SINGLE, INDEX) if (folder / name).exists()), tag)
     return tag

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
-from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles, is_safetensors
+from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
@@ -107,12 +107,14 @@ def resume_from_checkpoint(
     if content.partition is not None:
         model.holder.fix_partition(content.partition)
     if content.model is not None and not partial:
-        if is_safetensors(checkpoint.paths["model"]):
+        if reader.files.names_weights_once:
             model.name_ties(content.model)
         if translate is not None:
             content.model = translate(content.model)
-        elif model.translation and not model.translation.is_ours(content.model):
-            content.model = model.translation.to_ours(content.model)
+        elif model.translation:
+            names = model.holder.saved_names()
+            if not model.translation.is_ours(content.model, names):
+                content.model = model.translation.to_ours(content.model)
     if content.model is not None:
         model.load_state_dict(content.model, strict=strict, same_partition_load=content.is_own)
     if content.optimizer is not None and optimizer is not None:
@@ -136,19 +138,19 @@ class _Reader:
     def __init__(self, runtime: TorchRuntime, checkpoint: Checkpoint, trust_pickle: bool) -> None:
         self._runtime = runtime
         self._checkpoint = checkpoint
-        self._files = CheckpointFiles(checkpoint, trust_pickle)
+        self.files = CheckpointFiles(checkpoint, trust_pickle)
 
     def full(self, load_optimizer: bool) -> _Content:
         """Returns the content of a full checkpoint."""
         return _Content(
-            model=self._files.read("model"),
-            optimizer=self._files.read_if_there("optimizer") if load_optimizer else None,
+            model=self.files.weights_of_full(),
+            optimizer=self.files.read_if_there("optimizer") if load_optimizer else None,
             user=self._user_content("user_content"),
         )
 
     def partial(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
         """Returns the content of a partial checkpoint that belongs to this rank."""
-        stored = self._files.layout()
+        stored = self.files.layout()
         num_parts = stored.pipeline_parallel_degree * stored.tensor_parallel_degree
         if num_parts > len(self._checkpoint.paths):
             raise CheckpointError(
@@ -167,10 +169,10 @@ class _Reader:
         )
         if adopts and _has_same_shards(stored, own):
             # Owners of what tensor-parallel ranks hold alike are among all of these.
-            is_spread = own.tensor_parallel_degree > 1 and self._files.has_owners
+            is_spread = own.tensor_parallel_degree > 1 and self.files.has_owners
             model_state, optimizer_part = self._own_part(load_optimizer and not is_spread)
             if is_spread and load_optimizer:
-                optimizer_part = self._files.whole_optimizer(stored)
+                optimizer_part = self.files.whole_optimizer(stored)
             states, is_own = (model_state, optimizer_part), True
         else:
             logger.info(
@@ -184,8 +186,8 @@ class _Reader:
             )
             is_own = False
             states = (
-                self._files.whole_model(stored),
-                self._files.whole_optimizer(stored) if load_optimizer else None,
+                self.files.whole_model(stored),
+                self.files.whole_optimizer(stored) if load_optimizer else None,
             )
         return _Content(
             *states,
@@ -198,8 +200,8 @@ class _Reader:
     def _own_part(self, load_optimizer: bool) -> tuple[Any, Any]:
         """Returns the states of model and optimizer that this rank saved; None for what lacks."""
         part = own_part_name(self._runtime, self._runtime.rank)
-        optimizer = self._files.optimizer_part(part) if load_optimizer else None
-        return self._files.read_if_there(f"model_{part}.pt"), optimizer
+        optimizer = self.files.optimizer_part(part) if load_optimizer else None
+        return self.files.read_if_there(f"model_{part}.pt"), optimizer
 
     def _user_content(self, name: str) -> Any:
         path = self._checkpoint.paths.get(name)
@@ -207,7 +209,7 @@ class _Reader:
         # library saves is not empty.
         is_own = self._checkpoint.manifest is not None
         is_there = path is not None and (is_own or path.stat().st_size > 0)
-        return self._files.read(name) if is_there else None
+        return self.files.read(name) if is_there else None
 
     def _random_state(self, stored: Layout) -> Any:
         place, topology = self._runtime.coordinates, self._runtime.topology
@@ -224,7 +226,7 @@ class _Reader:
                 self._checkpoint.tag,
                 place.rdp_rank,
             )
-        return self._files.read_if_there(name)
+        return self.files.read_if_there(name)
 
 
 def _has_same_shards(stored: Layout, own: Layout) -> bool:

@@ -28,6 +28,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
+from smdistributed.modelparallel.torch.checkpoint.safetensors_folder import SafetensorsFolder
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
@@ -48,14 +49,24 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None,
     translate_if_full: bool,
     asynchronous: bool,
+    format: str,
+    max_shard_size_bytes: int,
 ) -> BackgroundSave | None:
     """See ``smp.save_checkpoint``."""
+    if format == "safetensors":
+        _expect_model_alone(partial, model, optimizer, user_content, asynchronous)
+    elif format != "torch":
+        raise ValueError(f"format must be 'torch' or 'safetensors'; received {format!r}.")
     finish_pending(runtime)
     expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
     expect_wrapped(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
     if model is not None:
         model.follow_changes()
     directory = directory_at(runtime, path)
+    if format == "safetensors":
+        assert model is not None
+        _save_safetensors(runtime, directory, tag, model, max_shard_size_bytes, translate_if_full)
+        return None
     files: dict[str, Writer] = {}
     # What a writer computes may fail on one rank; the directory tells it to the others.
     if not partial:
@@ -96,6 +107,47 @@ def save_checkpoint(
             files[USER_CONTENT] = _user_content_writer(user_content)
     keep = num_kept_partial_checkpoints
     return _written(runtime, directory, tag, files, asynchronous, partial=True, keep=keep)
+
+
+def _expect_model_alone(
+    partial: bool, model: object, optimizer: object, user_content: object, asynchronous: bool
+) -> None:
+    """Raises where more is to be saved than a folder of safetensors has.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    received = {
+        "partial=True": partial,
+        "model=None": model is None,
+        "an optimizer": optimizer is not None,
+        "user_content": user_content is not None,
+        "asynchronous=True": asynchronous,
+    }
+    wrong = [name for name, is_given in received.items() if is_given]
+    if wrong:
+        raise ValueError(
+            "format='safetensors' writes a whole model and nothing else, before the call returns: "
+            f"pass partial=False and the model alone; received {', '.join(wrong)}. A checkpoint "
+            "to continue from is one of format='torch'."
+        )
+
+
+def _save_safetensors(
+    runtime: TorchRuntime,
+    directory: CheckpointDirectory,
+    tag: str | int,
+    model: DistributedModel,
+    max_shard_size_bytes: int,
+    translate: bool,
+) -> None:
+    whole = None
+    if translate and model.translation:
+        whole = model.state_dict(gather_to_rank0=True)
+        whole = model.translation.to_theirs(whole) if runtime.rank == 0 else {}
+    folder = SafetensorsFolder(runtime, model, max_shard_size_bytes, whole)
+    files = folder.small_files() if runtime.rank == 0 else {}
+    directory.write_folder(tag, files, steps=[folder.check, folder.write])
 
 
 def _written(

@@ -149,6 +149,33 @@ class SlicedTensors:
         merged.update((name, self.join(name, each)) for name, each in pieces.items())
         return merged
 
+    def gather(self, part: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns whole tensors of which the ranks of a partition have pieces; on its first rank.
+
+        Collective: DP_GROUP, each rank with the same names.
+        """
+        group, rank = CommGroup.DP_GROUP, self._runtime.rank
+        members = self._runtime.topology.members(group, rank)
+        whole = {name: value for name, value in part.items() if name not in self}
+        if len(whole) == len(part):
+            return whole if rank == members[0] else {}
+        given = self._runtime.communicator.gather(
+            {
+                name: value.cpu()
+                for name, value in part.items()
+                if name in self and self._own[name].speaker == rank
+            },
+            group,
+        )
+        if given is None:
+            return {}
+        for name in part.keys() - whole.keys():
+            pieces = {
+                at: each[name] for at, each in zip(members, given, strict=True) if name in each
+            }
+            whole[name] = self.join(name, pieces)
+        return whole
+
     def to_send(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the others lack of the own part: of what several have one rank speaks."""
         place, rank = self._runtime.coordinates, self._runtime.rank

@@ -69,7 +69,7 @@ class ModelState:
         if self._holder.is_split:
             local = self.local()
             del local[PARTIAL_KEY]
-            ties = self._ties(local)
+            ties = self.ties(local)
             local = {name: each for name, each in local.items() if name not in ties}
             part = map_tensors(sliced.to_send(local), torch.Tensor.cpu)
             given = collect(runtime, (part, ties), sliced.group, to_rank0=to_rank0)
@@ -214,8 +214,8 @@ class ModelState:
             if given is not None:
                 state.update((name, state[given]) for name in names if name not in state)
 
-    def _ties(self, names: Collection[str]) -> dict[str, str]:
-        """Returns, for each name but the first that a tensor of this rank has, the first one."""
+    def ties(self, names: Collection[str]) -> dict[str, str]:
+        """Returns, for each name but the first that a tensor has, the first one. Local."""
         with self._holder.absence.past():
             state = self._module.state_dict(keep_vars=True)
         first_of: dict[int, str] = {}

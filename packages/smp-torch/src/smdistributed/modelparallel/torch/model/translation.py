@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ class ModelTranslation:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._pairs: dict[str, tuple[StateTranslation, StateTranslation]] = {
             f"{name}." if name else "": module.translations
             for name, module in model.named_modules()
@@ -42,9 +41,10 @@ class ModelTranslation:
         """Returns a state in that of the distributed modules."""
         return self._translated(state, 1)
 
-    def is_ours(self, state: State) -> bool:
-        """Whether a state has the names of the model as it is."""
-        return set(self._model.state_dict()) <= set(state)
+    @staticmethod
+    def is_ours(state: State, names: Iterable[str]) -> bool:
+        """Whether a state has the names of the model as it is, which are given."""
+        return set(names) <= set(state)
 
     def _translated(self, state: State, direction: int) -> dict[str, Any]:
         found: dict[str, Any] = dict(state)
