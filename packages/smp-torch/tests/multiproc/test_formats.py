@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import tensor_transformers
 import torch
-from world import pipeline, replicas, run, world_of
+from world import pipeline, replicas, run, run_fresh, world_of
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
@@ -20,15 +21,25 @@ from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
-SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 2}
+SHARDS = {
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 2,
+    "sdp_gradient_clipping": float("inf"),
+}
 SLICES = {"tensor_parallel_degree": 2}
 WORLDS = {
     "pp2": pipeline(2, 2, launcher="fork"),
     "pp2-sdp2": replicas(2, 2, 2, **SHARDS),
+    "sdp2": replicas(2, 1, 2, **SHARDS),
+    "owners": replicas(2, 2, 2, shard_optimizer_state=True),
+    "owners-bf16": replicas(2, 1, 2, shard_optimizer_state=True, bf16=True),
+    "pp2-sdp2-bf16": replicas(2, 2, 2, bf16=True, **SHARDS),
     "tp2-sdp2": world_of(4, {"microbatches": 2, "ddp": True, **SLICES, **SHARDS}),
 }
 #: Smaller than any of the models, larger than most of their tensors.
 FILE_BYTES = 6000
+#: Without the small divisors by which Adam makes much of roundings.
+ADAM = {"lr": 1e-2, "eps": 1e-3}
 
 
 @smp.step
@@ -49,7 +60,7 @@ def build(family: str, *, seed: int, delayed: bool = False) -> tuple[Any, Any]:
     with delay, smp.tensor_parallelism(auto=family != "gpt2"):
         net = getattr(tensor_transformers, family)()
     model = smp.DistributedModel(net)
-    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), **ADAM))
 
 
 def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
@@ -124,3 +135,151 @@ FIRST = "transformer.wte.weight"
 def test_a_folder_of_transformers(worlds: Worlds, world: str, family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     run(worlds, WORLDS[world], safetensors_there_and_back, family, str(tmp_path))
+
+
+# --------------------------------------------------------------- torch.distributed.checkpoint
+
+SAVED, LATER, END = 2, 4, 6
+#: Ways of jobs of PyTorch alone to write the state of an optimizer.
+KINDS = ("named", "numbered", "flat")
+
+
+def fsdp_job(family: str, folder: str, resumed: list[str]) -> dict[str, Any]:
+    """Trains by FSDP2 and saves; or resumes what jobs of this library saved; returns losses."""
+    from torch.distributed.checkpoint import state_dict as states
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    store = Path(folder, f"store-{len(resumed)}").as_uri()
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    flat = states.StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def built(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        net = getattr(tensor_transformers, family)()
+        for layer in net.transformer.h if family == "gpt2" else net.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net, torch.optim.AdamW(net.parameters(), **ADAM)
+
+    def losses(net: Any, optimizer: Any, first: int, last: int) -> list[float]:
+        found = []
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss = net(input_ids=batch(step), labels=batch(step), use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    if not resumed:
+        net, optimizer = built(0)
+        losses(net, optimizer, 0, SAVED)
+        saved = {
+            "named": states.get_optimizer_state_dict(net, optimizer),
+            "numbered": optimizer.state_dict(),
+            "flat": states.get_optimizer_state_dict(net, optimizer, options=flat),
+        }
+        for kind in KINDS:
+            model = states.get_model_state_dict(net)
+            dcp.save({"model": model, "optimizer": saved[kind]}, checkpoint_id=f"{folder}/{kind}")
+        return {"going on": losses(net, optimizer, SAVED, LATER)}
+    gone_on = {}
+    for name in resumed:
+        net, optimizer = built(7)
+        model, state = states.get_state_dict(net, optimizer)
+        wanted = {"model": model, "optimizer": state}
+        dcp.load(wanted, checkpoint_id=f"{folder}/{name}_partial")
+        states.set_state_dict(
+            net, optimizer, model_state_dict=model, optim_state_dict=wanted["optimizer"]
+        )
+        gone_on[name] = losses(net, optimizer, LATER, END)
+    return gone_on
+
+
+def dcp_there_and_back(family: str, folder: str, name: str, kind: str) -> dict[str, Any]:
+    """Resumes what FSDP2 saved, saves for it, and resumes that itself, delayed."""
+    model, optimizer = build(family, seed=7)
+    assert smp.resume_from_checkpoint(folder, kind) is None
+    losses = train(model, optimizer, SAVED, LATER)
+    smp.save_checkpoint(
+        folder, name, model=model, optimizer=optimizer, user_content=LATER, format="dcp"
+    )
+    later = train(model, optimizer, LATER, END)
+    other, other_optimizer = build(family, seed=8, delayed=True)
+    resumed = smp.resume_from_checkpoint(folder, name, model=other, optimizer=other_optimizer)
+    assert resumed == LATER
+    assert train(other, other_optimizer, LATER, END) == later
+    return {"resumed": losses, "later": later}
+
+
+def dcp_of_other_degrees(folder: str, name: str) -> list[float]:
+    """Resumes in shards what a pipeline saved; another model is refused with what differs."""
+    model, optimizer = build("gpt2", seed=7)
+    assert smp.resume_from_checkpoint(folder, name) == LATER
+    found = train(model, optimizer, LATER, END)
+    other = smp.DistributedModel(tensor_transformers.gpt2(n_layer=3))
+    with pytest.raises(CheckpointError, match=r"it lacks transformer\.h\.2\."):
+        smp.resume_from_checkpoint(folder, name, model=other)
+    with pytest.raises(ValueError, match="pass partial=True and the model; received partial=False"):
+        smp.save_checkpoint(folder, "x", model=model, partial=False, format="dcp")
+    return found
+
+
+def dcp_through_half(folder: str, name: str) -> None:
+    """Takes what FSDP2 saved in fp32 through a job of half precision, to the last bit."""
+    utils: Any = importlib.import_module("torch.distributed.checkpoint.format_utils")
+    model, optimizer = build("gpt2", seed=7)
+    smp.resume_from_checkpoint(folder, "named")
+    train_step(model, batch(0))  # which places the partitions
+    smp.save_checkpoint(folder, name, model=model, optimizer=optimizer, format="dcp")
+    if smp.rank() != 0:
+        return
+    found = []
+    for each in ("named", f"{name}_partial"):
+        utils.dcp_to_torch_save(f"{folder}/{each}", f"{folder}/{name}.pt")
+        found.append(torch.load(f"{folder}/{name}.pt", weights_only=True))
+    theirs, ours = found
+    assert ours["model"].keys() == theirs["model"].keys()
+    assert ours["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys()
+    for key, value in theirs["model"].items():
+        assert value.dtype is torch.float32
+        assert torch.equal(ours["model"][key], value), key
+    for key, values in theirs["optimizer"]["state"].items():
+        for kind, value in values.items():
+            assert torch.equal(ours["optimizer"]["state"][key][kind], value), (key, kind)
+    settings = [dict(each["optimizer"]["param_groups"][0]) for each in found]
+    assert set(settings[0].pop("params")) == set(settings[1].pop("params"))
+    assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gpt2", {"pp2": KINDS, "pp2-sdp2": KINDS[:1], "owners": KINDS[:1]}),
+        ("llama", {"tp2-sdp2": KINDS[:1]}),
+    ],
+)
+def test_fsdp2_goes_on_from_ours_and_we_from_its(
+    worlds: Worlds, family: str, names: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    folder = str(tmp_path)
+    theirs = run_fresh(2, fsdp_job, family, folder, [])[0]["going on"]
+    later = {}
+    for world, kinds in names.items():
+        for kind in kinds:
+            name = f"{world}-{kind}"
+            for found in run(worlds, WORLDS[world], dcp_there_and_back, family, folder, name, kind):
+                assert found["resumed"] == pytest.approx(theirs, rel=1e-5)
+                later[name] = found["later"]
+    if family == "gpt2":
+        for losses in run(worlds, WORLDS["sdp2"], dcp_of_other_degrees, folder, "pp2-named"):
+            assert losses == pytest.approx(later["pp2-named"], rel=1e-5)
+    for world in ("owners-bf16", "pp2-sdp2-bf16") if family == "gpt2" else ():
+        run(worlds, WORLDS[world], dcp_through_half, folder, world)
+    for name, losses in run_fresh(2, fsdp_job, family, folder, list(later))[0].items():
+        assert losses == pytest.approx(later[name], rel=1e-5), name

@@ -58,7 +58,10 @@ def save_checkpoint(
         format: an addition of this library. ``torch``: files of ``torch.save``. ``safetensors``,
             with ``partial=False`` and a model alone: the folder ``tag``, which ``from_pretrained``
             of Transformers opens. The first rank of each partition writes its tensors, with no
-            more than one file of them at a time where they are in slices or shards.
+            more than one file of them at a time where they are in slices or shards. ``dcp``: a
+            partial checkpoint whose model and optimizer ``torch.distributed.checkpoint`` reads, in
+            the names of ``get_model_state_dict`` and ``get_optimizer_state_dict``. Each rank
+            writes its own parts; fp32 masters are the model's weights there.
         max_shard_size_bytes: of files of safetensors.
 
     Returns:
@@ -117,10 +120,13 @@ def resume_from_checkpoint(
 
     Args:
         path: the folder.
-        tag: which checkpoint; None takes the newest of its kind. With ``partial=False`` it can be
-            the name of a file that ``torch.save`` wrote from the state of the plain model, of a
-            file of safetensors or of its index, or of a folder that ``save_pretrained`` of
-            Transformers wrote; None then takes the model that ``path`` itself holds so.
+        tag: which checkpoint; None takes the newest of its kind. A folder that
+            ``torch.distributed.checkpoint`` wrote goes by its name, or without a tag by ``path``;
+            each rank reads the parts that it keeps, and random states stay. With ``partial=False``
+            it can be the name of a file that ``torch.save`` wrote from the state of the plain
+            model, of a file of safetensors or of its index, or of a folder that
+            ``save_pretrained`` of Transformers wrote; None then takes the model that ``path``
+            itself holds so.
         partial: the kind of the checkpoint.
         strict: missing or unexpected names are errors.
         load_optimizer: restore the optimizer too, if the checkpoint holds its state.

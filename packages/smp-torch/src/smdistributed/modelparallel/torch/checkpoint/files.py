@@ -33,11 +33,14 @@ class CheckpointFiles:
     Args:
         checkpoint: where they are.
         trust_pickle: load objects of any class.
+
+    Attributes:
+        trusts_pickle: whether they are loaded, also because the environment says so.
     """
 
     def __init__(self, checkpoint: Checkpoint, trust_pickle: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._trust_pickle = trust_pickle or is_trusted()
+        self.trusts_pickle = trust_pickle or is_trusted()
 
     @property
     def has_owners(self) -> bool:
@@ -137,7 +140,7 @@ class CheckpointFiles:
                 return torch.load(
                     path,
                     map_location="cpu",
-                    weights_only=not self._trust_pickle,
+                    weights_only=not self.trusts_pickle,
                     # Tensors of other ranks are then never read, only their names.
                     mmap=zipfile.is_zipfile(path),
                 )

@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.store import Checkpoint, Tag
+from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.checkpoint.dcp_folder import METADATA
 from smdistributed.modelparallel.torch.checkpoint.safetensors_folder import INDEX, SINGLE
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -45,6 +48,35 @@ def expect_wrapped(value: object, kind: type, argument: str) -> None:
             f"{argument} takes a smp.{kind.__name__}; received {type(value).__name__}: wrap it "
             "first."
         )
+
+
+def of_torchs_own(directory: CheckpointDirectory, tag: str | int | None) -> Checkpoint | None:
+    """Returns a folder of DCP that is no checkpoint of this library; None if there is none.
+
+    It is the one of this name, or without a tag the folder of checkpoints itself. Collective:
+    every process.
+
+    Raises:
+        CheckpointError: not all ranks see it.
+    """
+    folder = directory.path if tag is None else directory.path / str(tag)
+
+    def find() -> bool:
+        is_own = tag is None and directory.newest() is not None
+        return not is_own and (folder / METADATA).is_file()
+
+    replies = directory.everywhere(f"Looking for {METADATA} in {folder}", find)
+    missing = [reply for reply in replies if not reply.result]
+    if len(missing) == len(replies):
+        return None
+    if missing:
+        raise CheckpointError(
+            f"All ranks must resume from one checkpoint, and rank {missing[0].rank} on host "
+            f"{missing[0].host} does not see {folder / METADATA}: put it on storage that all hosts "
+            "share."
+        )
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    return Checkpoint(Tag.from_entry(folder.name), files, None)
 
 
 def weights_at(path: str | os.PathLike[str], tag: str | int | None) -> str | int | None:

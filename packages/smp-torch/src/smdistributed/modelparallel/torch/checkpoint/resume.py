@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smdistributed.modelparallel.common.checkpoint.store import Checkpoint
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
+from smdistributed.modelparallel.torch.checkpoint.dcp_folder import METADATA, DcpFolder
+from smdistributed.modelparallel.torch.checkpoint.dcp_states import StoredStates
 from smdistributed.modelparallel.torch.checkpoint.files import CheckpointFiles
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
     expect_wrapped,
     finish_pending,
+    of_torchs_own,
     weights_at,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
@@ -54,6 +58,8 @@ class _Content:
         is_own: ``model`` is what this rank itself would have saved.
         random: the state of the random generators.
         user: the user's content.
+        dcp: the states of both in a folder of DCP, of which this rank reads what it keeps.
+        loads_optimizer: take that of the optimizer, too.
     """
 
     model: dict[str, Any] | None = None
@@ -62,6 +68,22 @@ class _Content:
     is_own: bool = False
     random: dict[str, Any] | None = None
     user: Any = None
+    dcp: StoredStates | None = None
+    loads_optimizer: bool = True
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is a state of the optimizer to load."""
+        if self.dcp is not None:
+            return self.loads_optimizer and self.dcp.has_optimizer
+        return self.optimizer is not None
+
+    def state_for(self, optimizer: DistributedOptimizer, *, masters_only: bool) -> dict[str, Any]:
+        """Returns that state, with ``masters_only`` without what an optimizer itself keeps."""
+        if self.dcp is not None:
+            return self.dcp.optimizer_state(optimizer, masters_only=masters_only)
+        assert self.optimizer is not None
+        return optimizer_state.only_masters(self.optimizer) if masters_only else self.optimizer
 
 
 def resume_from_checkpoint(
@@ -85,7 +107,9 @@ def resume_from_checkpoint(
         raise SMPError("make the DistributedModel before smp.resume_from_checkpoint.")
     finish_pending(runtime)
     directory = directory_at(runtime, path)
-    checkpoint = directory.resolve(tag if partial else weights_at(path, tag), partial=partial)
+    checkpoint = of_torchs_own(directory, tag) if partial else None
+    if checkpoint is None:
+        checkpoint = directory.resolve(tag if partial else weights_at(path, tag), partial=partial)
     reader = _Reader(runtime, checkpoint, trust_pickle)
     contents: list[_Content] = []
 
@@ -95,7 +119,7 @@ def resume_from_checkpoint(
         else:
             content = reader.full(load_optimizer)
         # Full checkpoints are also for scripts that do not train.
-        if partial and content.optimizer is not None and optimizer is None:
+        if partial and content.has_optimizer and optimizer is None:
             raise CheckpointError(
                 "the checkpoint holds optimizer state: make the DistributedOptimizer before "
                 "smp.resume_from_checkpoint, or pass load_optimizer=False."
@@ -115,12 +139,13 @@ def resume_from_checkpoint(
             names = model.holder.saved_names()
             if not model.translation.is_ours(content.model, names):
                 content.model = model.translation.to_ours(content.model)
+    if content.dcp is not None:
+        content.dcp.load_model(strict=strict)
     if content.model is not None:
         model.load_state_dict(content.model, strict=strict, same_partition_load=content.is_own)
-    if content.optimizer is not None and optimizer is not None:
-        if runtime.sharding_groups is not None and not load_sharded_optimizer_state:
-            content.optimizer = optimizer_state.only_masters(content.optimizer)
-        optimizer.load_state_dict(content.optimizer)
+    if content.has_optimizer and optimizer is not None:
+        masters_only = runtime.sharding_groups is not None and not load_sharded_optimizer_state
+        optimizer.load_state_dict(content.state_for(optimizer, masters_only=masters_only))
     if content.random is not None:
         generators.restore(content.random, runtime.device)
     return content.user
@@ -150,6 +175,8 @@ class _Reader:
 
     def partial(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
         """Returns the content of a partial checkpoint that belongs to this rank."""
+        if METADATA in self._checkpoint.paths:
+            return self._of_dcp(model, load_optimizer, strict)
         stored = self.files.layout()
         num_parts = stored.pipeline_parallel_degree * stored.tensor_parallel_degree
         if num_parts > len(self._checkpoint.paths):
@@ -160,7 +187,8 @@ class _Reader:
                 f"{len(self._checkpoint.paths)} files. It is damaged: restore it, or resume from "
                 "another tag."
             )
-        _check_model(stored, model, strict=strict)
+        there = {name: each.shape for name, each in stored.tensors.items()}
+        _check_model(there, model, strict=strict)
         own = Layout.of(self._runtime, model)
         same_degree = stored.pipeline_parallel_degree == own.pipeline_parallel_degree
         same_split = stored.tensor_parallel_degree == own.tensor_parallel_degree
@@ -196,6 +224,33 @@ class _Reader:
             random=self._random_state(stored),
             user=self._user_content(USER_CONTENT),
         )
+
+    def _of_dcp(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
+        """Returns the content of a folder of DCP; without a layout another program wrote it."""
+        self._verify_share()
+        folder = DcpFolder(self._checkpoint.paths[METADATA].parent, self.files.trusts_pickle)
+        states = StoredStates(self._runtime, folder, model)
+        _check_model(states.shapes, model, strict=strict)
+        if layout.FILE not in self._checkpoint.paths:
+            return _Content(dcp=states, loads_optimizer=load_optimizer)
+        stored = self.files.layout()
+        topology = self._runtime.topology
+        adopts = stored.partition and topology.pp_size == stored.pipeline_parallel_degree
+        own = model.holder.partition_by_name()
+        return _Content(
+            dcp=states,
+            loads_optimizer=load_optimizer,
+            partition=stored.partition if adopts and own in ({}, stored.partition) else None,
+            random=self._random_state(stored),
+            user=self._user_content(USER_CONTENT),
+        )
+
+    def _verify_share(self) -> None:
+        """Verifies files that all ranks read parts of: each rank some of them."""
+        rank = self._runtime.rank
+        size = len(self._runtime.topology.members(CommGroup.WORLD, rank))
+        for name in sorted(self._checkpoint.paths)[rank::size]:
+            self._checkpoint.open(name).close()
 
     def _own_part(self, load_optimizer: bool) -> tuple[Any, Any]:
         """Returns the states of model and optimizer that this rank saved; None for what lacks."""
@@ -243,14 +298,15 @@ def _has_same_shards(stored: Layout, own: Layout) -> bool:
     )
 
 
-def _check_model(stored: Layout, model: DistributedModel, *, strict: bool) -> None:
+def _check_model(
+    there: Mapping[str, tuple[int, ...]], model: DistributedModel, *, strict: bool
+) -> None:
     """Makes sure that a checkpoint is of a model like this one; every rank finds the same.
 
     Raises:
         CheckpointError: names what differs.
     """
     here = model.holder.saved_shapes()
-    there = {name: each.shape for name, each in stored.tensors.items()}
     if not there:
         return
     differences = {

@@ -9,17 +9,20 @@ Source: smd_model_parallel_pytorch.rst, APIs for Saving and Loading.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import torch
 
 from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
-from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory, Step
 from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
 from smdistributed.modelparallel.torch.checkpoint import generators, layout
+from smdistributed.modelparallel.torch.checkpoint.dcp_folder import DcpWriter
+from smdistributed.modelparallel.torch.checkpoint.dcp_states import HeldStates
 from smdistributed.modelparallel.torch.checkpoint.folder import (
     USER_CONTENT,
     directory_at,
@@ -55,8 +58,10 @@ def save_checkpoint(
     """See ``smp.save_checkpoint``."""
     if format == "safetensors":
         _expect_model_alone(partial, model, optimizer, user_content, asynchronous)
+    elif format == "dcp":
+        _expect_partial(partial, model, asynchronous)
     elif format != "torch":
-        raise ValueError(f"format must be 'torch' or 'safetensors'; received {format!r}.")
+        raise ValueError(f"format must be 'torch', 'safetensors' or 'dcp'; received {format!r}.")
     finish_pending(runtime)
     expect_wrapped(model, DistributedModel, "save_checkpoint(model=...)")
     expect_wrapped(optimizer, DistributedOptimizer, "save_checkpoint(optimizer=...)")
@@ -87,11 +92,17 @@ def save_checkpoint(
     place = runtime.coordinates
     part = part_name(place.pp_rank, place.tp_rank)
     own = own_part_name(runtime, runtime.rank)
+    steps: Sequence[Step] = ()
+    index = Layout.of(runtime, model)
+    if format == "dcp":
+        assert model is not None
+        steps = DcpWriter(runtime.rank, HeldStates(runtime, model, optimizer).held).steps
+        index = dataclasses.replace(index, tensors={})  # DCP has an index of its own
     # Of ranks with the same shards the first one writes.
-    speaks = place.rdp_rank < runtime.config.sharded_data_parallel_degree
+    speaks = not steps and place.rdp_rank < runtime.config.sharded_data_parallel_degree
     if speaks and model is not None:
         files[f"model_{own}.pt"] = _writer(model.local_state_dict)
-    has_owners = runtime.config.shard_optimizer_state
+    has_owners = not steps and runtime.config.shard_optimizer_state
     if optimizer is not None and (speaks or has_owners):
         shard = f"{part}_{place.rdp_rank}" if has_owners else own
         files[f"optimizer_{shard}.pt"] = _writer(lambda: _halves(optimizer)[0])
@@ -101,11 +112,14 @@ def save_checkpoint(
         lambda: generators.capture(runtime.device)
     )
     if runtime.rank == 0:
-        index = Layout.of(runtime, model).text().encode()
-        files[layout.FILE] = lambda stream: _write_bytes(stream, index)
+        text = index.text().encode()
+        files[layout.FILE] = lambda stream: _write_bytes(stream, text)
         if user_content is not None:
             files[USER_CONTENT] = _user_content_writer(user_content)
     keep = num_kept_partial_checkpoints
+    if steps:
+        directory.write_partial(tag, files, keep=keep, steps=steps)
+        return None
     return _written(runtime, directory, tag, files, asynchronous, partial=True, keep=keep)
 
 
@@ -130,6 +144,26 @@ def _expect_model_alone(
             "format='safetensors' writes a whole model and nothing else, before the call returns: "
             f"pass partial=False and the model alone; received {', '.join(wrong)}. A checkpoint "
             "to continue from is one of format='torch'."
+        )
+
+
+def _expect_partial(partial: bool, model: object, asynchronous: bool) -> None:
+    """Raises where a folder of DCP does not fit what is asked for.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    received = {
+        "partial=False": not partial,
+        "model=None": model is None,
+        "asynchronous=True": asynchronous,
+    }
+    wrong = [name for name, is_given in received.items() if is_given]
+    if wrong:
+        raise ValueError(
+            "format='dcp' writes a checkpoint to continue from, a model with or without its "
+            "optimizer, before the call returns: pass partial=True and the model; received "
+            f"{', '.join(wrong)}."
         )
 
 

@@ -374,6 +374,10 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             state = self._named.whole(to_rank0=gather_to_rank0)
         return {} if gather_to_rank0 and self._runtime.rank != 0 else state
 
+    def names_of_groups(self) -> list[list[str]]:
+        """Returns the names of the parameters of each parameter group, of all ranks. Local."""
+        return self._named.group_names()
+
     def orig_state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's own ``state_dict``: this rank's, by number."""
         return self.optimizer.state_dict()

@@ -142,7 +142,7 @@ class NamedState:
         Raises:
             ValueError: it is for other numbers of parameters.
         """
-        groups = self._group_names()
+        groups = self.group_names()
         if not optimizer_state.is_named(state):
             every = {name for each in groups for name in each}
             scale = {key: state[key] for key in (LOSS_SCALE,) if key in state}
@@ -175,11 +175,13 @@ class NamedState:
             if any(self._runtime.communicator.allgather(not own <= given, group)):
                 part = map_tensors(dict(state), torch.Tensor.cpu)
                 state = self._merged(collect(self._runtime, part, group), group)
-        optimizer_state.check_covers(state, self._group_names(), own)
+        optimizer_state.check_covers(state, self.group_names(), own)
         # A copy, as torch would go on with the given tensors themselves.
         values = {
-            name: dict(map_tensors(self._sliced.cut(name, value), torch.Tensor.clone))
-            for name, value in state["state"].items()
+            name: dict(
+                map_tensors(self._sliced.cut(name, state["state"][name]), torch.Tensor.clone)
+            )
+            for name in state["state"]  # whose values may be read when they are asked for
             if name in own
         }
         masters = {name: each.pop(MASTER) for name, each in values.items() if MASTER in each}
@@ -221,7 +223,7 @@ class NamedState:
             )
         return {id(parameter): name for name, parameter in self._named_parameters()}
 
-    def _group_names(self) -> list[list[str]]:
+    def group_names(self) -> list[list[str]]:
         """Returns the names of the parameters of each group, of all ranks."""
         names = self._names()
         return [
@@ -233,10 +235,10 @@ class NamedState:
     def _held_names(self) -> list[list[str]]:
         """Returns the names of what the wrapped optimizer has in its groups now."""
         if self._masters is None:
-            return self._group_names()
+            return self.group_names()
         name_of = {
             id(each): name
-            for group, names in zip(self._groups, self._group_names(), strict=True)
+            for group, names in zip(self._groups, self.group_names(), strict=True)
             for each, name in zip(group, names, strict=True)
         }
         parameter_of = self._masters.store.parameter_of
@@ -253,7 +255,7 @@ class NamedState:
 
     def _ordered(self, merged: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Returns the groups of a merged state in the order of the whole optimizer."""
-        own, found = self._group_names(), optimizer_state.names_in(merged)
+        own, found = self.group_names(), optimizer_state.names_in(merged)
         if all(set(names) == set(others) for names, others in zip(own, found, strict=True)):
             return own
         # Built over the parameters of this rank alone: the order of the model.
