@@ -70,8 +70,13 @@ def case_state_is_that_of_one_process() -> None:
     fresh.load_state_dict(whole)
     own = copy.deepcopy(optimizer.local_state_dict(gather_if_shard=False))
     gathered = copy.deepcopy(optimizer.local_state_dict())
-    assert set(own["state"]) < set(gathered["state"])
-    assert set(gathered["state"]) == {name for name, _ in model.local_named_parameters()}
+    shards = gathered["state"]
+    assert len(shards) == smp.rdp_size()
+    assert set(own["state"]) <= set(shards[smp.rdp_rank()])
+    assert sorted(name for each in shards for name in each) == sorted(
+        name for name, _ in model.local_named_parameters()
+    )
+    chosen = {**gathered, "state": shards[smp.rdp_rank()]}
     weights = copy.deepcopy(model.state_dict())
 
     def go(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -81,7 +86,7 @@ def case_state_is_that_of_one_process() -> None:
         return [each.detach().clone() for each in model.local_parameters()]
 
     want = go(model, optimizer)
-    for state in (whole, own, gathered):
+    for state in (whole, own, gathered, chosen):
         other = smp.DistributedModel(net())
         its_optimizer = smp.DistributedOptimizer(adam(other.parameters()))
         other.load_state_dict(weights)

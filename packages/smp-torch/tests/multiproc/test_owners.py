@@ -81,6 +81,19 @@ def test_sharded_state_in_half_precision(worlds: Worlds, world: str, case: str) 
     run(worlds, HALF[world], run_half, case)
 
 
+@pytest.mark.parametrize(
+    "world",
+    [
+        HALF["pp2-dp2-bf16"],
+        # Owners of what is in no slice are among the ranks of both replicas.
+        tensor(4, bf16=True, shard_optimizer_state=True),
+        pytest.param(HALF["pp2-dp2-fp16"], marks=pytest.mark.slow),
+    ],
+)
+def test_masters_and_shards_of_all_ranks_come_back(worlds: Worlds, world: World) -> None:
+    run(worlds, world, run_half, "state_goes_on")
+
+
 def losses_around_a_checkpoint(path: str, resume: bool) -> list[float]:
     return tensor_cases.saved_losses(path, resume=resume)
 

@@ -335,7 +335,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
         Args:
             gather_if_shard: with ``shard_optimizer_state``, bring the shards of the DP_GROUP
-                together on each of its ranks, which is collective over it; False: the own shard.
+                together on each of its ranks, which is collective over it: ``state`` is a list
+                then, with the dict of each rdp_rank; False: the dict of the own shard.
 
         Raises:
             NotPartitionedError: the model is not partitioned yet.
@@ -391,7 +392,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
         Args:
             state_dict: from ``state_dict``, ``local_state_dict``, or a torch optimizer over the
-                same parameters in the same order.
+                same parameters in the same order. Of a list of shards also that of this rdp_rank
+                alone, in a job of as many.
             gather_if_shard: accepted; a state says itself what it is part of.
 
         Raises:

@@ -60,6 +60,7 @@ class NamedState:
     def local(self, *, gather: bool) -> dict[str, Any]:
         """Returns the state of this rank's parameters, and whether that is only a part.
 
+        Where each replica has state of its own, ``gather`` brings a list of it, a dict a replica.
         Collective with ``gather``, if state or parameters are sharded: DP_GROUP.
         """
         if self._masters is not None:
@@ -89,7 +90,7 @@ class NamedState:
         """
         if not self._is_split and self._masters is None:
             return self._optimizer.state_dict()
-        local = self.local(gather=not self._has_shards)
+        local = optimizer_state.joined(self.local(gather=not self._has_shards))
         if self._is_split:
             local["state"] = self._sliced.to_send(local["state"])
             own = map_tensors(local, torch.Tensor.cpu)
@@ -116,17 +117,22 @@ class NamedState:
         return {} if scale is None else {LOSS_SCALE: scale.state_dict()}
 
     def _with_owners(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a state with what the owners have. Collective: DP_GROUP."""
+        """Returns a state with what the owners have, by replica. Collective: DP_GROUP.
+
+        Of a replica, that are the ranks that hold what this one does; slices of others are not.
+        """
         topology = self._runtime.topology
         own = map_tensors(dict(named), torch.Tensor.cpu)
         parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
         members = topology.members(CommGroup.DP_GROUP, self._runtime.rank)
+        states: list[dict[str, Any]] = [{} for _ in range(topology.rdp_size)]
         for rank, part in zip(members, parts, strict=True):
             if topology.coordinates(rank).tp_rank != self._runtime.coordinates.tp_rank:
                 part["state"] = {
                     name: each for name, each in part["state"].items() if name not in self._sliced
                 }
-        return optimizer_state.merge(parts)
+            states[topology.coordinates(rank).rdp_rank].update(part["state"])
+        return {**optimizer_state.merge(parts), "state": states}
 
     def _merged(self, parts: list[Any], group: CommGroup) -> dict[str, Any]:
         """Returns the union of the states that the ranks of a group gave, with slices joined."""
@@ -143,6 +149,7 @@ class NamedState:
             ValueError: it is for other numbers of parameters.
         """
         groups = self.group_names()
+        state = optimizer_state.joined(state)
         if not optimizer_state.is_named(state):
             every = {name for each in groups for name in each}
             scale = {key: state[key] for key in (LOSS_SCALE,) if key in state}

@@ -100,6 +100,16 @@ def without_half(state: State) -> tuple[dict[str, Any], dict[str, Any] | None]:
     return bare, {**state, "state": masters}
 
 
+def joined(state: State) -> dict[str, Any]:
+    """Returns a state whose parameters are in one dict, of one that has a dict for each replica."""
+    if not isinstance(state["state"], list):
+        return dict(state)
+    return {
+        **state,
+        "state": {name: each for part in state["state"] for name, each in part.items()},
+    }
+
+
 def only_masters(state: State) -> dict[str, Any]:
     """Returns a state, by name or number, without what an optimizer itself keeps."""
     masters = {
