@@ -53,8 +53,8 @@ def expect_wrapped(value: object, kind: type, argument: str) -> None:
 def of_torchs_own(directory: CheckpointDirectory, tag: str | int | None) -> Checkpoint | None:
     """Returns a folder of DCP that is no checkpoint of this library; None if there is none.
 
-    It is the one of this name, or without a tag the folder of checkpoints itself. Collective:
-    every process.
+    It is the one of this name, or without a tag the folder of checkpoints itself; where this
+    library has saved one, that is meant. Collective: every process.
 
     Raises:
         CheckpointError: not all ranks see it.
@@ -62,7 +62,10 @@ def of_torchs_own(directory: CheckpointDirectory, tag: str | int | None) -> Chec
     folder = directory.path if tag is None else directory.path / str(tag)
 
     def find() -> bool:
-        is_own = tag is None and directory.newest() is not None
+        if tag is None:
+            is_own = directory.newest() is not None
+        else:
+            is_own = (directory.path / Tag(str(tag), True).entry).exists()
         return not is_own and (folder / METADATA).is_file()
 
     replies = directory.everywhere(f"Looking for {METADATA} in {folder}", find)
