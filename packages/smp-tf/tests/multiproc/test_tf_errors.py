@@ -268,20 +268,6 @@ def case_batches_that_differ() -> None:
     assert step(ones(4)).concat().shape == [4]
 
 
-def case_gradients_twice() -> None:
-    import smdistributed.modelparallel.tensorflow as smp
-
-    model = layers()
-
-    def body(x: Any) -> Any:
-        with tf.GradientTape(persistent=True) as tape:
-            y = model(x)
-            losses = [tf.reduce_sum(y), tf.reduce_sum(y * y)]
-        return [tape.gradient(loss, model.trainable_variables) for loss in losses]
-
-    expect(SMPError, "were asked for twice", lambda: smp.step(body)(ones(4)))
-
-
 def case_no_call() -> None:
     import smdistributed.modelparallel.tensorflow as smp
 

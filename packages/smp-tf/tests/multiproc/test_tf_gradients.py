@@ -33,8 +33,8 @@ def test_a_tape_around_the_step_sees_it(worlds: Worlds, is_compiled: bool) -> No
 
 
 def _refuse() -> None:
-    tf_gradients.of_gradients(with_library())
+    tf_gradients.of_tangents(with_library())
 
 
-def test_gradients_of_gradients_are_refused(worlds: Worlds) -> None:
+def test_derivatives_that_go_forward_are_refused(worlds: Worlds) -> None:
     worlds.run(TWO_BY_HAND, _refuse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tf_tapes
 import tf_users_fit
 import tf_users_layers
 import tf_users_python
@@ -15,11 +16,12 @@ from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
-MODULES = (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit)
+MODULES = (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit, tf_tapes)
 #: Each shows something that no other test has; the others are a population.
 FEW = {
     *("lazy_variables", "effects_of_gradients", "stateful_recurrence", "constraints"),
-    "called_in_loops_and_branches",
+    *("called_in_loops_and_branches", "two_tapes_and_a_state", "trained_on_adversaries"),
+    "penalty_at_examples",
 }
 ALL = [(module, name) for module in MODULES for name in module.NAMES]
 
@@ -56,6 +58,9 @@ def _refuse(name: str, message: str) -> None:
         ("called_in_a_function", "in a tf.function inside of a step function, which would be"),
         ("vectorized", "cannot be vectorized"),
         ("kept_by_the_call", "compute uses .*Tanh:0, which call kept elsewhere"),
+        ("penalty_with_noise", "It draws random numbers"),
+        ("penalty_with_dropout", "It draws random numbers"),
+        ("gradients_by_weights_again", "what it is called with, .* received those of variables"),
         ("own_train_step", "in a train_step of your own, too, the part that computes"),
     ],
 )

@@ -54,6 +54,33 @@ def class_of_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") ->
     return Halves
 
 
+def of_layers(side: Side, *layers: Any) -> Any:
+    """Returns a model of layers one after the other, half of them on each half."""
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        middle = len(layers) // 2
+        with side.part(0):
+            for layer in layers[:middle]:
+                x = layer(x)
+        with side.part(1):
+            for layer in layers[middle:]:
+                x = layer(x)
+            return x
+
+    return model_of(side, call, all=lambda: list(layers))
+
+
+def two_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") -> Any:
+    """Returns a model of a layer on each half, the second one of a width."""
+
+    return class_of_halves(side, width, activation)()
+
+
+def apply(optimizer: Any, model: Any, means: Any) -> None:
+    """Updates a model by its gradients."""
+    optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+
+
 def train(
     side: Side,
     model: Any,

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tf_beside import Side
-from tf_calls import WIDTH
-from tf_users import class_of_halves, model_of
 
 BATCH = 8
 
@@ -28,28 +26,6 @@ def given(side: Side, model: Any) -> Any:
     return model if side.base is tf.keras.Model else side.base(model)
 
 
-def of_layers(side: Side, *layers: Any) -> Any:
-    """Returns a model of layers one after the other, half of them on each half."""
-
-    def call(model: Any, x: Any, training: Any) -> Any:
-        middle = len(layers) // 2
-        with side.part(0):
-            for layer in layers[:middle]:
-                x = layer(x)
-        with side.part(1):
-            for layer in layers[middle:]:
-                x = layer(x)
-            return x
-
-    return model_of(side, call, all=lambda: list(layers))
-
-
-def two_halves(side: Side, width: int = WIDTH, activation: Any = "tanh") -> Any:
-    """Returns a model of a layer on each half, the second one of a width."""
-
-    return class_of_halves(side, width, activation)()
-
-
 def computing(side: Side, model: Any, loss_of: Any) -> Any:
     """Returns a step that computes gradients and a loss."""
 
@@ -65,8 +41,3 @@ def computing(side: Side, model: Any, loss_of: Any) -> Any:
 def square(model: Any, x: Any) -> Any:
     """Returns a loss."""
     return tf.reduce_mean(tf.square(model(x, training=True) - 0.3))
-
-
-def apply(optimizer: Any, model: Any, means: Any) -> None:
-    """Updates a model by its gradients."""
-    optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))

@@ -17,6 +17,7 @@ import tf_gradients
 import tf_meetings
 import tf_replicas
 import tf_state
+import tf_tapes
 import tf_users_fit
 import tf_users_layers
 import tf_users_python
@@ -161,7 +162,7 @@ def _meeting(way: tuple[Any, ...]) -> Callable[[Side], Found]:
 
 
 _MODULES = (
-    *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit),
+    *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit, tf_tapes),
     *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit),
 )
 
@@ -216,6 +217,9 @@ MEMBERS: dict[str, Callable[..., Found]] = {
     },
     **{f"state: {' '.join(map(str, way))}": _meeting(way) for way in tf_meetings.WAYS},
     "gradients of features": tf_users_training.gradients_of_features,
+    "penalty with noise": tf_tapes.penalty_with_noise,
+    "penalty with dropout": tf_tapes.penalty_with_dropout,
+    "gradients by weights again": tf_tapes.gradients_by_weights_again,
     "called in a function": tf_users_python.called_in_a_function,
     "kept by the call": tf_users_training.kept_by_the_call,
     "vectorized": tf_users_python.vectorized,

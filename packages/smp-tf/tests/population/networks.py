@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from making import given, numbers, of_layers, tokens
+from making import given, numbers, tokens
 from tf_beside import Found, Side
 from tf_calls import WIDTH, rows
-from tf_users import dense, model_of, train
+from tf_users import dense, model_of, of_layers, train
 
 L = tf.keras.layers
 TIMES = 5

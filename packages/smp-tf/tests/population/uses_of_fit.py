@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from making import apply, computing, given, two_halves
+from making import computing, given
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH
-from tf_users import class_of_halves, dense, model_of
+from tf_users import apply, class_of_halves, dense, model_of, two_halves
 
 L = tf.keras.layers
 ROWS = 32

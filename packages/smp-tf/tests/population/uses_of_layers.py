@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from making import given, numbers, of_layers, tokens
+from making import given, numbers, tokens
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
-from tf_users import IS_KERAS_3, dense, model_of, train
+from tf_users import IS_KERAS_3, dense, model_of, of_layers, train
 
 L = tf.keras.layers
 TIMES = 5

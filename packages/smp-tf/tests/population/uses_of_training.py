@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from making import apply, computing, numbers, square, tokens, two_halves
+from making import computing, numbers, square, tokens
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
-from tf_users import dense, model_of, train
+from tf_users import apply, dense, model_of, train, two_halves
 
 L = tf.keras.layers
 

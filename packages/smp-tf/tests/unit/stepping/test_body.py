@@ -22,9 +22,9 @@ def _reason(result_of: Callable[[Any, Any, Any], Any]) -> str | None:
         trace = SimpleNamespace(variables=[weight], graph=None)
         call = SimpleNamespace(
             local=SimpleNamespace(plan=SimpleNamespace(trace=trace)),
-            operations={},
+            passes=lambda: (),
             results=output.op,
-            returned={gradient.op},
+            requests=[SimpleNamespace(returned={gradient.op})],
         )
         made = Body("train", [[call]], 0)
         found.append(made.partial_result([result_of(output, gradient, weight)]))

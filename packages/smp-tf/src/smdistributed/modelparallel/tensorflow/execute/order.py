@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
     Edge,
+    Kind,
     Segment,
     SegmentGraph,
 )
@@ -31,8 +32,15 @@ from smdistributed.modelparallel.common.planning.simulator import (
     build_schedule,
 )
 from smdistributed.modelparallel.tensorflow.compat import functions, graphs
+from smdistributed.modelparallel.tensorflow.execute.entries import (
+    Entries,
+    Entry,
+    Origins,
+    check_alike,
+)
 from smdistributed.modelparallel.tensorflow.execute.links import Links
-from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.execute.replay import Call, Request
+from smdistributed.modelparallel.tensorflow.plan.segments import Pass
 
 
 def impose_order(
@@ -56,36 +64,28 @@ def impose_order(
         is_serial: the body itself writes what the calls read, so that each microbatch must find
             what the one before it left.
     """
+    check_alike(microbatches)
     calls = microbatches[0]
-    for number, others in enumerate(microbatches):
-        if len(others) != len(calls):
-            raise SMPError(
-                f"a step function calls the model as often for each microbatch; it called it "
-                f"{len(calls)} times for microbatch 0 and {len(others)} times for microbatch "
-                f"{number}: make the number of calls independent of the microbatch."
-            )
-    offsets = [0]
-    for call in calls:
-        offsets.append(offsets[-1] + len(call.local.plan.partitions))
+    entries = Entries(calls)
     in_a_row = is_serial or _share_state(calls) or any(map(_keeps_tapes, calls))
-    graph = _joined(calls, offsets, num_partitions, in_a_row)
+    graph = _joined(calls, entries, num_partitions, in_a_row)
     if in_a_row:
         pipeline, active_microbatches = "interleaved", 1
     timeline = build_schedule(
         graph, len(microbatches), pipeline, active_microbatches, CostModel.unmeasured(graph)
     )
     here = tf.compat.v1.get_default_graph()
+    entry_of = {segment: entry for entry in entries.all for segment in entry.segments()}
     order = []
     for action in timeline.schedule.ranks[partition]:
-        place = max(n for n, offset in enumerate(offsets[:-1]) if offset <= action.segment)
-        one = (action.kind, action.segment - offsets[place])
-        operation = microbatches[action.microbatch][place].operations.get(one)
+        entry, own = entry_of[action.segment], microbatches[action.microbatch]
+        operation = entry.operation(own, action.kind, action.segment)
         # What is in a loop or a branch of the body waits for its data alone.
         if operation is not None and operation.graph is here:
             order.append(operation)
     for earlier, later in pairwise(order):
         graphs.add_control_input(later, earlier)
-    links.in_order(_ordered_transfers(microbatches, offsets, timeline))
+    links.in_order(_ordered_transfers(microbatches, entries, timeline))
     return timeline
 
 
@@ -114,151 +114,156 @@ def _keeps_tapes(call: Call) -> bool:
     backward pass of a microbatch must follow its forward pass.
     """
     trace = call.local.plan.trace
-    return call.gradients is not None and any(
+    return bool(call.requests) and any(
         op not in trace.forward and functions.calls_anywhere(trace.graph, op, "EagerPyFunc")
         for op in trace.operations
     )
 
 
 def _ordered_transfers(
-    microbatches: Sequence[Sequence[Call]], offsets: Sequence[int], timeline: Timeline
+    microbatches: Sequence[Sequence[Call]], entries: Entries, timeline: Timeline
 ) -> list[Any]:
     """Returns the operations of those transfers of this process that need an order, in order."""
     ends = {one.action: one.end for actions in timeline.ranks for one in actions}
     found = []
     for microbatch, calls in enumerate(microbatches):
-        for place, call in enumerate(calls):
+        for place, entry in enumerate(entries.all):
+            call, request = calls[entry.place], entry.request_of(calls)
+            operations = dict(request.transfers) if request else {}
+            if not entry.is_apart:
+                operations |= call.transfers
             for number, transfer in enumerate(call.local.plan.transfers):
-                operation = call.transfers.get(transfer)
+                operation = operations.get(transfer)
                 if operation is not None:
                     kind, segment = transfer.made_in
-                    end = ends[Action(kind, offsets[place] + segment, microbatch)]
+                    maker = entry if kind.is_backward else entries.of_call(entry.place)
+                    planned = Kind.FORWARD if maker.is_apart else kind
+                    end = ends[Action(planned, maker.segment(segment), microbatch)]
                     found.append(((end, place, microbatch, number), operation))
     return [operation for _, operation in sorted(found, key=lambda one: one[0])]
 
 
+class _Joining:
+    """Joins the segments of all calls of one microbatch to one graph.
+
+    Args:
+        calls: of a microbatch.
+        entries: of them.
+    """
+
+    def __init__(self, calls: Sequence[Call], entries: Entries) -> None:
+        self._calls = calls
+        self._entries = entries
+        self.segments: list[Segment] = []
+        self.edges: dict[tuple[int, int], Edge] = {}
+        self.waits: set[tuple[int, int]] = set()
+
+    def add(self, entry: Entry) -> None:
+        """Adds the segments of an entry, and what they wait for."""
+        if entry.is_apart:
+            self._add_request(entry)
+        else:
+            self._add_call(entry)
+
+    def in_a_row(self, entry: Entry, later: Entry) -> None:
+        """Lets an entry wait for the one before."""
+        for pair in itertools.product(entry.segments(), later.segments()):
+            self._lead(*pair)
+
+    def _lead(self, source: int, target: int) -> None:
+        self.edges.setdefault((source, target), Edge(source, target, 0, has_grad=False))
+
+    def _add_call(self, entry: Entry) -> None:
+        call = self._calls[entry.place]
+        graph = call.local.plan.graph
+        request = entry.request_of(self._calls)
+        self.segments += [
+            replace(
+                segment,
+                index=entry.segment(segment.index),
+                has_backward=segment.has_backward and request is not None,
+            )
+            for segment in graph.segments
+        ]
+        for edge in graph.edges:
+            pair = (entry.segment(edge.source), entry.segment(edge.target))
+            has_grad = edge.has_grad and request is not None
+            self.edges[pair] = Edge(*pair, edge.num_bytes, has_grad)
+        for tensor, passes in zip(call.inputs, call.local.plan.input_passes, strict=True):
+            makers = self._makers(self._entries.origins([tensor]))
+            for pair in itertools.product(makers, _numbers(entry, passes)):
+                self._lead(*pair)
+        if request is None:
+            return
+        self.waits |= {(entry.segment(a), entry.segment(b)) for a, b in graph.backward_waits}
+        for origins, readers in self._gradients(entry, request):
+            self.waits.update(itertools.product(readers, self._makers(origins)))
+            for other in map(self._entries.of_request, origins.requests):
+                for pair in () if other.is_apart else itertools.product(readers, other.segments()):
+                    size = self.edges[pair].num_bytes if pair in self.edges else 0
+                    self.edges[pair] = Edge(*pair, size, has_grad=True)
+
+    def _add_request(self, entry: Entry) -> None:
+        call, own = self._calls[entry.place], self._entries.of_call(entry.place)
+        graph = call.local.plan.graph
+        self.segments += [
+            Segment(entry.segment(each.index), each.rank, each.backward_cost, 0.0, False)
+            for each in reversed(graph.segments)
+        ]
+        for edge in graph.edges:
+            if edge.has_grad:
+                self._lead(entry.segment(edge.target), entry.segment(edge.source))
+        for late, early in graph.backward_waits:
+            self._lead(own.segment(early), entry.segment(late))
+        for one in range(entry.size):
+            self._lead(own.segment(one), entry.segment(one))
+        request = entry.request_of(self._calls)
+        assert request is not None
+        for origins, readers in self._gradients(entry, request):
+            for pair in itertools.product(self._makers(origins), readers):
+                self._lead(*pair)
+
+    def _gradients(self, entry: Entry, request: Request) -> Iterator[tuple[Origins, list[int]]]:
+        """Yields what each gradient that a request is given comes from, and its readers."""
+        plan = self._calls[entry.place].local.plan
+        for gradient, passes in zip(request.given, plan.gradient_passes, strict=True):
+            yield self._entries.origins([gradient]), _numbers(entry, passes)
+
+    def _makers(self, origins: Origins) -> list[int]:
+        """Returns the segments whose forward passes in the plan make what something comes from."""
+        made = []
+        for place, output in origins.results:
+            made_in = self._calls[place].local.plan.output_passes[output]
+            if made_in is not None:
+                made.append(self._entries.of_call(place).segment(made_in[1]))
+        for entry in map(self._entries.of_request, origins.requests):
+            made += entry.segments() if entry.is_apart else ()
+        return made
+
+
+def _numbers(entry: Entry, passes: Iterable[Pass]) -> list[int]:
+    return [entry.segment(segment) for _, segment in passes]
+
+
 def _joined(
-    calls: Sequence[Call], offsets: Sequence[int], num_partitions: int, in_a_row: bool
+    calls: Sequence[Call], entries: Entries, num_partitions: int, in_a_row: bool
 ) -> SegmentGraph:
     """Returns the segments of all calls of one microbatch as one graph.
 
     Args:
         calls: of a microbatch.
-        offsets: number of the first segment of each call.
+        entries: of them.
         num_partitions: of the model.
         in_a_row: each call waits for the one before.
     """
-    segments: list[Segment] = []
-    edges: dict[tuple[int, int], Edge] = {}
-    waits: set[tuple[int, int]] = set()
-    for call, offset in zip(calls, offsets, strict=False):
-        graph = call.local.plan.graph
-        is_differentiated = call.gradients is not None
-        segments += [
-            Segment(
-                offset + segment.index,
-                segment.rank,
-                segment.forward_cost,
-                segment.backward_cost,
-                segment.has_backward and is_differentiated,
-            )
-            for segment in graph.segments
-        ]
-        for edge in graph.edges:
-            pair = (offset + edge.source, offset + edge.target)
-            edges[pair] = Edge(*pair, edge.num_bytes, edge.has_grad and is_differentiated)
-        if is_differentiated:
-            waits |= {(offset + late, offset + early) for late, early in graph.backward_waits}
-    for number, call in enumerate(calls):
-        _link(calls, number, call, offsets, edges, waits)
-    for begin, middle, end in (
-        zip(offsets, offsets[1:], offsets[2:], strict=False) if in_a_row else ()
-    ):
-        for pair in itertools.product(range(begin, middle), range(middle, end)):
-            edges.setdefault(pair, Edge(*pair, 0, has_grad=False))
+    joining = _Joining(calls, entries)
+    for entry in entries.all:
+        joining.add(entry)
+    for entry, later in pairwise(entries.all) if in_a_row else ():
+        joining.in_a_row(entry, later)
     return SegmentGraph(
-        tuple(segments), tuple(edges.values()), num_partitions, tuple(sorted(waits))
+        tuple(joining.segments),
+        tuple(joining.edges.values()),
+        num_partitions,
+        tuple(sorted(joining.waits)),
     )
-
-
-def _link(
-    calls: Sequence[Call],
-    number: int,
-    call: Call,
-    offsets: Sequence[int],
-    edges: dict[tuple[int, int], Edge],
-    waits: set[tuple[int, int]],
-) -> None:
-    """Adds what one call waits for from others, or from its own results."""
-    plan = call.local.plan
-    for placeholder, tensor in enumerate(call.inputs):
-        forward, backward = _origins(calls, [tensor])
-        if backward:
-            raise UnsupportedError(
-                "gradients of one call of the model feed another call in the same step function: "
-                "make two step functions of it, one for each call."
-            )
-        readers = {segment for _, segment in plan.input_passes[placeholder]}
-        for other, output in forward:
-            made_in = calls[other].local.plan.output_passes[output]
-            for reader in readers if made_in is not None else ():
-                assert made_in is not None
-                pair = (offsets[other] + made_in[1], offsets[number] + reader)
-                edges.setdefault(pair, Edge(*pair, 0, has_grad=False))
-    if call.gradients is None:
-        return
-    for position, gradient in enumerate(call.gradients):
-        passes = {segment for _, segment in plan.gradient_passes[position]}
-        forward, backward = _origins(calls, [gradient])
-        for reader in passes:
-            for other, output in forward:
-                made_in = calls[other].local.plan.output_passes[output]
-                if made_in is not None:
-                    waits.add((offsets[number] + reader, offsets[other] + made_in[1]))
-            for other in backward:
-                if other <= number:
-                    raise UnsupportedError(
-                        "gradients of a call of the model depend on those of an earlier call: "
-                        "gradients of gradients are not supported over partitions."
-                    )
-                later = calls[other].local.plan
-                for segment in range(len(later.partitions)):
-                    pair = (offsets[number] + reader, offsets[other] + segment)
-                    size = edges[pair].num_bytes if pair in edges else 0
-                    edges[pair] = Edge(*pair, size, has_grad=True)
-
-
-def _origins(
-    calls: Sequence[Call], tensors: Iterable[Any]
-) -> tuple[set[tuple[int, int]], set[int]]:
-    """Returns what tensors of the step's graph come from.
-
-    Returns:
-        results, as (call, output), and calls whose gradients they come from.
-    """
-    results = {call.results: number for number, call in enumerate(calls)}
-    returned: dict[Any, int] = defaultdict(int)
-    for number, call in enumerate(calls):
-        returned.update(dict.fromkeys(call.returned, number))
-    forward: set[tuple[int, int]] = set()
-    backward: set[int] = set()
-    stack = [tensor for tensor in tensors if hasattr(tensor, "op")]
-    seen: set[Any] = set()
-    while stack:
-        tensor = stack.pop()
-        op = tensor.op
-        if op in results:
-            # One operation gives all results of a call, so that each of them waits for all.
-            number = results[op]
-            count = len(calls[number].local.plan.trace.outputs)
-            forward |= {(number, output) for output in range(count)}
-            continue
-        if op in returned:
-            backward.add(returned[op])
-            continue
-        if op in seen:
-            continue
-        seen.add(op)
-        stack += list(op.inputs)
-        stack += [earlier.outputs[0] for earlier in op.control_inputs if earlier.outputs]
-    return forward, backward

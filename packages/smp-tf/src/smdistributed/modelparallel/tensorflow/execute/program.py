@@ -83,6 +83,11 @@ class LocalPrograms:
         self.programs = [self._program(one, ops, asked_for) for one, ops in own]
         self.programs.sort(key=_order)
 
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn that depend on the place of what draws them."""
+        return bool(self._random)
+
     def _program(self, one: Pass, ops: list[Any], asked_for: set[str]) -> Program:
         graph = graphs.new_graph(f"{one[0].name.lower()}_{one[1]}")
         graphs.take_functions(graph, self.plan.trace.graph)

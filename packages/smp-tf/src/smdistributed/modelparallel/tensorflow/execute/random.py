@@ -147,6 +147,9 @@ class RandomOperations:
         found = [op for op in operations if self._draws(op.node_def)]
         self._places: dict[Any, _Place] = {op: (place,) for place, op in enumerate(found)}
 
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def __contains__(self, op: Any) -> bool:
         return op in self._places
 

@@ -7,7 +7,7 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,29 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import graphs, resources
 from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, watched
-from smdistributed.modelparallel.tensorflow.execute.backward import Backward
+from smdistributed.modelparallel.tensorflow.execute.backward import Backward, Differentiate
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
+
+
+@dataclass(eq=False)
+class Request:
+    """One request for the gradients of a call, in the graph of a step.
+
+    Attributes:
+        given: gradients of the outputs.
+        operations: of each backward pass of this process.
+        transfers: operation of each transfer with them that must be put in an order.
+        returned: operations that bring gradients of the call.
+    """
+
+    given: list[Any]
+    operations: dict[Pass, Any] = field(default_factory=dict)
+    transfers: dict[Transfer, Any] = field(default_factory=dict)
+    returned: set[Any] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -32,10 +49,10 @@ class Call:
         local: what this process executes.
         inputs: tensors that the call was given.
         results: the operation whose outputs are the results of the call.
-        operations: of each pass of this process that is in the graph.
-        transfers: operation of each transfer of this process that must be put in an order.
-        gradients: the gradients that the body computed of the outputs; None until it asks.
-        returned: operations that bring gradients of the call.
+        operations: of each forward pass of this process.
+        transfers: operation of each transfer with them that must be put in an order.
+        requests: for its gradients, in the order in which the body made them.
+        keys: of transfers, those of the first request and of the forward passes first.
     """
 
     local: LocalPrograms
@@ -43,8 +60,14 @@ class Call:
     results: Any = None
     operations: dict[Pass, Any] = field(default_factory=dict)
     transfers: dict[Transfer, Any] = field(default_factory=dict)
-    gradients: list[Any] | None = None
-    returned: set[Any] = field(default_factory=set)
+    requests: list[Request] = field(default_factory=list)
+    keys: list[dict[Transfer, Key]] = field(default_factory=list)
+
+    def passes(self) -> Iterator[Any]:
+        """Yields the operations of all passes."""
+        yield from self.operations.values()
+        for request in self.requests:
+            yield from request.operations.values()
 
 
 class Replay:
@@ -65,8 +88,10 @@ class Replay:
         inputs: Sequence[Any],
         key: Any,
         anchors: Sequence[Any],
-    ) -> tuple[list[Any], Call]:
-        """Adds a call; returns its outputs and what is known of it.
+        calls: list[Call],
+        differentiate: Differentiate,
+    ) -> Backward:
+        """Adds a call; returns what has its outputs and computes its gradients.
 
         Shape: inputs of (microbatch, ...); outputs are those of the traced call, on all ranks.
 
@@ -76,6 +101,8 @@ class Replay:
             key: of random operations, int64 of shape [2].
             anchors: variables that stand for missing ones where this process trains few. Their
                 gradients are zero.
+            calls: of the microbatch until now, to which this one is added.
+            differentiate: computes gradients of the gradients of inputs.
         """
         trace = local.plan.trace
         graph = tf.compat.v1.get_default_graph()
@@ -88,9 +115,10 @@ class Replay:
             if name in needed:
                 values[name] = graphs.capture(graph, outside)
         values |= constants(graph, list(results_of(trace)))
-        keys = {transfer: self._links.new_key(transfer.tensor) for transfer in local.plan.transfers}
+        calls.append(call)
+        keys = self._keys(calls, call, 0)
         with unrecorded():
-            self._run(call, Kind.FORWARD, values, keys, key)
+            self._run(call, call, Kind.FORWARD, values, keys, key)
             outputs = [values[output.name] for output in trace.outputs]
         mine = [
             (variable, gradient)
@@ -105,21 +133,49 @@ class Replay:
         reads = [variable.read_value() for variable, _ in mine]
         # Of a process that has none of the variables that a tape watches others wait for its part.
         reads += [watched(anchor.read_value()) for anchor in anchors]
-        backward = Backward(
+
+        def ask(given: list[Any], own: dict[str, Any]) -> Request:
+            request = Request(given)
+            keys = self._keys(calls, call, len(call.requests))
+            call.requests.append(request)
+            self._run(call, request, Kind.BACKWARD, own, keys, key)
+            return request
+
+        return Backward(
             call,
             values,
-            lambda: self._run(call, Kind.BACKWARD, values, keys, key),
+            ask,
             outputs,
             [*inputs, *reads],
             [gradient for _, gradient in mine],
             len(anchors),
+            differentiate,
         )
-        return backward.attached(), call
+
+    def _keys(self, calls: Sequence[Call], call: Call, number: int) -> dict[Transfer, Key]:
+        """Returns the keys of the transfers of a call for one of its requests.
+
+        Processes may come to the calls of one tape in different orders, so that all calls get
+        theirs together.
+        """
+        while len(call.keys) <= number:
+            count = len(call.keys) + 1
+            for each in calls:
+                if len(each.keys) < count:
+                    transfers = each.local.plan.transfers
+                    each.keys.append({one: self._links.new_key(one.tensor) for one in transfers})
+        return call.keys[number]
 
     def _run(
-        self, call: Call, phase: Kind, values: dict[str, Any], keys: dict[Transfer, Key], key: Any
+        self,
+        call: Call,
+        made: Call | Request,
+        phase: Kind,
+        values: dict[str, Any],
+        keys: dict[Transfer, Key],
+        key: Any,
     ) -> None:
-        """Adds the programs of a phase, with its transfers."""
+        """Adds the programs of a phase, with its transfers, and notes what they are."""
         local = call.local
         graph = tf.compat.v1.get_default_graph()
         # A transfer that no operation here needs must take place all the same: the other side waits
@@ -132,11 +188,11 @@ class Replay:
                 )
                 kept.append(operation)
                 if self._links.needs_order(transfer.tensor):
-                    call.transfers[transfer] = operation
+                    made.transfers[transfer] = operation
                 values[transfer.tensor.name] = received
         for transfer in local.sent:
             if transfer.phase is phase and transfer.made_in[0] is not phase:
-                kept += self._send(call, transfer, values, keys)
+                kept += self._send(made, transfer, values, keys)
         for program in local.programs:
             if program.one[0] is not phase:
                 continue
@@ -149,21 +205,25 @@ class Replay:
                 operation = graphs.call(program.function, [key, *operands])
             resources.after(operation, read, changed)
             kept.append(operation)
-            call.operations[program.one] = operation
-            for tensor, made in zip(program.outputs, operation.outputs, strict=True):
-                made.set_shape(tensor.shape)
-                values[tensor.name] = made
+            made.operations[program.one] = operation
+            for tensor, output in zip(program.outputs, operation.outputs, strict=True):
+                output.set_shape(tensor.shape)
+                values[tensor.name] = output
             for transfer in local.sent:
                 if transfer.phase is phase and transfer.made_in == program.one:
-                    kept += self._send(call, transfer, values, keys)
+                    kept += self._send(made, transfer, values, keys)
         graphs.keep(graph, kept)
 
     def _send(
-        self, call: Call, transfer: Transfer, values: dict[str, Any], keys: dict[Transfer, Key]
+        self,
+        made: Call | Request,
+        transfer: Transfer,
+        values: dict[str, Any],
+        keys: dict[Transfer, Key],
     ) -> list[Any]:
         operations = self._links.send(
             values[transfer.tensor.name], self._ranks[transfer.target], keys[transfer]
         )
         if self._links.needs_order(transfer.tensor):
-            call.transfers[transfer] = operations[-1]
+            made.transfers[transfer] = operations[-1]
         return operations

@@ -14,10 +14,15 @@ from smdistributed.modelparallel.tensorflow.compat import autograph, graphs, ker
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
-from smdistributed.modelparallel.tensorflow.execute.backward import refuse_vectorizing
+from smdistributed.modelparallel.tensorflow.execute.backward import (
+    Backward,
+    Differentiate,
+    refuse_vectorizing,
+)
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.model.agreement import agree
+from smdistributed.modelparallel.tensorflow.model.second_gradients import differentiated_again
 from smdistributed.modelparallel.tensorflow.model.signature import (
     Signature,
     example,
@@ -36,6 +41,8 @@ from smdistributed.modelparallel.tensorflow.record.tracing import LayerNames, Tr
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
 
+#: Calls a model on tensors; returns its result and its losses.
+Run = Callable[[Sequence[Any]], tuple[Any, list[Any]]]
 _Variables = Callable[[], tuple[list[Any], list[Any]]]
 
 
@@ -123,15 +130,16 @@ class Engine:
         key = (self, len(step.calls[-1]), asked.key, wanted)
         if key not in step.programs:
             with tf.init_scope():
-                step.programs[key] = self._make(asked, wanted, step.progress)
+                run = functools.partial(self.run_on, asked)
+                step.programs[key] = self.make(run, asked.tensors, wanted, step.progress)
         if self.example is None:
             self.example = example(args, kwargs)
         self.newest = traced, local = step.programs[key]
+        differentiate = functools.partial(
+            differentiated_again, self, step, asked, wanted, local, len(step.calls[-1])
+        )
         with unnoted():
-            outputs, call = self._replay.call(
-                local, asked.tensors, step.random_key(), self.anchor_variables()
-            )
-        step.calls[-1].append(call)
+            outputs = self.add(step, local, asked.tensors, differentiate).attached()
         num_results = len(outputs) - traced.num_losses
         step.losses = outputs[num_results:]
         masks = outputs[num_results - len(traced.masked) : num_results]
@@ -139,10 +147,19 @@ class Engine:
             keras.set_mask(outputs[number], mask)
         return traced.structure.filled(outputs)
 
+    def add(
+        self, step: Any, local: LocalPrograms, tensors: Sequence[Any], differentiate: Differentiate
+    ) -> Backward:
+        """Adds a call to the step; returns what has its outputs and computes its gradients."""
+        key, calls = step.random_key(), step.calls[-1]
+        anchors = self.anchor_variables()
+        return self._replay.call(local, tensors, key, anchors, calls, differentiate)
+
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the layers make their variables, which get no values yet, for inputs like these."""
         asked = signature(args, kwargs)
-        self._traced(asked, [False] * len(asked.tensors))
+        run = functools.partial(self.run_on, asked)
+        self._traced(run, asked.tensors, [False] * len(asked.tensors))
 
     def _is_nested(self, outermost: Any) -> bool:
         """Tells whether the present graph is a loop or a branch in the body of a step.
@@ -225,16 +242,29 @@ class Engine:
             return list(variables)
         return [v for v in variables if (home := home_of(v)) is None or home.is_here]
 
-    def _make(
-        self, asked: Signature, wanted: Sequence[bool], progress: Progress
+    def make(
+        self,
+        run: Run,
+        tensors: Sequence[Any],
+        wanted: Sequence[bool],
+        progress: Progress,
+        has_effects: bool = True,
     ) -> tuple[Trace, LocalPrograms]:
-        """Traces, places and cuts a call; gives variables their places. Collective: pipeline."""
+        """Traces, places and cuts a call; gives variables their places. Collective: pipeline.
+
+        Args:
+            run: calls the model on tensors; returns its result and its losses.
+            tensors: of the step, like those that it is called with.
+            wanted: for each of them, whether its gradient is needed.
+            progress: of the step.
+            has_effects: see ``trace``.
+        """
         runtime = self.runtime
         progress.stage = f"the operations of {self.name} and their gradients"
-        traced, every = self._traced(asked, wanted)
+        traced, every = self._traced(run, tensors, wanted, has_effects)
         count = len(traced.operations)
         progress.stage = f"the partitions of the {count} operations of {self.name}"
-        plan = self._planned(asked, traced)
+        plan = self._planned(tensors, traced)
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
         local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
@@ -251,14 +281,16 @@ class Engine:
                 hook()  # which may want to be called for the next model as well
         return traced, local
 
-    def _traced(self, asked: Signature, wanted: Sequence[bool]) -> tuple[Trace, list[Any]]:
+    def run_on(self, asked: Signature, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Calls the model on tensors, in a trace; returns its result and its losses."""
+        args, kwargs = asked.arguments(tensors)
+        with self.layer_names.watched(self.model):
+            return self.run(*args, **kwargs), self.losses()
+
+    def _traced(
+        self, run: Run, tensors: Sequence[Any], wanted: Sequence[bool], has_effects: bool = True
+    ) -> tuple[Trace, list[Any]]:
         """Returns the trace of a call, and all variables of the model."""
-
-        def run(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
-            args, kwargs = asked.arguments(tensors)
-            with self.layer_names.watched(self.model):
-                return self.run(*args, **kwargs), self.losses()
-
         self.is_tracing = True
         try:
             self._variables.number(keras.variables_made(self.model))
@@ -268,10 +300,11 @@ class Engine:
                         self.name,
                         self.layer_names,
                         autograph.converted(run),
-                        [tf.TensorSpec(t.shape, t.dtype) for t in asked.tensors],
+                        [tf.TensorSpec(each.shape, each.dtype) for each in tensors],
                         wanted,
                         self._variables.create,
                         self._collect,
+                        has_effects,
                     )
                 )
             _, every = self.collect()
@@ -279,7 +312,7 @@ class Engine:
             self.is_tracing = False
         return traced, every
 
-    def _planned(self, asked: Signature, traced: Trace) -> Plan:
+    def _planned(self, tensors: Sequence[Any], traced: Trace) -> Plan:
         """Returns the plan of a trace, the same on all processes. Collective: pipeline."""
         config, pp_size = self.runtime.config, self.runtime.topology.pp_size
         placed = place(
@@ -292,7 +325,7 @@ class Engine:
         )
         plan = cut(traced, placed, self.placement.homes, pp_size)
         if pp_size > 1:
-            agree(self.runtime, self.name, asked.tensors, plan.digest())
+            agree(self.runtime, self.name, tensors, plan.digest())
         return plan
 
     @property

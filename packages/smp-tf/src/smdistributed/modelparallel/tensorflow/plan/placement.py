@@ -206,6 +206,7 @@ class _Placing:
         self._wanted = wanted
         self._default = default
         self._placed: dict[Any, int] = {}
+        self._by_name = {op.name: op for op in ops}
         self._positions = {op: position for position, op in enumerate(ops)}
         self._resources = _Resources(trace, ops)
         self._fixed: dict[str, int] = {}  # by group of resources
@@ -232,6 +233,11 @@ class _Placing:
     def _try(self, op: Any) -> None:
         """Places an operation if anything says where."""
         wanted = self._wanted(op)
+        if wanted is None:
+            # What differentiates an operation in the call goes with it.
+            names = (self._by_name.get(name) for name in graphs.colocated_with(op))
+            beside = [self._placed[each] for each in names if each in self._placed]
+            wanted = beside[0] if beside else None
         if wanted is None:
             makers = [each.op for each in op.inputs if each.op in self._placed]
             if makers:

@@ -157,6 +157,7 @@ def trace(
     wanted: Sequence[bool],
     create_variable: Callable[..., Any],
     variables: Callable[[], tuple[list[Any], list[Any]]],
+    has_effects: bool = True,
 ) -> Trace:
     """Traces a call of a model, with its gradients.
 
@@ -168,6 +169,8 @@ def trace(
         wanted: for each input, whether its gradient is needed.
         create_variable: a variable creator.
         variables: returns the trainable variables and all variables, after the call.
+        has_effects: whether what outputs do not need is done as well: a call that was made before
+            has done it.
     """
     seen: dict[str, Any] = {}
 
@@ -245,20 +248,21 @@ def trace(
         result.captured[placeholder.name] = outside
         if id(outside) in handles:
             result.variable_names[placeholder.name] = handles[id(outside)]
-    _find_needed(result, num_forward, effects)
+    _find_needed(result, num_forward, effects, has_effects)
     return result
 
 
-def _find_needed(trace: Trace, num_forward: int, ends: list[Any]) -> None:
+def _find_needed(trace: Trace, num_forward: int, ends: list[Any], has_effects: bool) -> None:
     """Fills in the operations, ordered: creation is no order, gradients of loops change loops."""
     created = trace.graph.get_operations()
     placeholders = {tensor.op for tensor in trace.graph.inputs}
     placeholders |= {dy.op for dy in trace.output_gradients if dy is not None}
     first = set(created[:num_forward])
     roots = [output.op for output in trace.outputs]
-    kept = set(ends)  # TensorFlow gives them in an order that differs between processes
-    roots += [op for op in created if op in kept]
-    roots += [op for op in created[:num_forward] if _has_effect(op)]
+    if has_effects:
+        kept = set(ends)  # TensorFlow gives them in an order that differs between processes
+        roots += [op for op in created if op in kept]
+        roots += [op for op in created[:num_forward] if _has_effect(op)]
     forward = _reachable(roots, placeholders)
     effects = [op for op in created[num_forward:] if _has_effect(op)]
     _put_in_order(trace, created[num_forward:], effects)

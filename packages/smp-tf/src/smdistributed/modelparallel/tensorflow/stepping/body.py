@@ -31,7 +31,7 @@ class Body:
         self._name = name
         self._graph = tf.compat.v1.get_default_graph()
         self._calls = [call for microbatch in calls for call in microbatch]
-        passes = {op for call in self._calls for op in call.operations.values()}
+        passes = {op for call in self._calls for op in call.passes()}
         made = self._graph.get_operations()[begin:]
         self.operations = [op for op in made if op not in passes]
 
@@ -129,7 +129,8 @@ class Body:
         ends = {call.results for call in self._calls}
         # Loops and branches with calls in them take what these read.
         has_nested = any(end.graph is not self._graph for end in ends)
-        returned = {op for call in self._calls for op in call.returned}
+        requests = [request for call in self._calls for request in call.requests]
+        returned = {op for request in requests for op in request.returned}
         read: list[Any] = []
         seen: set[Any] = set()
         stack = [result]
