@@ -60,11 +60,12 @@ def ones(size: int) -> Any:
 
 def case_wrong_batch_sizes() -> None:
     step = stepping(layers())
-    expect(ConfigError, r"is smaller than microbatches \(4\)", lambda: step(ones(3)))
     expect(ConfigError, "the batch is empty", lambda: step(ones(0)))
     output = stepping(layers())(ones(5))
     assert [len(each) for each in output.outputs] == [2, 1, 1, 1]
     assert output.weights == [0.4, 0.2, 0.2, 0.2]
+    assert [len(each) for each in step(ones(3)).outputs] == [1, 1, 1]
+    expect(TypeError, "where one array is needed", lambda: np.asarray(output))
 
 
 def case_unequal_batch_sizes() -> None:
@@ -107,8 +108,8 @@ def case_errors_keep_their_types_in_tf_functions() -> None:
     expect(
         ValueError, r"received 7: use one of these, or raise partitions", lambda: inside(ones(4))
     )
-    small = tf.function(lambda x: other(x).merge())
-    expect(ConfigError, r"is smaller than microbatches \(4\)", lambda: small(ones(3)))
+    empty = tf.function(lambda x: other(x).merge())
+    expect(ConfigError, "the batch is empty", lambda: empty(ones(0)))
 
 
 def case_what_is_no_tensor() -> None:

@@ -16,6 +16,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.gradients.replicas import averaged
 from smdistributed.modelparallel.tensorflow.model.batch_losses import refuse_sums, weighed_by_masks
+from smdistributed.modelparallel.tensorflow.model.small_batches import of_all_sizes
 from smdistributed.modelparallel.tensorflow.stepping.function import step
 
 
@@ -68,6 +69,26 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
                     "smp.register_post_partition_hook and in a tf.keras.callbacks.LambdaCallback."
                 )
         return super().fit(*args, **kwargs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Makes what ``fit`` calls for each batch."""
+        super().make_train_function(force)
+        return self._smp_of_all_sizes("train_function", self.train_step)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Makes what ``evaluate`` calls for each batch."""
+        super().make_test_function(force)
+        return self._smp_of_all_sizes("test_function", self.test_step)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """Makes what ``predict`` calls for each batch."""
+        super().make_predict_function(force)
+        return self._smp_of_all_sizes("predict_function", self.predict_step, takes_lists=True)
+
+    def _smp_of_all_sizes(self, name: str, step: Any, *, takes_lists: bool = False) -> Any:
+        usual, runtime = getattr(self, name), self._smp_engine.runtime
+        setattr(self, name, of_all_sizes(self, runtime, usual, step, takes_lists=takes_lists))
+        return getattr(self, name)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Trains on one batch; returns the metrics.

@@ -155,9 +155,20 @@ class StepOutput:
         Raises:
             TypeError: always.
         """
-        raise TypeError(
+        raise self._is_several("tensor")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        """Refuses to be one array, as NumPy asks for it.
+
+        Raises:
+            TypeError: always.
+        """
+        raise self._is_several("array")
+
+    def _is_several(self, what: str) -> TypeError:
+        return TypeError(
             "what a step function returns has a tensor for each microbatch "
-            f"({len(self._outputs)}); received it where one tensor is needed: take accumulate() of "
+            f"({len(self._outputs)}); received it where one {what} is needed: take accumulate() of "
             "gradients, reduce_mean() of losses, merge() of what has the batch axis."
         )
 
