@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tf_state
 from tf_beside import assert_same, on_side, with_library
-from tf_worlds import PLAIN, TWO_BY_HAND
+from tf_worlds import PLAIN, TWO, TWO_BY_HAND
 
 from smdistributed.modelparallel.common.testing import Worlds
 
@@ -24,6 +24,12 @@ def test_checkpoints_of_tensorflow_are_read(worlds: Worlds, tmp_path: Path) -> N
     (expected,) = worlds.run(PLAIN, on_side, tf_state.write_plainly, True, path)
     for found in worlds.run(TWO_BY_HAND, on_side, tf_state.read_plainly, False, path):
         np.testing.assert_allclose(found.same, expected.same, rtol=1e-5)
+
+
+def test_weights_in_files_are_those_of_keras(worlds: Worlds, tmp_path: Path) -> None:
+    for body in (tf_state.write_weights, tf_state.read_weights):
+        assert_same(worlds, body, str(tmp_path), world=TWO)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def _checkpoints(name: str, folder: str) -> None:

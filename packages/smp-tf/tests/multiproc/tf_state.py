@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,12 @@ import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows, two_layers
 
-from smdistributed.modelparallel.common.errors import CheckpointError, PartitionError, SMPError
+from smdistributed.modelparallel.common.errors import (
+    CheckpointError,
+    PartitionError,
+    SMPError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer, variable_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
@@ -87,12 +91,47 @@ def partial_checkpoints(side: Side, folder: str) -> None:
             tf.train.Checkpoint(**kept).save(path)
         with pytest.raises(PartitionError, match=where):
             tf.train.CheckpointManager(tf.train.Checkpoint(**kept), folder, 1).save()
-    own = Path(tempfile.mkdtemp(dir=folder))
-    with pytest.raises(PartitionError, match=where):
-        model.save_weights(str(own / "a.weights.h5"))
+    with pytest.raises(UnsupportedError, match="use save_weights for weights"):
+        model.save(str(Path(folder, "part.keras")))
     with pytest.raises(PartitionError):
         tf.train.Checkpoint(optimizer=optimizer).save(path)
     assert not list(Path(folder).glob("part*"))
+
+
+def write_weights(side: Side, folder: str) -> Found:
+    """Weights are written by a callback of ``fit``, and read by the same model."""
+    model = _sequential(side)
+    path = str(Path(folder, f"{side.base.__name__}.weights.h5"))
+    kept = tf.keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    model.fit(rows(), rows(1), callbacks=[kept], epochs=2, **options)
+    found = [model.predict(rows(), verbose=0)]
+    model.fit(rows(), rows(1), **options)
+    model.load_weights(path)
+    return Found([*found, model.predict(rows(), verbose=0)], {})
+
+
+def read_weights(side: Side, folder: str) -> Found:
+    """Another model reads what was written with the library and without, once it has weights."""
+    model, found = _sequential(side), []
+    if side.base is not tf.keras.Model:
+        model.predict(rows(), verbose=0)
+        with pytest.raises(CheckpointError, match="could not be read: FileNotFoundError"):
+            model.load_weights(str(Path(folder, "missing.weights.h5")))
+    for path in sorted(Path(folder).glob("*.weights.h5")):
+        model.predict(rows(), verbose=0)
+        model.load_weights(str(path))
+        found.append(model.predict(rows(), verbose=0))
+    return Found(found, {})
+
+
+def _sequential(side: Side) -> Any:
+    # Not by the statistics of batches, which are of microbatches.
+    layers = [L.Dense(WIDTH, "tanh"), L.BatchNormalization(trainable=False), L.Dense(WIDTH)]
+    model = tf.keras.Sequential([tf.keras.Input((WIDTH,)), *layers])
+    model = model if side.base is tf.keras.Model else side.base(model)
+    model.compile(tf.keras.optimizers.Adam(0.1), "mse")
+    return model
 
 
 def write_plainly(side: Side, path: str) -> Found:

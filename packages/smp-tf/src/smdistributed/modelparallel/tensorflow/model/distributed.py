@@ -11,12 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
+from smdistributed.modelparallel.tensorflow.model.weight_files import read_weights, write_weights
 from smdistributed.modelparallel.tensorflow.model.whole_weights import distribute, gathered
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
@@ -124,6 +125,57 @@ class DistributedModel(KerasTraining):
             distribute(engine, self.weights, weights)
         else:
             super().set_weights(weights)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the weights of the whole model as Keras does, without those of an optimizer.
+
+        The file is that of the model in this one, or of the class without the library. Collective:
+        every process of the pipeline; the first one of the first replica writes.
+
+        Raises:
+            NotPartitionedError: the model has no weights before its first call in a step function.
+            CheckpointError: they could not be written.
+        """
+        own: Any = getattr(self, "wrapped", super())
+        write_weights(self._smp_engine, lambda: own.save_weights(*args, **kwargs))
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Reads weights as Keras does, those of an optimizer left out.
+
+        Collective: every process of the pipeline; each reads the file, and keeps its own weights.
+
+        Raises:
+            NotPartitionedError: the model has no weights before its first call in a step function.
+            CheckpointError: they could not be read.
+        """
+        own: Any = getattr(self, "wrapped", super())
+        read_weights(self._smp_engine, lambda: own.load_weights(*args, **kwargs))
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the model with its optimizer, as Keras does, where there is one partition.
+
+        Raises:
+            UnsupportedError: there are several.
+        """
+        if self._smp_engine.runtime.topology.pp_size == 1:
+            super().save(*args, **kwargs)
+            return
+        raise UnsupportedError(
+            "save writes a model with the state of its optimizer, which is spread over processes: "
+            "use save_weights for weights, save_model for a SavedModel, and smp.CheckpointManager "
+            "for what a training goes on with."
+        )
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses what ``save_model`` does.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "export calls the model outside of a step function: use save_model(folder), which "
+            "writes a SavedModel of the whole model."
+        )
 
     def call(self, inputs: Any, training: Any = None, **kwargs: Any) -> Any:
         """Computes the outputs; to be written by the user.

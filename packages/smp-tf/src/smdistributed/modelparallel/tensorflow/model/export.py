@@ -12,10 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CheckpointError, NotPartitionedError
-from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.compat.variables import free
-from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+from smdistributed.modelparallel.tensorflow.model.whole_weights import collected
 
 #: What the platform collects.
 DEFAULT_FOLDER = "/opt/ml/model"
@@ -35,7 +35,7 @@ def save_model(engine: Any, save_path: str | os.PathLike[str]) -> None:
     failure = None
     if runtime.coordinates.dp_rank == 0:
         writes = runtime.coordinates.pp_rank == 0
-        borrowed = _collect(engine, writes)
+        borrowed = collected(engine, writes)
         if writes:
             try:
                 _write(engine, folder)
@@ -47,24 +47,6 @@ def save_model(engine: Any, save_path: str | os.PathLike[str]) -> None:
     if any(failures):
         reason = next(each for each in failures if each)
         raise CheckpointError(f"the model could not be written to {folder}: {reason}")
-
-
-def _collect(engine: Any, receives: bool) -> list[Any]:
-    """Brings all variables to the first partition; returns those that do not live there."""
-    runtime = engine.runtime
-    borrowed = []
-    with runtime.guard.suspended():
-        for variable in map(keras.variable_of, engine.everywhere()[1]):
-            home = home_of(variable)
-            if home is None or home.partition == 0:
-                continue
-            if home.is_here:
-                runtime.communicator.send(variable.numpy(), 0, RankType.PP_RANK)
-            elif receives:
-                value = runtime.communicator.recv_from(home.partition, RankType.PP_RANK)
-                variable.assign(value)
-                borrowed.append(variable)
-    return borrowed
 
 
 def _write(engine: Any, folder: Path) -> None:

@@ -68,6 +68,15 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
                     "smp.CheckpointManager, in a function registered with "
                     "smp.register_post_partition_hook and in a tf.keras.callbacks.LambdaCallback."
                 )
+            is_checkpoint = isinstance(callback, tf.keras.callbacks.ModelCheckpoint)
+            is_split = self._smp_engine.runtime.topology.pp_size > 1
+            if is_checkpoint and is_split and not callback.save_weights_only:
+                raise UnsupportedError(
+                    "ModelCheckpoint writes a model with the state of its optimizer, which is "
+                    "spread over processes; received it without save_weights_only=True: give it "
+                    "that, or save with smp.CheckpointManager in a tf.keras.callbacks."
+                    "LambdaCallback."
+                )
         return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:

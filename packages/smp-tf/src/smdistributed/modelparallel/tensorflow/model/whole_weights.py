@@ -1,4 +1,4 @@
-"""The values of a whole model as a list on every process: what Keras's ``get_weights`` returns."""
+"""The values of a whole model: as a list on every process, or all in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
@@ -26,6 +26,24 @@ def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
     for each in engine.runtime.communicator.allgather(own, CommGroup.PP_GROUP):
         every |= each
     return [every[place] for place in range(len(variables))]
+
+
+def collected(engine: Any, receives: bool) -> list[Any]:
+    """Brings all variables to the first partition; returns those that do not live there."""
+    runtime = engine.runtime
+    borrowed = []
+    with runtime.guard.suspended():
+        for variable in map(keras.variable_of, engine.everywhere()[1]):
+            home = home_of(variable)
+            if home is None or home.partition == 0:
+                continue
+            if home.is_here:
+                runtime.communicator.send(variable.numpy(), 0, RankType.PP_RANK)
+            elif receives:
+                value = runtime.communicator.recv_from(home.partition, RankType.PP_RANK)
+                variable.assign(value)
+                borrowed.append(variable)
+    return borrowed
 
 
 def distribute(engine: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
