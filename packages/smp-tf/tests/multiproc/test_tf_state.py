@@ -36,6 +36,12 @@ def _checkpoints(name: str, folder: str) -> None:
     getattr(tf_state, name)(with_library(), folder)
 
 
+def test_a_checkpoint_of_layers_without_names_goes_into_others(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(TWO, _checkpoints, "unnamed_models", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "name", ["partial_checkpoints", "other_optimizers", "other_variables", "other_models"]
 )

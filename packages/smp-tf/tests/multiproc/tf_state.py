@@ -232,3 +232,29 @@ def other_models(side: Side, folder: str) -> None:
         found = [train() for _ in range(2)]
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
         assert np.allclose(found[1], expected[1], rtol=1e-6) is has_optimizer
+
+
+def unnamed_models(side: Side, folder: str) -> None:
+    """A checkpoint goes into a model whose layers Keras has numbered on, with its optimizer."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    results = []
+    for number in range(2):
+        # Nine and ten have another order as text than as numbers.
+        L.Dense(1) if number else [L.Dense(1) for _ in range(8)]
+        model = _sequential(side)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        manager = smp.CheckpointManager(checkpoint, folder)
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        if number == 0:
+            model.fit(rows(), rows(1), epochs=2, **options)
+            manager.save()
+        else:
+            manager.restore()
+            with pytest.warns(UserWarning, match=r"other numbers \(.* in the order of these"):
+                model.predict(rows(), verbose=0)
+        results += [model.predict(rows(), verbose=0)]
+        history = model.fit(rows(2), rows(3), epochs=2, **options).history["loss"]
+        results += [np.float32(history)]
+    for one, other in zip(results[:2], results[2:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

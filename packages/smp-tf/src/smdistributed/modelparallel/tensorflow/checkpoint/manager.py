@@ -140,13 +140,26 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
 
     def _read(self, tag: str) -> None:
         checkpoint = self._files.resolve(tag)
-        places: dict[str, Any] = {}
+        places: dict[str, tuple[Any, str]] = {}
         variables: dict[str, Any] = {}
 
         def find() -> None:
             for name in sorted(checkpoint.paths):
                 part = np.load(checkpoint.open(name))
-                places.update(dict.fromkeys(part.files, part))
+                places.update((key, (part, key)) for key in part.files)
+            renumbered = CheckpointNames(self.checkpoint).renumbered(places)
+            if renumbered:
+                own, saved = next(iter(renumbered.items()))
+                warnings.warn(
+                    f"checkpoint '{checkpoint.tag}' was saved from layers that Keras had given "
+                    f"other numbers ({saved} is {own} here): they are taken in the order of these. "
+                    "Give layers names, by which they are found whatever is built before.",
+                    stacklevel=2,
+                )
+            moved = {own: places[saved] for own, saved in renumbered.items()}
+            for name in renumbered.values():
+                places.pop(name, None)
+            places.update(moved)
             build_optimizers(self.checkpoint, places)
             variables.update(self._variables())
 
@@ -161,7 +174,7 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         self,
         checkpoint: Checkpoint,
         variables: Mapping[str, Any],
-        places: Mapping[str, Any],
+        places: Mapping[str, tuple[Any, str]],
         taken: Collection[str],
     ) -> None:
         for verb, names, where in (
@@ -179,7 +192,8 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
                     "the model and optimizer that it was saved from."
                 )
         for key, variable in variables.items():
-            value = places[key][key]
+            part, name = places[key]
+            value = part[name]
             if tuple(value.shape) != tuple(variable.shape):
                 raise CheckpointError(
                     f"{key} has the shape {tuple(variable.shape)}; checkpoint '{checkpoint.tag}' "

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
+from smdistributed.modelparallel.tensorflow.checkpoint.numbered import renumbered
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel
 
@@ -59,6 +60,24 @@ class CheckpointNames:
             is_frozen = tuple(part[:2]) in slots and part[-1] in models
             if part[0] in self._children and not is_frozen:
                 found.append(name)
+        return found
+
+    def renumbered(self, saved: Collection[str]) -> dict[str, str]:
+        """Returns the names of saved values by those that they have here, where these differ.
+
+        Args:
+            saved: all names.
+        """
+        of_models = [name for name in saved if name.split("/", 1)[0] in self._models]
+        automatic = {
+            name for model in self._models.values() for name in keras.automatic_names(model)
+        }
+        found = renumbered(list(self._names.values()), of_models, automatic)
+        by_saved = {there: here for here, there in found.items()}
+        for name in saved:
+            *slot, variable = name.split("/", 2)
+            if variable in by_saved:
+                found["/".join([*slot, by_saved[variable]])] = name
         return found
 
     @property

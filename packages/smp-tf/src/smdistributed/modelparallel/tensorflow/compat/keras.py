@@ -61,6 +61,13 @@ def variables_made(model: Any) -> list[Variable]:
     ]
 
 
+def automatic_names(model: Any) -> set[str]:
+    """Returns what Keras calls the layers of a model that have no names, without numbers."""
+    to_name = private(f"utils.{'naming' if IS_KERAS_3 else 'generic_utils'}").to_snake_case
+    found = {str(to_name(type(layer).__name__)) for layer in model._flatten_layers()}
+    return found | {f"distributed_{name}" for name in found}
+
+
 def variables_of_metrics(model: Any) -> list[Variable]:
     """Returns TensorFlow's variables of metrics that are attributes of a model or its layers.
 
