@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record import strays
 from smdistributed.modelparallel.torch.record.trace import Trace
 
@@ -62,6 +63,34 @@ def in_a_closure() -> tuple[Callable[[Any], None], Callable[[], Any]]:
 @pytest.mark.parametrize(
     "place", [in_a_class, in_an_instance, in_slots, in_a_dict, in_a_list, in_a_closure]
 )
+def test_what_a_microbatch_stores_is_closed_and_filled(
+    place: Callable[[], tuple[Callable[[Any], None], Callable[[], Any]]],
+) -> None:
+    put, read = place()
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    put(fake)
+    scene: Any = types.SimpleNamespace(hidden=set())
+    value: Any = "v1"
+    (stored,) = strays.settle([fake], Trace([]), scene, lambda tensor: None, {id(fake): value})
+    assert stored.value == value
+    assert stored.close()
+    with pytest.raises(UnsupportedError, match="an earlier microbatch"):
+        float(read())
+    assert not stored.close()
+    real = torch.ones(2)
+    stored.fill(real)
+    assert read() is real
+    stored.fill(torch.zeros(2))  # of an earlier microbatch
+    assert read() is real
+    put(fake)
+    with pytest.raises(UnsupportedError, match="stored a tensor"):
+        strays.settle([fake], Trace([]), scene, lambda tensor: None, {})
+
+
+@pytest.mark.parametrize(
+    "place", [in_a_class, in_an_instance, in_slots, in_a_dict, in_a_list, in_a_closure]
+)
 def test_code_that_has_read_a_stand_in_reads_the_tensor(
     place: Callable[[], tuple[Callable[[Any], None], Callable[[], Any]]],
 ) -> None:
@@ -73,5 +102,5 @@ def test_code_that_has_read_a_stand_in_reads_the_tensor(
     for _ in range(100):  # Python remembers where it has found an attribute
         assert read() is fake
     scene: Any = types.SimpleNamespace(hidden=set())
-    strays.settle([fake], Trace([]), scene, lambda tensor: real)
+    assert strays.settle([fake], Trace([]), scene, lambda tensor: real, {}) == []
     assert read() is real
