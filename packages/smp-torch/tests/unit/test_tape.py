@@ -90,6 +90,25 @@ def confirmed(promised: Promised, call: Pass, x: torch.Tensor) -> tuple[bool, An
     return confirming.is_off, result, others
 
 
+@pytest.mark.parametrize("is_seeded", [False, True])
+def test_code_that_seeds_in_the_middle_of_a_draw_is_not_captured(is_seeded: bool) -> None:
+    x = torch.ones(4)
+    recording = Recording(
+        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
+    )
+    state = torch.get_rng_state()
+    with (
+        recording.recording(),
+        recording.drawing(("a layer", 0, 0), 0, contextlib.nullcontext),
+    ):
+        if is_seeded:
+            torch.manual_seed(torch.initial_seed() + 1)
+        result = x + torch.randn(4)
+    recording.end([result])
+    torch.set_rng_state(state)
+    assert ("seeds the generators" in recording.tape.refusal) is is_seeded
+
+
 def nothing_earlier(reference: object) -> torch.Tensor:
     raise AssertionError
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import standing_between
 from smdistributed.modelparallel.torch.compat.calling_line import calling_line
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
@@ -33,7 +34,7 @@ from smdistributed.modelparallel.torch.record.nested import (
 )
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.promises import keep
-from smdistributed.modelparallel.torch.tape.running import Keyed, Running, pairs
+from smdistributed.modelparallel.torch.tape.running import Keyed, Running, pairs, seeds
 from smdistributed.modelparallel.torch.tape.settings import Settings
 from smdistributed.modelparallel.torch.tape.tape import (
     Call,
@@ -211,6 +212,8 @@ class Confirming(TorchFunctionMode):
         """Returns the next call of the tape, if it is this one."""
         if self.is_off or self._at == len(self._events) or is_watched_below():
             return None
+        if self._open:
+            self._open[-1].check_seeds(self._device.type)
         event = self._events[self._at]
         if (
             type(event) is Call
@@ -369,6 +372,7 @@ class Confirming(TorchFunctionMode):
     def enter_draw(self, draw: _Draw) -> None:
         """Takes note of a draw of the tape."""
         self._open.append(draw)
+        draw.seeds = seeds(self._device.type)
 
     def leave_draw(self, draw: _Draw) -> None:
         """Takes note that it is over."""
@@ -464,13 +468,28 @@ class _Draw:
         self.event = event
         self._seeded = seeded
         self._inside: contextlib.AbstractContextManager[None] | None = None
+        self.seeds: list[int] = []
 
     def __enter__(self) -> None:
-        self._confirming.enter_draw(self)
         if self._seeded is not None:
             self.go_on(self._seeded())
             assert self._inside is not None
             self._inside.__enter__()
+        self._confirming.enter_draw(self)
+
+    def check_seeds(self, device_type: str) -> None:
+        """Makes sure that no code has seeded the generators: a graph draws by the library's keys.
+
+        Raises:
+            UnsupportedError: it has, as it had not while the pass was captured.
+        """
+        if self.seeds != seeds(device_type):
+            raise UnsupportedError(
+                f"code of {self.event.key[0]} seeds torch's generators (torch.manual_seed, "
+                "set_rng_state), and did not in the steps before, whose passes are launched as "
+                "CUDA graphs: seed in each step, or between two, or give the step function "
+                "cuda_graphs=False."
+            )
 
     def __exit__(self, *exception: object) -> None:
         self._confirming.leave_draw(self)

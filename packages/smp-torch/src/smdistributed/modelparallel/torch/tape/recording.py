@@ -51,6 +51,7 @@ from smdistributed.modelparallel.torch.record.nested import (
 from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.tape.outside import place_of
 from smdistributed.modelparallel.torch.tape.promises import promise
+from smdistributed.modelparallel.torch.tape.running import seeds
 from smdistributed.modelparallel.torch.tape.settings import Settings
 from smdistributed.modelparallel.torch.tape.tape import (
     REFERENCES,
@@ -123,6 +124,8 @@ class Recording(TorchFunctionMode):
         #: By identity: a weak reference, the number, its version and the number of its node.
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int, int]] = {}
         self._draws: list[DrawBegins] = []
+        #: Of each draw in progress, what the generators were seeded with for it.
+        self._seeds: list[list[int]] = []
         #: Where tensors are that calls have made, and views of those; see ``storage_of``.
         self._own_memory: set[int] = set()
         #: Tensors that are the same in every pass, by their numbers, and their versions.
@@ -275,6 +278,8 @@ class Recording(TorchFunctionMode):
             tape.refuse("it draws from a generator of its own")
         is_constant = not (self._draws or others) and all(map(self._is_constant, given))
         before = [] if self._draws else self._random_states()
+        if self._draws and self._seeds[-1] != seeds(self._device_type):
+            tape.refuse("code seeds the generators in the middle of a draw")
         result = function(*args, **kwargs)
         has_drawn = bool(before) and before != self._random_states()
         made = tensors_in(result)
@@ -439,12 +444,14 @@ class Recording(TorchFunctionMode):
         self._draws.append(begins)
         first = len(self.tape.events)
         with seeded():
+            self._seeds.append(seeds(self._device_type))
             before = _state_on_host()
             yield
             calls = itertools.islice(self.tape.events, first, None)
             is_own = self._device_type == "cpu" and any(isinstance(each, Call) for each in calls)
             begins.on_host = not is_own and before != _state_on_host()
         self._draws.pop()
+        self._seeds.pop()
         self.tape.events.append(DrawEnds())
 
     def has_drawn(self, has: Callable[[], bool]) -> bool:

@@ -29,6 +29,14 @@ from smdistributed.modelparallel.torch.tape.tape import (
 )
 
 
+def seeds(device_type: str) -> list[int]:
+    """Returns what the generators of torch were seeded with last, on the host and a device."""
+    found = [torch.default_generator.initial_seed()]
+    if device_type == "cuda":
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()].initial_seed())
+    return found
+
+
 class Keyed(Protocol):
     """Random numbers that have keys."""
 
