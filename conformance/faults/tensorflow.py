@@ -118,7 +118,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights of other processes are not saved",
-        "tensorflow/model/export.py",
+        "tensorflow/model/whole_weights.py",
         "                variable.assign(value)\n",
         "                variable.assign(tf.zeros_like(value))\n",
         ("a_saved_model_is_whole_and_has_the_newest_weights",),

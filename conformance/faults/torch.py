@@ -432,7 +432,7 @@ MUTATIONS = (
     Mutation(
         "a parameter that is used before it is gathered",
         "torch/sharding/parameter.py",
-        "        home.enter([each for each in shards if each.home is home])\n",
+        "        home.enter([each.unit for each in shards if each.home is home])\n",
         "        pass\n",
         ("training_in_shards_is_that_of_one_process",),
     ),
