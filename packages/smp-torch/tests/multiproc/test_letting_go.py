@@ -51,6 +51,15 @@ def body(model: Any, x: torch.Tensor) -> Any:
     return loss
 
 
+def asking(model: Any, x: torch.Tensor) -> Any:
+    out = model(x)
+    if out.detach().mean() > 0:
+        out = out * 2
+    loss = out.square().mean()
+    model.backward(loss)
+    return loss
+
+
 def trained(step: Any) -> tuple[Any, list[weakref.ref[Any]]]:
     """Returns a model that was trained, and what is to go with it."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
@@ -71,9 +80,9 @@ def alive(parts: list[weakref.ref[Any]]) -> list[str]:
     return [type(each()).__name__ for each in parts if each() is not None]
 
 
-def one_after_another(static: bool) -> list[Any]:
+def one_after_another(static: bool, run: Any = body) -> list[Any]:
     """Returns what is alive of each of two models, and whether a timeline is left."""
-    step = smp.step(body, static=static)
+    step = smp.step(run, static=static)
     found: list[Any] = [alive(trained(step)[1]) for _ in range(2)]
     return [*found, bool(step.timeline().ranks)]
 
@@ -95,6 +104,11 @@ def two_in_turn() -> list[list[str]]:
 @pytest.mark.parametrize(("world", "static"), [("pp2", False), ("pp2", True), ("graphs", False)])
 def test_models_go_one_after_another(worlds: Worlds, world: str, static: bool) -> None:
     for found in run(worlds, WORLDS[world], one_after_another, static):
+        assert found == [[], [], True]
+
+
+def test_models_go_that_were_asked_for_activations(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["pp2"], one_after_another, False, asking):
         assert found == [[], [], True]
 
 

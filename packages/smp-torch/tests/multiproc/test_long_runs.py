@@ -41,3 +41,8 @@ def test_a_long_run_holds_no_more_than_a_short_one(
     worlds: Worlds, world: str, num_first: int, num_steps: int
 ) -> None:
     run(worlds, WORLDS[world], long_runs.train, num_first, num_steps)
+
+
+def test_questions_about_activations_leave_nothing(worlds: Worlds) -> None:
+    for first, later in run(worlds, WORLDS["pipeline"], long_runs.ask, 35, 50):
+        assert later <= first

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import placeholders
-from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.questions import Before, Question
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Seen
 from smdistributed.modelparallel.torch.record.turns import keeps_state
 
@@ -142,8 +142,8 @@ def question_ahead(entry: Entry, log: list[Entry], values: Values, where: str) -
     graph.roots = []
     if reason := _not_twice(graph, log):
         raise depends_on_values(where, reason)
-    graph.num_before = len(graph.nodes)
-    question = Question.of(entry, values, where, graph)
+    before = Before(graph, len(graph.nodes))
+    question = Question.of(entry, values, where, before)
     graph.result = question.asked
     return question
 

@@ -263,7 +263,6 @@ class Graph:
         kept: the values that code between modules stored where they outlive the microbatch.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
-        num_before: of what comes before a question, the nodes that are not of the question itself.
     """
 
     def __init__(self) -> None:
@@ -275,7 +274,6 @@ class Graph:
         self.written: dict[int, Value] = {}
         self.kept: list[Value] = []
         self.constants: list[Any] = []
-        self.num_before = 0
 
     def names(self) -> list[str]:
         """Returns a name for each node that says what it computes from what, wherever it stands.

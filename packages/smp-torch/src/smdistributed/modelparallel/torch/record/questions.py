@@ -58,6 +58,21 @@ class _Sizes(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass
+class Before:
+    """What a microbatch computes before a question about an activation.
+
+    Attributes:
+        graph: of it, the question's own nodes at its end.
+        num_nodes: of the others.
+        ready: to run; None while it never was.
+    """
+
+    graph: Graph
+    num_nodes: int
+    ready: Any = None
+
+
 @dataclass(frozen=True)
 class Question:
     """A call of a torch function whose result depends on data.
@@ -77,10 +92,10 @@ class Question:
     where: str
     all_constants: tuple[Constant, ...]
     num_inputs: int
-    before: Graph | None = None
+    before: Before | None = None
 
     @staticmethod
-    def of(entry: Entry, values: Values, where: str, before: Graph | None = None) -> Question:
+    def of(entry: Entry, values: Values, where: str, before: Before | None = None) -> Question:
         """Returns the question that a call asks."""
         return Question(
             entry.target,
@@ -107,7 +122,7 @@ class Question:
     def constants(self) -> dict[int, Constant]:
         """What it depends on besides the arguments of the microbatch, by position behind them."""
         if self.before is not None:
-            return dict(enumerate(self.before.constants, self.num_inputs))
+            return dict(enumerate(self.before.graph.constants, self.num_inputs))
         return {
             node.target: self.all_constants[node.target - self.num_inputs]
             for node in self._sources

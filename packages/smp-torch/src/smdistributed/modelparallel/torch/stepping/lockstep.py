@@ -22,7 +22,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
@@ -55,6 +55,8 @@ _MOST_TRACES = 64
 _MOST_WAYS = 32
 #: Plans kept in all.
 _MOST_PLANS = 64
+#: Operations on fakes that PyTorch remembers, numbers included: some 40 MB.
+_MOST_OPERATIONS = 2**14
 #: A round ends with the microbatch in which it becomes so long; to tell of it takes half a
 #: millisecond.
 _ROUND_SECONDS = 4e-3
@@ -386,6 +388,8 @@ class Lockstep:
         for key, trace in list(self._traces.items()):
             if self._ways_in.get(trace, 0) > _MOST_WAYS:
                 del self._traces[key], self._ways_in[trace]
+        if len(FakeTensorMode.cache) > _MOST_OPERATIONS:
+            FakeTensorMode.cache_clear()
 
     # ------------------------------------------------------------------ new ways
 

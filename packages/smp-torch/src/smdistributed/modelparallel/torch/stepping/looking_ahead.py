@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,17 +55,19 @@ class _Part:
 
 
 @dataclass
-class _Before:
+class _Ready:
     """What comes before a question, ready to run.
 
     Attributes:
         plan: of it.
+        num_nodes: that are not of the question itself.
         digest: says what it computes, and where.
         parts: by the number of nodes that were computed already, what is left.
         last: gives what is asked about.
     """
 
     plan: Plan
+    num_nodes: int
     digest: str
     last: _Part
     parts: dict[int, list[_Part]] = field(default_factory=dict)
@@ -83,26 +84,26 @@ class QuestionPlans:
     def __init__(self, runtime: TorchRuntime, cut: Callable[[Graph], Plan]) -> None:
         self._runtime = runtime
         self._cut = cut
-        self._known: weakref.WeakKeyDictionary[Graph, _Before] = weakref.WeakKeyDictionary()
         #: Who has asked, as the log says once.
         self._places: set[str] = set()
 
-    def before(self, question: Question, *, placed: bool) -> _Before:
+    def ready(self, question: Question, *, placed: bool) -> _Ready:
         """Returns what comes before a question.
 
         Args:
             question: the question.
             placed: the models have their partitions.
         """
-        graph = question.before
-        assert graph is not None
-        if graph not in self._known:
-            plan = self._cut(graph) if placed else on_one_rank(graph)
+        before = question.before
+        assert before is not None
+        if before.ready is None:
+            plan = self._cut(before.graph) if placed else on_one_rank(before.graph)
             digest = hashlib.sha256("\n".join(plan.lines()).encode()).hexdigest()
             last = self._part(plan, part_giving(plan, question.asked))
-            self._known[graph] = _Before(plan, digest, last)
+            before.ready = _Ready(plan, before.num_nodes, digest, last)
             self._tell(question.where)
-        return self._known[graph]
+        ready: _Ready = before.ready
+        return ready
 
     def _tell(self, place: str) -> None:
         if place not in self._places and self._runtime.coordinates.pp_rank == 0:
@@ -113,21 +114,20 @@ class QuestionPlans:
             )
         self._places.add(place)
 
-    def parts(self, before: _Before, start: int, *, placed: bool) -> list[_Part]:
+    def parts(self, ready: _Ready, start: int, *, placed: bool) -> list[_Part]:
         """Returns what is left to compute before a question.
 
         Args:
-            before: it.
+            ready: what comes before it.
             start: how many nodes were computed for questions before.
             placed: the models have their partitions.
         """
-        if start not in before.parts:
-            end = before.plan.graph.num_before
+        if start not in ready.parts:
             # Of models that have no partition yet no more than needed is copied to the device.
             singly = not placed and self._runtime.device.type != "cpu"
-            parts = parts_between(before.plan, start, end, singly=singly)
-            before.parts[start] = [self._part(before.plan, each) for each in parts]
-        return before.parts[start]
+            parts = parts_between(ready.plan, start, ready.num_nodes, singly=singly)
+            ready.parts[start] = [self._part(ready.plan, each) for each in parts]
+        return ready.parts[start]
 
     def _part(self, plan: Plan, nodes: SegmentNodes) -> _Part:
         runtime = self._runtime
@@ -171,7 +171,7 @@ class LookingAhead:
         assert question.before is not None
         read = {
             node.target if node.kind is NodeKind.LEAF else node.target[0]
-            for node in question.before.nodes
+            for node in question.before.graph.nodes
             if node.kind in (NodeKind.LEAF, NodeKind.ATTRIBUTE)
         }
         placed = {
@@ -191,19 +191,17 @@ class LookingAhead:
             Exception: of a module, or of the question.
         """
         self._shares = self.is_shared(question)
-        before = self._begin(question)
+        ready = self._begin(question)
         if self._pp_rank == 0:
             self._inputs = {n: given[n] for n in range(question.num_inputs)}
-        for part in self._plans.parts(before, self._num_done, placed=self._shares):
+        for part in self._plans.parts(ready, self._num_done, placed=self._shares):
             self._compute(part, question, given)
-        graph = question.before
-        assert graph is not None
-        self._num_done = graph.num_before
+        self._num_done = ready.num_nodes
         with self._failing_together() as found:
-            tensors = self._run(before.last, question, given)
+            tensors = self._run(ready.last, question, given)
             if tensors is not None:
                 found.append(question.answer_of(tensors))
-        return self._agreed(found, before.last.nodes.rank)
+        return self._agreed(found, ready.last.nodes.rank)
 
     def decline(self, error: Exception) -> None:
         """Takes part in a question that this rank has not come to, for another reason.
@@ -214,14 +212,14 @@ class LookingAhead:
         self._shares = True
         self._compare("", error)
 
-    def _begin(self, question: Question) -> _Before:
+    def _begin(self, question: Question) -> _Ready:
         try:
-            before = self._plans.before(question, placed=self._shares)
+            ready = self._plans.ready(question, placed=self._shares)
         except Exception as error:
             self._compare("", error)
             raise
-        self._compare(before.digest, None)
-        return before
+        self._compare(ready.digest, None)
+        return ready
 
     def _compare(self, digest: str, error: Exception | None) -> None:
         if not self._shares:
