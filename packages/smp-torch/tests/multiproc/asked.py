@@ -51,6 +51,19 @@ QUESTIONS = {
     "asked again": "m = t.mean().item()\n{indent}t = t * (2 if m > 0 else 3) * (m > -1)",
     "stored": "self_or_none = t.std().item() > 0.2\n{indent}t = t if self_or_none else t * 1.5",
 }
+#: Each is what a module makes of ``t`` and of a number that is given to it.
+GIVEN = {
+    "branch": "t * 2 if n > 0.1 else -t",
+    "float": "t * math.sqrt(float(n))",
+    "length": "t + t[:, : 1 + int(n * 10) % 3].mean()",
+    "product": "t * n",
+    "text": "t + len(f'{n:.2f}')",
+    "computed": "t.clamp(min=-n) * round(n * n, 2)",
+}
+_GIVES = {
+    "number": "t = self.given(t, t.detach().abs().mean().item())",
+    "sum": "t = self.given(t, n=t.detach().abs().mean().item() + 0.25)",
+}
 _FORWARD = """
         t = self.first(x)
         t = self.blocks[0](t)
@@ -70,8 +83,18 @@ class Net(nn.Module):
         return self.last(self.trunk(x).tanh())
 """
 _SCRIPT = """
+import math
 import torch
 from torch import nn
+
+class Given(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, t, n):
+        t = self.linear(t)
+        return {given}
 
 class Asks(nn.Module):
     def __init__(self):
@@ -96,6 +119,7 @@ class {name}(nn.Module):
         super().__init__()
         self.first, self.head = nn.Linear(4, 4), {head}
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.given = Given()
 
     def forward(self, x):{forward}
 {outer}
@@ -136,9 +160,16 @@ class Last(nn.Module):
 """
 
 
-def script_of(question: str, place: str, between: str) -> str:
-    """Returns a script."""
-    asked = QUESTIONS[question].replace("{indent}", " " * PLACES[place])
+def script_of(question: str, place: str, between: str, given: str = "t") -> str:
+    """Returns a script.
+
+    Args:
+        question: what is made of an activation.
+        place: where.
+        between: what blocks have between their maps and their sums.
+        given: what a module makes of a number.
+    """
+    asked = question.replace("{indent}", " " * PLACES[place])
     in_body = place in ("after", "last")
     if in_body:
         asked = asked.replace("return t.sum() * torch.ones_like(t)", "t = t.sum() + t")
@@ -152,18 +183,23 @@ def script_of(question: str, place: str, between: str) -> str:
         outer=_OUTER if place == "trunk" else "",
         head="Asks()" if place == "inside" else "nn.Linear(4, 4)",
         between=BETWEEN[between],
+        given=given,
         forward=forward,
         **{each: holes[each] for each in ("inside", "before", "after", "last")},
     )
     return script.replace("class Asks", f"{_LAST}\nclass Asks", 1)
 
 
-def _outcome(question: str, place: str, between: str) -> str:
-    return outcome_of(script_of(question, place, between), lambda *_: None)
+def _outcome(*script: str) -> str:
+    return outcome_of(script_of(*script), lambda *_: None)
 
 
 #: Name -> runs it in this job, and returns what became of it.
 ASKED = {
-    f"{question}, {place}, {between}": partial(_outcome, question, place, between)
-    for question, place, between in itertools.product(QUESTIONS, PLACES, BETWEEN)
+    f"{name}, {place}, {between}": partial(_outcome, question, place, between)
+    for (name, question), place, between in itertools.product(QUESTIONS.items(), PLACES, BETWEEN)
+} | {
+    f"given {kind} {name}, {place}, {between}": partial(_outcome, gives, place, between, given)
+    for (name, given), (kind, gives) in itertools.product(GIVEN.items(), _GIVES.items())
+    for place, between in itertools.product(("middle", "end", "trunk"), BETWEEN)
 }

@@ -80,10 +80,10 @@ class Ahead:
 
     def _is_inside(self) -> bool:
         """Whether a module asks that is whole, or will be: it runs with its values."""
-        scene, module = self._context.scene, self._context.calls.current.module
+        module = self._context.calls.current.module
         if self._context.state.leaf_depth or module is None:
             return bool(self._context.state.leaf_depth)
-        return module in scene.open and not scene.is_most_of_a_model(module)
+        return self._context.scene.runs_with_values(module)
 
     def answer(self, question: Question, given: Mapping[int, torch.Tensor]) -> Any:
         """Returns the answer to a question.

@@ -36,6 +36,7 @@ from smdistributed.modelparallel.torch.record.nested import (
     tensors_in,
 )
 from smdistributed.modelparallel.torch.record.pass_trial import PassTrial
+from smdistributed.modelparallel.torch.record.pending import PendingNumber, plain
 from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
 from smdistributed.modelparallel.torch.record.taps import call_hooks, hooks_of_packages_removed
 from smdistributed.modelparallel.torch.record.trace import (
@@ -87,6 +88,8 @@ class LeafCalls:
             return call(module, *args, **kwargs)
         if self._state.leaf_depth:
             return self._now.call_inside(call, module, *args, **kwargs)
+        if any(isinstance(each, PendingNumber) for each in (*args, *kwargs.values())):
+            args, kwargs = self._numbers_known(module, args, kwargs)
         if module in self._scene.leaves:
             self._scene.check_holding(module)
             entry = self._known.match(EntryKind.LEAF, module, args, kwargs)
@@ -99,6 +102,13 @@ class LeafCalls:
         if self._now.values is None:
             return self._calls.follow(call, module, args, kwargs)
         return self._calls.call(call, module, *args, **kwargs)
+
+    def _numbers_known(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns arguments with the numbers that are pending, where a module wants to know."""
+        if not self._scene.runs_with_values(module):
+            return args, kwargs
+        known = {name: plain(each) for name, each in kwargs.items()}
+        return tuple(map(plain, args)), known
 
     def end(self, entry: Entry) -> None:
         """Takes note that the call of a leaf is over."""

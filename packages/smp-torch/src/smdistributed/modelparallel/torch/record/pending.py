@@ -105,19 +105,19 @@ class PendingNumber:
         return bool(self.value())
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.value() == _plain(other))
+        return bool(self.value() == plain(other))
 
     def __lt__(self, other: Any) -> bool:
-        return bool(self.value() < _plain(other))
+        return bool(self.value() < plain(other))
 
     def __le__(self, other: Any) -> bool:
-        return bool(self.value() <= _plain(other))
+        return bool(self.value() <= plain(other))
 
     def __gt__(self, other: Any) -> bool:
-        return bool(self.value() > _plain(other))
+        return bool(self.value() > plain(other))
 
     def __ge__(self, other: Any) -> bool:
-        return bool(self.value() >= _plain(other))
+        return bool(self.value() >= plain(other))
 
     def __hash__(self) -> int:
         return id(self)
@@ -164,7 +164,8 @@ class PendingNumber:
         return PendingNumber((self, digits), round, where=self._where)
 
 
-def _plain(other: Any) -> Any:
+def plain(other: Any) -> Any:
+    """Returns an object, of a pending number its value; see ``PendingNumber.value``."""
     return other.value() if isinstance(other, PendingNumber) else other
 
 

@@ -120,6 +120,12 @@ class Scene:
         model = next(each.model for each in self.models if module in each.names)
         return module is model or 2 * _num_parameters(module) > _num_parameters(model)
 
+    def runs_with_values(self, module: nn.Module) -> bool:
+        """Whether a module is whole, or will be: its code may do with numbers what it likes."""
+        if module in self.leaves:
+            return True
+        return module in self.open and not self.is_most_of_a_model(module)
+
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the fakes of all buffers."""
         for model in self.models:
