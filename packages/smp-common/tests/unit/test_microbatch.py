@@ -84,11 +84,10 @@ def _split(
     n: int = 2,
     whole: tuple[str, ...] = (),
     axes: dict[str, int] | None = None,
-    fewer: bool = False,
     **kwargs: Any,
 ) -> Microbatches:
     rules = SplitRules(signature_of(function), whole, axes or {})
-    return split_arguments(_Arrays(), rules, n, args, kwargs, may_be_fewer=fewer)
+    return split_arguments(_Arrays(), rules, n, args, kwargs)
 
 
 def _only(value: Any, **options: Any) -> list[Any]:
@@ -507,25 +506,16 @@ def test_error_of_smp_slice_names_the_argument() -> None:
 # ---------------------------------------------------------------- errors of a call
 
 
-def test_batch_smaller_than_microbatches() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _split(lambda x, y: None, _batch(3), [_batch(3)], n=4)
-    assert "smaller than microbatches (4): x has 3 along axis 0, y[0] has 3" in str(caught.value)
-    assert "at most 3 microbatches" in str(caught.value)
-    assert "non_split_inputs" in str(caught.value)
-
-
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("fewer", [False, True])
-def test_empty_batch(n: int, *, fewer: bool) -> None:
+def test_empty_batch(n: int) -> None:
     with pytest.raises(ConfigError, match="the batch is empty: x has 0 along axis 0"):
-        _only(np.zeros((0, 3)), n=n, fewer=fewer)
+        _only(np.zeros((0, 3)), n=n)
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (3, [1, 1, 1]), (5, [2, 1, 1, 1])])
 def test_fewer_microbatches_than_asked_for(batch: int, sizes: list[int]) -> None:
     words = _Words([*"abcd"])
-    result = _split(lambda x, y: None, _batch(batch), words, n=4, fewer=True)
+    result = _split(lambda x, y: None, _batch(batch), words, n=4)
     assert [len(args[0]) for args, _ in result.calls] == sizes
     assert [args[1] for args, _ in result.calls] == [
         words.words[mb :: len(sizes)] for mb in range(len(sizes))
@@ -541,7 +531,7 @@ def test_a_single_example_is_not_cut() -> None:
             self.array = _batch(1)
 
     boxes, holder = [{"boxes": _batch(1)}], Holder()
-    ((args, _),) = _split(lambda x, y, z: None, _batch(1), boxes, holder, n=4, fewer=True).calls
+    ((args, _),) = _split(lambda x, y, z: None, _batch(1), boxes, holder, n=4).calls
     assert args[1][0]["boxes"].tolist() == boxes[0]["boxes"].tolist()
     assert args[2] is holder
 
@@ -583,7 +573,7 @@ def test_missing_axis(value: np.ndarray, axes: dict[str, int], text: str) -> Non
 def test_nothing_is_cut_before_all_checks_pass() -> None:
     words = _Words(["a"])
     with pytest.raises(ConfigError):
-        _split(lambda w, x: None, words, _batch(1))
+        _split(lambda w, x: None, words, np.zeros(()))
     assert words.axes == []
 
 

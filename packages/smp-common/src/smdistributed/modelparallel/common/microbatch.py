@@ -203,10 +203,10 @@ def split_arguments(
     microbatches: int,
     args: Sequence[object],
     kwargs: Mapping[str, object],
-    *,
-    may_be_fewer: bool = False,
 ) -> Microbatches:
     """Cut the arguments of one call into those of its microbatches.
+
+    A batch with fewer examples than microbatches has one microbatch for each of them.
 
     Args:
         tensors: the framework's tensors.
@@ -214,15 +214,13 @@ def split_arguments(
         microbatches: number of microbatches.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        may_be_fewer: a batch with fewer examples has one microbatch for each of them.
 
     Raises:
-        ConfigError: a split tensor lacks its axis, batch sizes differ, or the batch is empty or,
-            unless there ``may_be_fewer``, smaller than ``microbatches``.
+        ConfigError: a split tensor lacks its axis, batch sizes differ, or the batch is empty.
         TypeError: the call does not fit the signature.
     """
     bound = bind_arguments(rules.signature, args, kwargs)
-    batch, microbatches = _find_batch(tensors, rules, bound, microbatches, may_be_fewer)
+    batch, microbatches = _find_batch(tensors, rules, bound, microbatches)
     sizes = split_sizes(batch or microbatches, microbatches)
     calls = []
     for index in range(microbatches):
@@ -306,7 +304,6 @@ def _find_batch(
     rules: SplitRules,
     bound: inspect.BoundArguments,
     microbatches: int,
-    may_be_fewer: bool,
 ) -> tuple[int | None, int]:
     """The one batch size of all split tensors, None without any, and how many microbatches."""
     found: dict[str, tuple[int, int]] = {}
@@ -326,9 +323,12 @@ def _find_batch(
     survey = Survey(partial(_is_leaf, tensors), tensors.take_apart, measure)
     _replace_parts(survey, rules, bound)
     batch = _agreed_size(found, survey.lists)
-    if batch is not None and batch < (1 if may_be_fewer else microbatches):
-        raise ConfigError(_too_small(batch, microbatches, found))
-    if may_be_fewer and batch is not None:
+    if batch == 0:
+        raise ConfigError(
+            f"the batch is empty: {_listed(found)}. Fix: drop it, or name arguments without a "
+            "batch axis in non_split_inputs."
+        )
+    if batch is not None:
         microbatches = min(batch, microbatches)
     if microbatches > 1 and tensors.knows_shapes:
         _check_lists(batch, survey.lists, rules)
@@ -353,15 +353,6 @@ def _agreed_size(found: Mapping[str, tuple[int, int]], lists: Mapping[str, int])
             f"input_split_axes.{hints}"
         )
     return batch
-
-
-def _too_small(batch: int, microbatches: int, found: Mapping[str, tuple[int, int]]) -> str:
-    kind = "is empty" if batch == 0 else f"is smaller than microbatches ({microbatches})"
-    fix = "drop it" if batch == 0 else f"use at most {batch} microbatches, or drop the batch"
-    return (
-        f"the batch {kind}: {_listed(found)}. Fix: {fix}, or name arguments without a batch axis "
-        "in non_split_inputs."
-    )
 
 
 def _listed(found: Mapping[str, tuple[int, int]]) -> str:

@@ -119,7 +119,7 @@ def split(
     """
     leaves = tf.nest.flatten((args, kwargs))
     if not any(tf.is_tensor(leaf) and _is_unknown(leaf) for leaf in leaves):
-        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs, may_be_fewer=True)
+        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
         return cut, cut.weights
     tensors = _UnknownBatch(microbatches)
     cut = split_arguments(tensors, rules, microbatches, args, kwargs)

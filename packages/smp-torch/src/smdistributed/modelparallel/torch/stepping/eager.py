@@ -90,7 +90,7 @@ class EagerStep:
         runtime = self.runtime
         given, moved = self._mover.move(args, kwargs)
         most = runtime.config.microbatches
-        calls, weights = split_arguments(TENSORS, self._rules, most, *given, may_be_fewer=True)
+        calls, weights = split_arguments(TENSORS, self._rules, most, *given)
         models = models_of(runtime)
         for model in models:
             model.refresh()

@@ -263,7 +263,7 @@ class StepInputs:
     def _split(self, call: Call) -> tuple[Sequence[Call], Sequence[float]]:
         """Returns the calls of the microbatches, and their shares of the batch."""
         most = self._runtime.config.microbatches
-        return split_arguments(TENSORS, self._rules, most, *call, may_be_fewer=True)
+        return split_arguments(TENSORS, self._rules, most, *call)
 
     def _stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Returns the arguments with fakes of rank 0's tensors in the places of its own."""
