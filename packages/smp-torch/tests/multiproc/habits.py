@@ -146,15 +146,37 @@ def losses_at_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     return one
 
 
-def let_go(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Keeps no graph, which plain PyTorch refuses and pipelines need not be told."""
+def _kept(model: Any) -> dict[str, bool]:
+    """What plain PyTorch must be told, and a step function need not."""
+    return {"retain_graph": True} if isinstance(model, Plain) else {}
+
+
+def over_one_graph(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     one, other = _losses(model, x, y)
-    model.backward(one, **({"retain_graph": True} if isinstance(model, Plain) else {}))
-    model.backward(other)
+    for loss in (one, other, one + other):
+        model.backward(loss, **_kept(model))
     return one
 
 
-SEVERAL = (two_losses, thrice, losses_at_once, let_go)
+def over_two_graphs(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, _ = _losses(model, x, y)
+    model.backward(one)
+    again, _ = _losses(model, -x, y)
+    model.backward(again / 2, **_kept(model))
+    model.backward(again * 3)
+    return one
+
+
+def evaluates_between(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, other = _losses(model, x, y)
+    model.backward(other, **_kept(model))
+    with torch.no_grad():
+        _losses(model, x, y)
+    model.backward(one)
+    return one
+
+
+SEVERAL = (two_losses, thrice, losses_at_once, over_one_graph, over_two_graphs, evaluates_between)
 
 #: Bodies, and what gives their arguments from a batch.
 BODIES: dict[Callable[..., torch.Tensor], Callable[[Any, Any], tuple[Any, Any]]] = {

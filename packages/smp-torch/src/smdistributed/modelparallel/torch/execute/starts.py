@@ -23,11 +23,6 @@ def scaled(start: torch.Tensor, scale: Scale) -> torch.Tensor:
     return (start * scale).to(start.dtype)
 
 
-def retaining(tensors: Any, starts: Any) -> None:
-    """Does what ``torch.autograd.backward`` does, and keeps the graph for another pass."""
-    torch.autograd.backward(tensors, starts, retain_graph=True)
-
-
 def differentiate(
     tensors: Any,
     grad_tensors: Any,

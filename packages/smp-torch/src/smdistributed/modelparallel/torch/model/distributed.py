@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from smdistributed.modelparallel.common.errors import (
     UnsupportedError,
 )
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
-from smdistributed.modelparallel.torch.execute.starts import differentiate, retaining
+from smdistributed.modelparallel.torch.execute.starts import differentiate
 from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
     DataParallelOptions,
@@ -203,7 +204,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Args:
             tensors: the tensor, or tensors, to differentiate; usually the loss.
             grad_tensors: as in ``torch.autograd.backward``.
-            retain_graph: likewise; with more than one partition graphs are there for all calls.
+            retain_graph: likewise; inside a step function graphs are there for all calls.
 
         Raises:
             SMPError: called outside a step function with more than one partition, or again for
@@ -229,7 +230,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         else:
             scale = self.apply_loss_scale()
             passes = self._runtime.tensor_group.passes or PassesAlone()
-            run = retaining if retain_graph else passes.backward
+            run = functools.partial(passes.backward, retain_graph=retain_graph)
             differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, run)
 
     def apply_loss_scale(self) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
 )
 from smdistributed.modelparallel.torch.compat.private.modes import is_of_control_flow
 from smdistributed.modelparallel.torch.execute.bodies import AsTheyAre, Bodies, Call
-from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate, retaining
+from smdistributed.modelparallel.torch.execute.starts import Scale, differentiate
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
@@ -28,6 +29,7 @@ from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
+from smdistributed.modelparallel.torch.stepping.graphs_kept import GraphsKept
 from smdistributed.modelparallel.torch.stepping.loss_backward import SetGradients, stand_in
 from smdistributed.modelparallel.torch.stepping.misfits import misfits_named
 from smdistributed.modelparallel.torch.stepping.moving import Mover
@@ -82,6 +84,7 @@ class EagerStep:
         self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
         self._bodies: Bodies = AsTheyAre()
         self._together = runtime.tensor_group.passes or PassesAlone()
+        self._graphs_kept = GraphsKept()
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
 
@@ -132,11 +135,13 @@ class EagerStep:
                     self._enter_pass(backward=False)
                     results.append(self._bodies.run(call, self._body))
                     self.set_gradients.check()
+                    self._graphs_kept.end_microbatch()
                 has_gradients = self._have_gradients(models)
         finally:
             runtime.current_step = None
             self._bodies = AsTheyAre()
             self._forget_models()
+            self._graphs_kept.forget()
             if not random.end():
                 self._flags = None
         for model, has in zip(models, has_gradients, strict=True):
@@ -197,22 +202,21 @@ class EagerStep:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
         self._reached[model] = None
         scale = self._scale_of(model)
-        run = self._retaining_pass_of_scaled if retain_graph else self._pass_of_scaled
-        if retain_graph:
+        keeps = self._keeps_next(tensors) or retain_graph
+        if retain_graph or (keeps and self._graphs_kept.are_shared):
             self._bodies.refuse("a backward pass keeps its graph")
+        run = functools.partial(self._pass_of_scaled, retain_graph=keeps)
         self.differentiate(lambda: differentiate(tensors, grad_tensors, scale, run))
 
-    @atomic
-    def _pass_of_scaled(self, tensors: Any, starts: Any) -> None:
-        """Runs a backward pass whose losses are scaled already."""
-        with self._differentiating_scaled():
-            self.start(tensors, starts)
+    @no_call
+    def _keeps_next(self, tensors: Any) -> bool:
+        return self._graphs_kept.keeps_next(tensors)
 
     @atomic
-    def _retaining_pass_of_scaled(self, tensors: Any, starts: Any) -> None:
-        """Does that, and keeps the graph; ranks that compute together compare it as it runs."""
+    def _pass_of_scaled(self, tensors: Any, starts: Any, *, retain_graph: bool) -> None:
+        """Runs a backward pass whose losses are scaled already."""
         with self._differentiating_scaled():
-            retaining(tensors, starts)
+            self.start(tensors, starts, retain_graph=retain_graph)
 
     @contextlib.contextmanager
     def _differentiating_scaled(self) -> Iterator[None]:
@@ -224,7 +228,8 @@ class EagerStep:
                 raise
             raise SMPError(
                 "model.backward was called for a loss whose graph a backward pass before has let "
-                f"go of, in step function {self._name}. Of losses that share a graph give all at "
+                f"go of, in step function {self._name}, whose first microbatch did not need it "
+                "again, or has compiled modules. Of losses that share a graph give all at "
                 "once, model.backward([one, other]), or say retain_graph=True in all calls but "
                 "the last: model.backward(one, retain_graph=True)."
             ) from error
@@ -294,9 +299,9 @@ class EagerStep:
         self._begin_pass()
         self._enter_pass(backward=False)
 
-    def start(self, tensors: Any, starts: Any) -> None:
+    def start(self, tensors: Any, starts: Any, *, retain_graph: bool = False) -> None:
         """Does what ``torch.autograd.backward`` does, on all ranks that compute together."""
-        self._together.backward(tensors, starts)
+        self._together.backward(tensors, starts, retain_graph=retain_graph)
         if self._together.has_differed:
             self._bodies.refuse("ranks that compute together differentiate different modules")
 

@@ -207,16 +207,21 @@ class BackwardPasses:
 
     # ------------------------------------------------------------------ backward passes
 
-    def backward(self, roots: Roots, starts: Starts) -> None:
+    def backward(self, roots: Roots, starts: Starts, *, retain_graph: bool = False) -> None:
         """Does what ``torch.autograd.backward`` does, together. Collective: TP_GROUP.
+
+        Args:
+            roots: as of ``torch.autograd.backward``.
+            starts: the same.
+            retain_graph: the same.
 
         Raises:
             SMPError: the ranks differentiate what they cannot differentiate together.
         """
         if self._noted.results:
-            self._differentiate(roots, starts, frozenset())
+            self._differentiate(roots, starts, frozenset(), retains=retain_graph)
         else:
-            torch.autograd.backward(roots, starts)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, starts, retain_graph=retain_graph or None)  # type: ignore[arg-type]
 
     def backward_of(self, noted: Noted | None, roots: Roots, starts: Starts) -> None:
         """Does the same for a segment of a pipeline, if it has exchanges. Collective: TP_GROUP.
@@ -242,13 +247,15 @@ class BackwardPasses:
             with self._serving(), slices_as_they_are():
                 self._differentiate([], [], missing)
 
-    def _differentiate(self, roots: Roots, starts: Starts, zeros: Numbers) -> None:
+    def _differentiate(
+        self, roots: Roots, starts: Starts, zeros: Numbers, *, retains: bool = False
+    ) -> None:
         noted = self._noted
         nodes = [node for each in roots if (node := _node_of(each)) is not None]
         reached = None
         if not zeros:
             try:
-                reached = self._attempt(roots, starts, nodes, retains=False)
+                reached = self._attempt(roots, starts, nodes, retains=retains)
             except _DifferError as error:
                 zeros = error.missing
         while reached is None:
@@ -258,15 +265,13 @@ class BackwardPasses:
             every = [*nodes, *(each.node for each in edges)]
             given = [*starts, *(each.zeros() for each in results)]
             # Who differs now may come later to what the others do now.
-            retains = not noted.is_used_once
+            retains = retains or not noted.is_used_once
             try:
                 reached = self._attempt([*roots, *edges], given, every, retains=retains)
             except _DifferError as error:
                 zeros = zeros | error.missing
-            else:
-                if retains:
-                    return
-        noted.spent |= reached
+        if not retains:
+            noted.spent |= reached
 
     def _attempt(
         self, roots: Roots, starts: Starts, nodes: Sequence[Node], *, retains: bool
