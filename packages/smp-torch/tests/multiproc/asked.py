@@ -64,6 +64,16 @@ _GIVES = {
     "number": "t = self.given(t, t.detach().abs().mean().item())",
     "sum": "t = self.given(t, n=t.detach().abs().mean().item() + 0.25)",
 }
+#: Modules are given tensors in objects of classes of torch.
+_PACKS = {
+    "packed": "pack_padded_sequence(t[:, None].expand(-1, 3, -1), lengths, True, False)",
+    "sorted": "pack_padded_sequence(t[:, None].expand(-1, 3, -1), lengths.sort()[0].flip(0), True)",
+}
+_PACKED = (
+    "from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence\n"
+    "{{indent}}lengths = 1 + (t.detach()[:, 0] > 0).long()\n"
+    "{{indent}}t = pad_packed_sequence(self.cell({packs})[0], True)[0][:, 0]"
+)
 _FORWARD = """
         t = self.first(x)
         t = self.blocks[0](t)
@@ -119,7 +129,7 @@ class {name}(nn.Module):
         super().__init__()
         self.first, self.head = nn.Linear(4, 4), {head}
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.given = Given()
+        self.given, self.cell = Given(), nn.LSTM(4, 4, batch_first=True)
 
     def forward(self, x):{forward}
 {outer}
@@ -149,6 +159,8 @@ PLACES = {
     "after": 4,
     "last": 4,
 }
+#: Those where the modules of the model are at hand.
+_IN_FORWARD = ("middle", "end", "trunk")
 _LAST = """
 class Last(nn.Module):
     def __init__(self):
@@ -195,11 +207,22 @@ def _outcome(*script: str) -> str:
 
 
 #: Name -> runs it in this job, and returns what became of it.
-ASKED = {
-    f"{name}, {place}, {between}": partial(_outcome, question, place, between)
-    for (name, question), place, between in itertools.product(QUESTIONS.items(), PLACES, BETWEEN)
-} | {
-    f"given {kind} {name}, {place}, {between}": partial(_outcome, gives, place, between, given)
-    for (name, given), (kind, gives) in itertools.product(GIVEN.items(), _GIVES.items())
-    for place, between in itertools.product(("middle", "end", "trunk"), BETWEEN)
-}
+ASKED = (
+    {
+        f"{name}, {place}, {between}": partial(_outcome, question, place, between)
+        for (name, question), place, between in itertools.product(
+            QUESTIONS.items(), PLACES, BETWEEN
+        )
+    }
+    | {
+        f"given {kind} {name}, {place}, {between}": partial(_outcome, gives, place, between, given)
+        for (name, given), (kind, gives) in itertools.product(GIVEN.items(), _GIVES.items())
+        for place, between in itertools.product(_IN_FORWARD, BETWEEN)
+    }
+    | {
+        f"{name}, {place}, {between}": partial(
+            _outcome, _PACKED.format(packs=packs), place, between
+        )
+        for (name, packs), place, between in itertools.product(_PACKS.items(), _IN_FORWARD, BETWEEN)
+    }
+)

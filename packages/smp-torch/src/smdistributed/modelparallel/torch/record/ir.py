@@ -121,6 +121,14 @@ class Value:
         return f"v{self.index}"
 
 
+class Trial(NamedTuple):
+    """What became of a leaf when it was tried out; see ``Node``, with modules by their places."""
+
+    in_turn: str
+    rewrites: bool
+    stateful: Mapping[int, set[str]]
+
+
 @dataclass(eq=False)
 class Node:
     """One step of the graph.
@@ -185,6 +193,23 @@ class Node:
     def inputs(self) -> Iterator[Value]:
         """The values it reads."""
         return placeholders((self.args, self.kwargs), Value)
+
+    @property
+    def trial(self) -> Trial:
+        """LEAF: what became of it when it was tried out, which each rank does by itself."""
+        places = {module: place for place, module in enumerate(self.modules)}
+        stateful = {places[module]: names for module, names in self.stateful.items()}
+        return Trial(self.in_turn, self.rewrites, stateful)
+
+    def take(self, trials: Sequence[Trial]) -> None:
+        """Takes what became of it on all ranks: what one has found holds for all."""
+        stateful = {module: set(names) for module, names in self.stateful.items()}
+        for trial in trials:
+            self.in_turn = self.in_turn or trial.in_turn
+            self.rewrites |= trial.rewrites
+            for place, names in trial.stateful.items():
+                stateful.setdefault(self.modules[place], set()).update(names)
+        self.stateful = stateful
 
     @property
     def changed_views(self) -> Iterator[Value]:
@@ -291,6 +316,23 @@ class Graph:
             for position, value in enumerate(node.outputs):
                 of_value[value] = f"{names[-1]}.{position}"
         return names
+
+    def trials(self, names: Sequence[str]) -> dict[str, Trial]:
+        """Returns what became of leaves that were tried out, by the names of their nodes.
+
+        Args:
+            names: as ``names`` gives them.
+        """
+        return {
+            name: node.trial
+            for name, node in zip(names, self.nodes, strict=True)
+            if node.in_turn or node.rewrites or node.stateful
+        }
+
+    def take(self, names: Sequence[str], everyones: Sequence[Mapping[str, Trial]]) -> None:
+        """Takes what became of leaves on all ranks; see ``trials``."""
+        for name, node in zip(names, self.nodes, strict=True):
+            node.take([trials[name] for trials in everyones if name in trials])
 
     def put_in_order(self, names: Sequence[str]) -> None:
         """Takes the order of another process's graph, if the graphs are alike."""

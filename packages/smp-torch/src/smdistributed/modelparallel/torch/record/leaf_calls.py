@@ -243,7 +243,7 @@ class LeafCalls:
         """
         if entry.held:
             return []  # by way of objects with state, which are looked after
-        given = set(map(id, tensors_in((entry.args, entry.kwargs))))
+        given = set(map(id, _tensors_given(entry)))
         known = given.union(made, self._scene.slots)
         return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
 
@@ -256,7 +256,7 @@ class LeafCalls:
         """
         inside = log[span.start : span.end]
         made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
-        read = (each for entry in inside for each in tensors_in((entry.args, entry.kwargs)))
+        read = (each for entry in inside for each in _tensors_given(entry))
         span.entry.borrowed = self._borrowed(span.entry, read, made)
 
     # Modules that may turn out to be leaves
@@ -440,6 +440,10 @@ class LeafCalls:
 
 #: Lists and dicts with what was in them.
 _Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
+
+
+def _tensors_given(entry: Entry) -> Iterator[torch.Tensor]:
+    return placeholders((entry.args, entry.kwargs), torch.Tensor)
 
 
 def _items_given(args: Any, kwargs: Any) -> _Items:

@@ -399,13 +399,15 @@ class Lockstep:
         Args:
             failure: why there are none on this rank.
         """
-        communicator = self._runtime.communicator
         orders = {number: way.graph.names() for number, way in self._new.items()}
-        orders = communicator.from_first(orders, CommGroup.PP_GROUP)
+        trials = {number: way.graph.trials(orders[number]) for number, way in self._new.items()}
+        mine = (orders if self._is_first else {}, trials)
+        everyones = self._runtime.communicator.allgather(mine, CommGroup.PP_GROUP)
         self._tracing.measure(CommGroup.PP_GROUP)
         try:
             for number, way in () if failure is not None else self._new.items():
-                way.graph.put_in_order(orders.get(number, ()))
+                way.graph.take(orders[number], [each[1].get(number, {}) for each in everyones])
+                way.graph.put_in_order(everyones[0][0].get(number, ()))
                 plan = self._plan(way)
                 self._check_hooks(plan)
                 way.plan = plan
