@@ -100,6 +100,12 @@ def test_of_ranks_that_blame_each_other_the_first_is_right() -> None:
     assert line(records)[1] == "rank 1 did not answer: boom (noticed by rank 0)"
 
 
+def test_the_code_that_one_of_them_left_with_says_less() -> None:
+    records = [record(1, 1.0, blamed=(0,), summary="saw 0"), record(0, 1.1, blamed=(1,))]
+    text = "rank 0 did not answer: saw 0 (noticed by rank 1)"
+    assert line(records, [Banner(0, exit_code=1)]) == (1, text)
+
+
 def test_the_noticer_that_mpirun_names_is_not_the_origin() -> None:
     text = line([record(0, 1.0, blamed=(1,))], [Banner(0, exit_code=1)])[1]
     assert text.startswith("rank 1 did not answer")

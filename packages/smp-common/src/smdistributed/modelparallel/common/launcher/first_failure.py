@@ -111,7 +111,9 @@ def judge(
     if own:
         return _of_record(own[0])
     if records:
-        return _of_blame(*_end_of_blame(records), banners, mpirun_code, hosts)
+        # A record says more of its rank than the code that it left with.
+        telling = [b for b in banners if b.exit_code is None or b.rank not in with_record]
+        return _of_blame(*_end_of_blame(records), telling, mpirun_code, hosts)
     if banner is not None:
         return _of_banner(banner, mpirun_code, hosts)
     if mpirun_code:
