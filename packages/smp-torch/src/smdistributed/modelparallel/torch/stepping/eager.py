@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
+from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
@@ -84,7 +85,8 @@ class EagerStep:
         self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
         self._bodies: Bodies = AsTheyAre()
         self._together = runtime.tensor_group.passes or PassesAlone()
-        self._graphs_kept = GraphsKept()
+        # What is offloaded leaves the device when it has been used once.
+        self._graphs_kept = GraphsKept(finds_out=self.offloading is None)
         #: Functions that draw random numbers outside all modules; None if that is not known.
         self._drawing: frozenset[Any] | None = None
 
@@ -133,7 +135,10 @@ class EagerStep:
                     self._microbatch, self._weight = microbatch, weight
                     self._is_last = microbatch == len(calls) - 1
                     self._enter_pass(backward=False)
-                    results.append(self._bodies.run(call, self._body))
+                    result = self._bodies.run(call, self._body)
+                    if self._detach_outputs and self._graphs_kept.are_kept:
+                        result = map_tensors(result, torch.Tensor.detach)  # they go with it
+                    results.append(result)
                     self.set_gradients.check()
                     self._graphs_kept.end_microbatch()
                 has_gradients = self._have_gradients(models)

@@ -4,7 +4,7 @@
 when the step function has returned. With one partition a pass runs at once, and would let go of
 what the next one needs. The first microbatch keeps all graphs and finds out which are shared. That
 takes no more memory than others need: with several microbatches they have all activations and all
-gradients too, and later steps have the optimizer's state.
+gradients too, and later steps have the optimizer's state. Its results are detached at its end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 class GraphsKept:
-    """Which backward passes of a microbatch keep their graphs."""
+    """Which backward passes of a microbatch keep their graphs.
 
-    def __init__(self) -> None:
+    Args:
+        finds_out: the first microbatch does; else none keeps its graph.
+    """
+
+    def __init__(self, *, finds_out: bool) -> None:
         #: By the number of the pass in its microbatch; None until one has run to its end.
-        self._kept: frozenset[int] | None = None
+        self._kept: frozenset[int] | None = None if finds_out else frozenset()
         self._number = 0
         self._shared: set[int] = set()
         #: What each pass of the microbatch in progress went through.
@@ -59,6 +63,11 @@ class GraphsKept:
     def are_shared(self) -> bool:
         """Whether some are known to be."""
         return bool(self._kept)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether a pass of the microbatch in progress may have kept its graph."""
+        return bool(self._kept or self._passes)
 
 
 def _nodes_of(roots: Sequence[torch.Tensor]) -> set[Node]:
