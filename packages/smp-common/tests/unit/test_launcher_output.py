@@ -10,7 +10,6 @@ from smdistributed.modelparallel.common.launcher.output import (
     LineAssembler,
     Relay,
     Screen,
-    last_traceback,
 )
 
 RULE = b"-" * 74 + b"\n"
@@ -167,34 +166,14 @@ def test_a_line_erases_the_bar_that_it_replaces(monkeypatch: pytest.MonkeyPatch)
     assert shown.out.getvalue() == b"[0] 50% and long\r\x1b[K[1] short\n[1] next\n"
 
 
-CHAINED = """\
-noise
-Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-KeyError: 1
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "a.py", line 2, in <module>
-ValueError: 2
-smp: rank 1 (vm) failed: ValueError: 2"""
-
-
-def test_last_traceback() -> None:
-    lines = CHAINED.splitlines()
-    assert last_traceback(tuple(lines)) == lines[1:]
-    earlier = "Traceback (most recent call last):\nOSError: handled\n".splitlines()
-    assert last_traceback((*earlier, "went on", *lines)) == lines[1:]
-    assert last_traceback(("nothing",)) == []
-
-
-def test_the_traceback_is_repeated_only_where_something_came_after_it() -> None:
-    shown = Shown()
-    shown.feed(1, CHAINED.encode() + b"\n", err=True)
-    before = shown.err.getvalue()
-    shown.relay.repeat_traceback(1)
-    assert shown.err.getvalue() == before
-    shown.feed(0, b"more\n")
-    shown.relay.repeat_traceback(1)
-    assert shown.err.getvalue().count(b"[1] ValueError: 2\n") == 2
+def test_each_error_is_shown_once_and_the_origin_last() -> None:
+    shown = Shown(num_ranks=4)
+    for rank, words in enumerate((b"T\nKeyError: 1\n", b"T\nOSError\n", b"T\nKeyError: 1\n")):
+        shown.feed(rank, b"\x1esmp-last-words 2\n" + words + b"rank failed\n", err=True)
+    shown.feed(3, b"goes on\n", err=True)
+    at_once = b"[0] rank failed\n[1] rank failed\n[2] rank failed\n[3] goes on\n"
+    assert shown.err.getvalue() == at_once
+    shown.relay.show_last_words(2)
+    shown.relay.show_last_words(2)
+    last = b"[1] T\n[1] OSError\n[2] T\n[2] KeyError: 1\n"
+    assert shown.err.getvalue() == at_once + last

@@ -57,11 +57,7 @@ time.sleep(100)
 """
 DEAF = SAVES.replace("signal.SIGTERM, save", "signal.SIGTERM, signal.SIG_IGN")
 FAILS = """
-import os, sys
-from mpi4py import MPI
-if MPI.COMM_WORLD.rank == 1:
-    raise ValueError("planted failure")
-MPI.COMM_WORLD.barrier()
+raise ValueError("planted failure")
 """
 HOSTS = """
 import os
@@ -154,13 +150,20 @@ def test_ranks_of_simulated_hosts_know_theirs(
         TensorFlow.attach(folder_of(estimator).name, session)
 
 
-def test_the_first_failing_rank_is_named(session: Session) -> None:
+def test_an_error_of_all_ranks_is_told_once(
+    session: Session, capfd: pytest.CaptureFixture[str]
+) -> None:
     estimator = make(session, FAILS, ranks=2)
     with pytest.raises(UnexpectedStatusException) as error:
-        estimator.fit(logs=False)
+        estimator.fit()
     assert error.value.actual_status == "Failed"
-    verdict = r"rank 1 \(\S+\) failed first: ValueError: planted failure \(exit code 1\)"
-    assert re.search(verdict, str(error.value))
+    verdict = r"rank [01] \(\S+\) failed first: ValueError: planted failure \(exit code 1\)"
+    assert re.search(f"AlgorithmError: {verdict}$", str(error.value))
+    shown = capfd.readouterr().out
+    assert shown.count("Traceback") == shown.count("failed first") == 1
+    # Who has seen no log is told by its end.
+    with pytest.raises(UnexpectedStatusException, match=r"Traceback.*\n.*train\.py"):
+        session.wait_for_job(folder_of(estimator).name)
     job = folder_of(estimator)
     assert "planted failure" in (job.output / "failure").read_text()
     assert job.status().exit_code == 1

@@ -35,6 +35,8 @@ RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
 #: torchrun names a file here and shows its content as the cause of the failure.
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _RECORD_MARK = "\x1esmp-failure "
+#: Before a rank's last words, with the number of their lines: smprun shows each error once.
+_WORDS_MARK = "\x1esmp-last-words "
 _SUMMARY_BYTES = 3000  # keeps a record within one atomic write to a pipe
 _LONGEST_READ_SECONDS = 2.0
 _RELAY_SECONDS = 0.2
@@ -77,6 +79,12 @@ class FailureRecord:
         except (ValueError, TypeError, KeyError):
             return None  # a line of the program that looks like one of ours
 
+    @staticmethod
+    def num_last_words(line: str) -> int | None:
+        """Returns how many lines of last words follow a line, or None for any other line."""
+        _, mark, number = line.partition(_WORDS_MARK)
+        return int(number) if mark and number.isdecimal() else None
+
 
 def exit_status(code: object) -> int:
     """Returns the process exit status that ``sys.exit(code)`` leads to."""
@@ -108,11 +116,15 @@ def leave(
     )
     with contextlib.suppress(Exception):
         sys.stdout.flush()
+    has_reader = bool(os.environ.get(RECORDS_VARIABLE))
+    if details and has_reader:
+        count = details.count("\n")
+        details = f"{_WORDS_MARK}{count}\n{details}"
     if details:
         _say(details)
     # One write a line: other ranks write to the same stream.
     _say(f"smp: rank {rank} ({record.host}) failed: {summary}\n")
-    if os.environ.get(RECORDS_VARIABLE):
+    if has_reader:
         _say(record.line() + "\n")
     _tell_torchrun(record)
     _let_launcher_read()

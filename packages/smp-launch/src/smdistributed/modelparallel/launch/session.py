@@ -230,8 +230,12 @@ class Session:
                 )
                 raise
         if wait and ended.training_job_status == "Failed":
+            reason = ended.failure_reason or ""
+            if with_logs:
+                # What follows are the last lines of the log, which stand above.
+                reason = reason.partition("\n\n")[0]
             raise UnexpectedStatusException(
-                f"job {job.name} failed: {ended.failure_reason}",
+                f"job {job.name} failed: {reason}",
                 ("Completed", "Stopped"),
                 ended.training_job_status,
             )

@@ -57,8 +57,7 @@ def run(
         with running:
             running.wait()
     verdict = running.verdict(hosts)
-    if verdict.traceback_rank is not None:
-        relay.repeat_traceback(verdict.traceback_rank)
+    relay.show_last_words(verdict.traceback_rank)
     if verdict.line:
         sys.stderr.write(f"smprun: {verdict.line}\n")
         sys.stderr.flush()

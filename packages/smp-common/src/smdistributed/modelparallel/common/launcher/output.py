@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -23,9 +23,6 @@ _RULE = re.compile(r"-{60,}$")
 #: mpirun's remarks on an end that smprun asked for.
 _NOISE = re.compile(r"Abort is in progress\.\.\.hit ctrl-c again|^$")
 _LINE_END = re.compile(rb"\r?\n|\r(?!\Z)")
-_TAIL_LINES = 400
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _COLOURS = (36, 32, 33, 35, 34, 31)
 
 
@@ -80,7 +77,6 @@ class Screen:
         self._colour = "NO_COLOR" not in os.environ
         self._width = len(str(num_ranks - 1))
         self._over_bar = False
-        self.last_rank: int | None = None
 
     def show(self, rank: int | None, is_err: bool, line: bytes, end: bytes = b"\n") -> None:
         """Writes one line at once; ``rank`` None is mpirun or smprun itself."""
@@ -92,7 +88,6 @@ class Screen:
         stream = self._streams[is_err]
         stream.write(erase + self._prefix(rank, terminal) + line + end)
         stream.flush()
-        self.last_rank = rank
 
     def _prefix(self, rank: int | None, terminal: bool) -> bytes:
         if rank is None:
@@ -118,7 +113,8 @@ class Relay:
         self.is_ending = False
         self._screen = screen
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
-        self._tails: dict[int, deque[str]] = {}
+        self._last_words: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._num_to_come: defaultdict[int, int] = defaultdict(int)
         self._block: list[str] | None = None
 
     def feed(self, is_err: bool, data: bytes) -> None:
@@ -142,12 +138,21 @@ class Relay:
                 self._line(rank, is_err, line, b"\n")
         self._close_block()
 
-    def repeat_traceback(self, rank: int) -> None:
-        """Shows the rank's last traceback again, unless nothing came after it."""
-        if self._screen.last_rank == rank:
-            return
-        for line in last_traceback(self._tails.get(rank, ())):
-            self._screen.show(rank, True, line.encode())
+    def show_last_words(self, origin: int | None) -> None:
+        """Shows the tracebacks of the ranks, those that are equal once, and the origin's last.
+
+        Args:
+            origin: the rank whose failure explains the job's end, or None.
+        """
+        shown: dict[tuple[bytes, ...], int] = {}
+        for rank in sorted(self._last_words, key=lambda rank: (rank == origin, rank)):
+            words = tuple(self._last_words[rank])
+            first = shown.pop(words, rank)
+            shown[words] = rank if rank == origin else first
+        for words, rank in shown.items():
+            for line in words:
+                self._screen.show(rank, True, line)
+        self._last_words.clear()
 
     def _line(self, rank: int | None, is_err: bool, line: bytes, end: bytes) -> None:
         line = line.rstrip(b"\0")
@@ -164,8 +169,13 @@ class Relay:
         if is_err and (record := _record(text)):
             self.records.append(record)
             return
-        if is_err and end == b"\n":
-            self._tails.setdefault(rank, deque(maxlen=_TAIL_LINES)).append(text)
+        if is_err and (count := FailureRecord.num_last_words(text)) is not None:
+            self._num_to_come[rank] = count
+            return
+        if is_err and end == b"\n" and self._num_to_come[rank]:
+            self._num_to_come[rank] -= 1
+            self._last_words[rank].append(line)
+            return
         self._screen.show(rank, is_err, line, end)
 
     def _own_line(self, text: str) -> None:
@@ -189,19 +199,6 @@ class Relay:
             for line in self._block:
                 self._screen.show(None, True, line.encode())
         self._block = None
-
-
-def last_traceback(lines: deque[str] | tuple[str, ...]) -> list[str]:
-    """Returns the last traceback among ``lines`` with those it is chained to, or nothing."""
-    text = list(lines)
-    starts = [index for index, line in enumerate(text) if _TRACEBACK in line]
-    if not starts:
-        syntax = [index for index, line in enumerate(text) if line.startswith('  File "')]
-        return text[syntax[-1] :] if syntax else []
-    start = starts.pop()
-    while starts and any(line.startswith(_CHAIN) for line in text[max(0, start - 3) : start]):
-        start = starts.pop()
-    return text[start:]
 
 
 def _record(text: str) -> FailureRecord | None:

@@ -155,10 +155,9 @@ class Job:
         return _content(self._out.fileno())
 
     def stderr(self) -> str:
-        """Returns what they have printed there, without failure records."""
-        return "\n".join(
-            line for line in _content(self._err.fileno()).splitlines() if not _record(line)
-        )
+        """Returns what they have printed there, without what they say to smprun alone."""
+        lines = _content(self._err.fileno()).splitlines()
+        return "\n".join(line for line in lines if not (_record(line) or _is_mark(line)))
 
     def last_lines(self) -> str:
         """Returns the end of ``stderr``."""
@@ -215,3 +214,7 @@ def _content(descriptor: int) -> str:
 
 def _record(line: str) -> failure.FailureRecord | None:
     return failure.FailureRecord.parse(line)
+
+
+def _is_mark(line: str) -> bool:
+    return failure.FailureRecord.num_last_words(line) is not None

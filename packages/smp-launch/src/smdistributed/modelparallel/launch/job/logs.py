@@ -93,7 +93,9 @@ class Follower:
                 return
             self._shown.add(key)
             at = time.strftime("%H:%M:%S", time.localtime(phase.start_time))
-            message = f": {phase.status_message}" if phase.status_message else ""
+            # Why a job failed, whoever waits for it is told by an error.
+            is_told = phase.status_message and phase.status != "Failed"
+            message = f": {phase.status_message}" if is_told else ""
             self._write(f"{at} {self._coloured(phase.status, 1)}{message}", "\n")
 
     def _show_logs(self, is_last: bool) -> None:
