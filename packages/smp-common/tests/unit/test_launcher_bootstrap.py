@@ -9,30 +9,33 @@ import pytest
 from smdistributed.modelparallel.common.launcher import bootstrap
 
 TWO = json.dumps(["algo-1", "algo-2"])
+OWN = ("SM_CURRENT_HOST", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+BEFORE = ("first", "9", "9")
 
 
 @pytest.mark.parametrize(
     ("rank", "hosts", "size", "wanted"),
     [
-        (0, TWO, "4", "algo-1"),
-        (1, TWO, "4", "algo-1"),
-        (2, TWO, "4", "algo-2"),
-        (3, TWO, "4", "algo-2"),
+        (0, TWO, "4", ("algo-1", "0", "2")),
+        (1, TWO, "4", ("algo-1", "1", "2")),
+        (2, TWO, "4", ("algo-2", "0", "2")),
+        (3, TWO, "4", ("algo-2", "1", "2")),
         # Not shared evenly, fewer ranks than hosts, no list, no hosts: as it was.
-        (2, TWO, "3", "first"),
-        (0, TWO, "1", "first"),
-        (0, "algo-1", "4", "first"),
-        (0, "[]", "4", "first"),
-        (0, "7", "4", "first"),
+        (2, TWO, "3", BEFORE),
+        (0, TWO, "1", BEFORE),
+        (0, "algo-1", "4", BEFORE),
+        (0, "[]", "4", BEFORE),
+        (0, "7", "4", BEFORE),
     ],
 )
 def test_each_rank_knows_its_host(
-    monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, size: str, wanted: str
+    monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, size: str, wanted: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(bootstrap, "rank", lambda: rank)
-    environ = {"SM_HOSTS": hosts, "OMPI_COMM_WORLD_SIZE": size, "SM_CURRENT_HOST": "first"}
+    environ = {"SM_HOSTS": hosts, "OMPI_COMM_WORLD_SIZE": size}
+    environ.update(zip(OWN, BEFORE, strict=True))
     bootstrap.name_host(environ)
-    assert environ["SM_CURRENT_HOST"] == wanted
+    assert tuple(environ[name] for name in OWN) == wanted
 
 
 def test_without_hosts_nothing_is_named() -> None:

@@ -62,9 +62,14 @@ raise ValueError("planted failure")
 HOSTS = """
 import os
 from mpi4py import MPI
-hosts = MPI.COMM_WORLD.gather(os.environ["SM_CURRENT_HOST"])
+from smdistributed.modelparallel.common.comm.mpi import MPITransport
+transport = MPITransport()
+own = (os.environ["SM_CURRENT_HOST"], transport.local_rank, transport.local_size)
+all_own = MPI.COMM_WORLD.gather(own)
 if MPI.COMM_WORLD.rank == 0:
-    print("hosts", *hosts, os.environ["SM_HP_MP_PARAMETERS"])
+    print("hosts", *[word for own in all_own for word in own], os.environ["SM_HP_MP_PARAMETERS"])
+    print("one machine", transport.is_one_machine)
+transport.close(lambda: None)
 """
 
 
@@ -140,7 +145,10 @@ def test_ranks_of_simulated_hosts_know_theirs(
         },
     )
     estimator.fit()
-    assert '[0] hosts algo-1 algo-1 algo-2 algo-2 {"partitions": 2}' in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    hosts = "algo-1 0 2 algo-1 1 2 algo-2 0 2 algo-2 1 2"
+    assert f'[0] hosts {hosts} {{"partitions": 2}}' in shown
+    assert "[0] one machine True" in shown
     with pytest.raises(LaunchError, match=r"a model is what the script writes into SM_MODEL_DIR"):
         print(estimator.model_data)
     again = PyTorch.attach(folder_of(estimator).name, session)

@@ -155,8 +155,11 @@ def test_a_typo_suggests_the_name(tmp_path: Path) -> None:
     [
         ({"instance_count": 0}, r"at least 1; got 0"),
         ({"instance_count": True}, r"at least 1; got True"),
-        ({"instance_type": "locl"}, r"did you mean local\?"),
+        ({"instance_type": "locl"}, r"did you mean 'local'"),
         ({"instance_type": "ml.zz9.huge"}, r"a type of the service such as 'ml.p3.16xlarge'"),
+        ({"instance_type": "ml.zz9.xlarge"}, r"did you mean 'ml.p3.8xlarge' or"),
+        ({"instance_type": "p4d.24xlarge"}, r"did you mean 'ml.p4d.24xlarge' or"),
+        ({"instance_type": "ml.c9x.xxlarge"}, r"did you mean 'ml.c9x.xlarge' or"),
         ({"hyperparameters": ["steps"]}, r"must be a dictionary of values by their names"),
         ({"instance_type": "local_gpu"}, r"needs a GPU"),
         ({"framework_version": "latest"}, r"must be a version such as .*'latest'"),

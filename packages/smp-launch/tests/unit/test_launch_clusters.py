@@ -72,10 +72,3 @@ def test_torchrun_runs_on_each_host() -> None:
     chosen = {**values, "sagemaker_torch_distributed_processes_per_host": 2}
     (alone,) = clusters.roles(chosen, [""], 0)
     assert "--nproc-per-node=2" in alone.starter
-
-
-def test_hosts_of_one_machine_share_its_gpus_out() -> None:
-    first, second = clusters.roles({"sagemaker_pytorch_ddp_enabled": True}, ["", ""], 4)
-    assert "--nproc-per-node=2" in first.starter
-    assert first.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert second.variables == {"CUDA_VISIBLE_DEVICES": "2,3"}

@@ -32,6 +32,10 @@ def request_of(values: dict[str, Any], count: int = 1, **more: Any) -> document.
     )
 
 
+def host_of(count: int, index: int = 0) -> contract.Host:
+    return contract.hosts(count, (), share_a_machine=True)[index]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> JobFolder:
     found = JobFolder(tmp_path / "job-1")
@@ -59,13 +63,13 @@ def test_paths_of_a_container_are_the_folders(folder: JobFolder) -> None:
         "d": ["/opt/ml/model"],
     }
     request = request_of({}, Environment={"CACHE": "/opt/ml/checkpoints"})
-    environ = contract.environment(folder, request, contract.here("algo-1", 1))
+    environ = contract.environment(folder, request, host_of(1))
     assert environ["CACHE"] == str(folder.checkpoints)
 
 
 def test_variables_are_json_unless_they_are_texts(folder: JobFolder) -> None:
     request = request_of({"name": "a b", "on": True, "mp_parameters": {"partitions": 2}}, 2)
-    environ = contract.environment(folder, request, contract.here("algo-2", 2))
+    environ = contract.environment(folder, request, host_of(2, 1))
     assert environ["SM_HP_NAME"] == "a b"
     assert environ["SM_HP_ON"] == "true"
     assert environ["SM_HP_MP_PARAMETERS"] == '{"partitions":2}'
@@ -77,24 +81,49 @@ def test_variables_are_json_unless_they_are_texts(folder: JobFolder) -> None:
 
 def test_the_users_environment_comes_last(folder: JobFolder) -> None:
     request = request_of({}, Environment={"SM_LOG_LEVEL": "10"})
-    environ = contract.environment(folder, request, contract.here("algo-1", 1))
+    environ = contract.environment(folder, request, host_of(1))
     assert environ["SM_LOG_LEVEL"] == "10"
     assert "TF_ENABLE_ONEDNN_OPTS" not in environ
     request = request_of({}, Environment={"TF_DISABLE_MKL": "1"})
-    environ = contract.environment(folder, request, contract.here("algo-1", 1))
+    environ = contract.environment(folder, request, host_of(1))
     assert environ["TF_ENABLE_ONEDNN_OPTS"] == "0"
 
 
 @pytest.mark.parametrize(
-    ("visible", "wanted"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,3,GPU-1", 3)]
+    ("visible", "wanted"),
+    [
+        (None, ("0", "2", "10")),
+        ("", ()),
+        ("-1", ()),
+        ("0", ("0",)),
+        ("0, 3,GPU-1", ("0", "3", "GPU-1")),
+    ],
 )
 def test_gpus_are_those_that_processes_may_use(
-    tmp_path: Path, visible: str | None, wanted: int
+    tmp_path: Path, visible: str | None, wanted: tuple[str, ...]
 ) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert contract.num_gpus(environ, tmp_path) == wanted
+    assert contract.usable_gpus(environ, tmp_path) == wanted
+
+
+def test_hosts_that_are_parts_of_a_machine_share_its_gpus_out(folder: JobFolder) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    by_torchrun = {"sagemaker_pytorch_ddp_enabled": True}
+    request = request_of({"sagemaker_program": "train.py", **by_torchrun}, 2)
+    commands = commands_of(folder, request, 1, environ)
+    assert [each.environ["CUDA_VISIBLE_DEVICES"] for each in commands] == ["4,5", "6,7"]
+    assert [each.environ["SM_NUM_GPUS"] for each in commands] == ["2", "2"]
+    assert all("--nproc-per-node=2" in each.words for each in commands)
+    by_mpi = {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 2}
+    request = request_of({"sagemaker_program": "train.py", **by_mpi}, 2)
+    (command,) = commands_of(folder, request, 1, environ)
+    assert command.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    others = json.loads(command.environ["SMP_HOST_VARIABLES"])
+    assert others == {"algo-2": {"CUDA_VISIBLE_DEVICES": "6,7"}}
+    (command,) = commands_of(folder, request, 1, {"CUDA_VISIBLE_DEVICES": "4"})
+    assert command.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_script_runs_once_on_each_host(folder: JobFolder) -> None:

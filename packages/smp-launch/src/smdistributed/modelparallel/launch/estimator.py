@@ -15,7 +15,7 @@ from smdistributed.modelparallel.launch import inputs as channel_inputs
 from smdistributed.modelparallel.launch.debugger import TensorBoardOutputConfig
 from smdistributed.modelparallel.launch.deployment import Deployable, TrainingJob
 from smdistributed.modelparallel.launch.job.code import ARCHIVE, Code, collect
-from smdistributed.modelparallel.launch.job.contract import num_gpus
+from smdistributed.modelparallel.launch.job.contract import usable_gpus
 from smdistributed.modelparallel.launch.request import distribution as strategies
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
@@ -179,7 +179,7 @@ class EstimatorBase(Deployable):
                 f"instance_count must be an integer of at least 1; got {describe(count)}."
             )
         machines.check(self.instance_type)
-        if self.instance_type == machines.LOCAL_GPU and not num_gpus():
+        if self.instance_type == machines.LOCAL_GPU and not usable_gpus():
             raise ConfigError(
                 "instance_type 'local_gpu' needs a GPU that processes may use; this machine has "
                 "none: use 'local'."

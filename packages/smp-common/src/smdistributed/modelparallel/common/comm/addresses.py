@@ -10,7 +10,7 @@ from smdistributed.modelparallel.common.comm.transport import Transport
 
 def own_address(transport: Transport) -> str:
     """Returns a name or address of this host that all processes of the job can reach."""
-    if transport.local_size == transport.size:
+    if transport.is_one_machine:
         return "127.0.0.1"
     return socket.getfqdn()
 

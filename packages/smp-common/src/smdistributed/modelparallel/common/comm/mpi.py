@@ -58,7 +58,8 @@ class MPITransport(Transport):
         self._farewell = MPI.COMM_WORLD.Dup()
         host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._comm.rank, self._comm.size
-        self.local_rank, self.local_size = host.rank, host.size
+        self.is_one_machine = host.size == self.size
+        self.local_rank, self.local_size = place_on_host(os.environ, host.rank, host.size)
         host.Free()
         self._ended: dict[int, bytes] = {}
         self._reports: dict[int, bytes] = {}
@@ -201,6 +202,22 @@ class _Requests:
         for rank in [rank for rank, request in self._waiting.items() if request.Test()]:
             del self._waiting[rank]
         return not self._waiting
+
+
+def place_on_host(environ: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+    """Returns the rank of this process on its host, and how many processes the host has.
+
+    A host may be a part of a machine: a launcher that makes hosts of one says so in the variables.
+
+    Args:
+        environ: with the launcher's variables.
+        rank: among the processes of this machine.
+        size: their number.
+    """
+    told = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    if told.isdecimal() and 0 < int(told) < size:
+        return rank % int(told), int(told)
+    return rank, size
 
 
 def check_size(size: int, environ: Mapping[str, str], library: str) -> None:

@@ -52,6 +52,7 @@ class Transport(ABC):
         size: number of processes of the job.
         local_rank: rank among the processes of this host.
         local_size: number of processes on this host.
+        is_one_machine: whether all processes share a machine, whatever its parts are called.
         hostname: name of this host.
         largest_alone: bytes of a message that arrives although its sender does not wait for it.
     """
@@ -60,6 +61,7 @@ class Transport(ABC):
     size: int
     local_rank: int
     local_size: int
+    is_one_machine: bool
     largest_alone: int
 
     def __init__(self) -> None:
@@ -118,6 +120,7 @@ class SingleProcessTransport(Transport):
     """A world of one process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    is_one_machine = True
     largest_alone = 0
 
     def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:

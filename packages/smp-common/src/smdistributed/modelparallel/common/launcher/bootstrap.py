@@ -20,6 +20,8 @@ from smdistributed.modelparallel.common.launcher.ending import EndRequest
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
 _SIZE_VARIABLE = "OMPI_COMM_WORLD_SIZE"
+_LOCAL_RANK_VARIABLE = "OMPI_COMM_WORLD_LOCAL_RANK"
+_LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 #: Whose value has, by the names of hosts, the variables that are otherwise there than on the first.
 HOSTS_VARIABLE = "SMP_HOST_VARIABLES"
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
@@ -33,7 +35,8 @@ def rank() -> int:
 def name_host(environ: MutableMapping[str, str]) -> None:
     """Corrects ``SM_CURRENT_HOST`` and its like, which mpirun hands on as on the first host.
 
-    ``SM_HOSTS`` lists the hosts in the order of ranks, and each has as many.
+    ``SM_HOSTS`` lists the hosts in the order of ranks, and each has as many. Where several are
+    parts of one machine, local ranks are counted in each of them, as on hosts of their own.
     """
     try:
         hosts = json.loads(environ["SM_HOSTS"])
@@ -41,8 +44,11 @@ def name_host(environ: MutableMapping[str, str]) -> None:
     except (KeyError, ValueError, TypeError, ZeroDivisionError):
         return  # nobody has named hosts, or in another way than launchers do
     if share and not rest:
-        name = str(hosts[rank() // share])
+        number, local_rank = divmod(rank(), share)
+        name = str(hosts[number])
         environ["SM_CURRENT_HOST"] = name
+        environ[_LOCAL_RANK_VARIABLE] = str(local_rank)
+        environ[_LOCAL_SIZE_VARIABLE] = str(share)
         environ.update(json.loads(environ.get(HOSTS_VARIABLE, "{}")).get(name, {}))
 
 

@@ -43,7 +43,7 @@ def roles(values: Mapping[str, Any], nodes: Sequence[str], num_gpus: int) -> lis
     Args:
         values: all hyperparameters.
         nodes: the name of each host's node; empty where all hosts are this machine.
-        num_gpus: of this machine.
+        num_gpus: of a host.
     """
     count = len(nodes)
     python = (sys.executable, "-u")
@@ -63,21 +63,12 @@ def roles(values: Mapping[str, Any], nodes: Sequence[str], num_gpus: int) -> lis
 
 
 def _torchrun(nodes: Sequence[str], processes: int | None, num_gpus: int) -> list[Role]:
-    count = len(nodes)
-    # Hosts that are parts of one machine share its GPUs out.
-    own_gpus = num_gpus if nodes[0] else num_gpus // count
     common = (
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}"),
-        f"--nproc-per-node={processes or max(1, own_gpus)}",
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}"),
+        f"--nproc-per-node={processes or max(1, num_gpus)}",
         *(f"--master-addr={nodes[0] or _HERE}", f"--master-port={_free_ports(1)[0]}"),
     )
-    found = []
-    for rank in range(count):
-        devices = range(rank * own_gpus, (rank + 1) * own_gpus)
-        shares = own_gpus and count > 1 and not nodes[0]
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if shares else {}
-        found.append(Role(rank, "", (*common, f"--node-rank={rank}"), variables))
-    return found
+    return [Role(rank, "", (*common, f"--node-rank={rank}"), {}) for rank in range(len(nodes))]
 
 
 def _parameter_servers(nodes: Sequence[str], python: tuple[str, ...]) -> list[Role]:

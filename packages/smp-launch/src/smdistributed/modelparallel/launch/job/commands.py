@@ -73,18 +73,18 @@ def commands_of(
         raise ConfigError(f"{names.PROGRAM} must be a file of the code; there is no {program}.")
     words = contract.arguments(names.of_script(values))
     count = request.resource_config.instance_count
+    nodes = _nodes(count, environ)
+    gpus = contract.usable_gpus(environ)
+    hosts = contract.hosts(count, gpus, share_a_machine=not nodes[0])
+    commands = _feeders(folder, request, nodes, environ)
     if values.get(names.MPI_ENABLED):
         launcher = _smprun(values, count, request, grace_seconds)
-        host = contract.here("algo-1", count)
         started = (sys.executable, *launcher, program, *words)
-        own = _environ(folder, request, host, environ)
-        if others := contract.channels_of_hosts(folder, request):
+        own = _environ(folder, request, hosts[0], environ)
+        if others := contract.differing(folder, request, hosts):
             own[HOSTS_VARIABLE] = json.dumps(others)
-        ranks = Command(host.name, started, own, folder.code, _SMPRUN_SECONDS)
-        return [*_feeders(folder, request, _nodes(count, environ), environ), ranks]
-    hosts = [contract.here(name, count) for name in contract.host_names(count)]
-    nodes = _nodes(count, environ)
-    commands = _feeders(folder, request, nodes, environ)
+        ranks = Command(hosts[0].name, started, own, folder.code, _SMPRUN_SECONDS)
+        return [*commands, ranks]
     for role in clusters.roles(values, nodes, hosts[0].num_gpus):
         host, node = hosts[role.host], nodes[role.host]
         starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter

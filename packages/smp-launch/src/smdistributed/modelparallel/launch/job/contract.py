@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,15 @@ class Host:
         name: ``algo-1`` and so on.
         all_names: of all hosts.
         num_cpus: of this machine.
-        num_gpus: of this machine.
+        num_gpus: that its processes may use.
+        own_gpus: which of this machine's these are, for ``CUDA_VISIBLE_DEVICES``; None for all.
     """
 
     name: str
     all_names: tuple[str, ...]
     num_cpus: int
     num_gpus: int
+    own_gpus: tuple[str, ...] | None = None
 
 
 def host_names(count: int) -> tuple[str, ...]:
@@ -47,17 +49,35 @@ def host_names(count: int) -> tuple[str, ...]:
     return tuple(f"algo-{index + 1}" for index in range(count))
 
 
-def here(name: str, count: int) -> Host:
-    """Returns a host of a job that is this machine."""
-    return Host(name, host_names(count), os.cpu_count() or 1, num_gpus())
+def hosts(count: int, gpus: Sequence[str], *, share_a_machine: bool) -> list[Host]:
+    """Returns the hosts of a job.
+
+    Args:
+        count: how many.
+        gpus: of this machine, see ``usable_gpus``.
+        share_a_machine: whether they are parts of this machine; its GPUs are then shared out
+            evenly, and the rest is of no use.
+    """
+    names, num_cpus = host_names(count), os.cpu_count() or 1
+    if count == 1 or not share_a_machine or not gpus:
+        return [Host(name, names, num_cpus, len(gpus)) for name in names]
+    share = len(gpus) // count
+    return [
+        Host(name, names, num_cpus, share, tuple(gpus[index * share : (index + 1) * share]))
+        for index, name in enumerate(names)
+    ]
 
 
-def num_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """Returns the GPUs that processes may use."""
+def usable_gpus(
+    environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """Returns the GPUs that processes may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
-    return len([path for path in devices.glob("nvidia*") if path.name[6:].isdecimal()])
+        words = (word.strip() for word in visible.split(","))
+        return tuple(word for word in words if word not in ("", "-1"))
+    found = (path.name[6:] for path in devices.glob("nvidia*"))
+    return tuple(sorted((word for word in found if word.isdecimal()), key=int))
 
 
 def values(folder: JobFolder, request: TrainingJob) -> dict[str, Any]:
@@ -133,6 +153,8 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
         (f"SM_CHANNEL_{name.upper()}", path)
         for name, path in training["channel_input_dirs"].items()
     )
+    if host.own_gpus is not None:
+        fixed["CUDA_VISIBLE_DEVICES"] = ",".join(host.own_gpus)
     fixed.update((f"SM_HP_{name.upper()}", value) for name, value in user.items())
     given = {key: folder.inside(text) for key, text in request.environment.items()}
     if given.get("TF_DISABLE_MKL") == "1":
@@ -141,17 +163,26 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
     return {**{name: _as_text(value) for name, value in fixed.items()}, **given}
 
 
-def channels_of_hosts(folder: JobFolder, request: TrainingJob) -> dict[str, dict[str, str]]:
-    """Returns the variables of channels that are otherwise on a host than on the first one."""
-    first, *others = host_names(request.resource_config.instance_count)
+def differing(
+    folder: JobFolder, request: TrainingJob, all_hosts: Sequence[Host]
+) -> dict[str, dict[str, str]]:
+    """Returns the variables that are otherwise on a host than on the first one, by its name.
+
+    ``SM_CURRENT_HOST`` and what repeats it are left to who starts the processes.
+    """
+    first, *others = all_hosts
     found: dict[str, dict[str, str]] = {}
     for channel in request.input_data_config:
-        shared = channel_base(folder, request, channel, first)
-        for name in others:
-            base = channel_base(folder, request, channel, name)
+        shared = channel_base(folder, request, channel, first.name)
+        for host in others:
+            base = channel_base(folder, request, channel, host.name)
             if base != shared:
-                own = found.setdefault(name, {})
+                own = found.setdefault(host.name, {})
                 own[f"SM_CHANNEL_{channel.channel_name.upper()}"] = str(base)
+    for host in others:
+        if host.own_gpus:
+            own = found.setdefault(host.name, {})
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(host.own_gpus)
     return found
 
 

@@ -109,7 +109,8 @@ class Supervisor:
         self._enter("Downloading", "Preparing code and data")
         self._folder.clear()
         self._fetch_code()
-        host = contract.here("algo-1", self._request.resource_config.instance_count)
+        count = self._request.resource_config.instance_count
+        host, *_ = contract.hosts(count, contract.usable_gpus(), share_a_machine=True)
         for name, content in contract.config_files(self._request, host).items():
             (self._folder.config / name).write_text(json.dumps(content), encoding="utf-8")
         for channel in self._request.input_data_config:
@@ -125,7 +126,7 @@ class Supervisor:
         commands = self._with_literal_paths(commands)
         for command in commands:
             (self._folder.logs / f"{command.host}.log").touch()
-        self._remark()
+        self._remark(host)
         self._keepers = [*self._restored(), *self._kept_for_tensorboard()]
         seconds = self._request.stopping_condition.max_runtime_in_seconds
         self._enter("Training", "Running the script", training_start_time=time.time())
@@ -263,7 +264,7 @@ class Supervisor:
         with contextlib.suppress(OSError), (self._folder.output / "failure").open("x") as stream:
             stream.write(reason)
 
-    def _remark(self) -> None:
+    def _remark(self, host: contract.Host) -> None:
         """Begins the log with what is otherwise than the job asks for."""
         image = parse_image(self._request.algorithm_specification.training_image or "")
         remarks = []
@@ -276,6 +277,11 @@ class Supervisor:
         python = f"py{sys.version_info.major}{sys.version_info.minor}"
         if image.py_version and image.py_version not in (python, "py3"):
             remarks.append(f"the job names Python {image.py_version}; runs {python}")
+        if host.own_gpus == () and not slurm.is_inside(os.environ):
+            remarks.append(
+                f"{len(host.all_names)} hosts are parts of this machine, which has fewer GPUs: "
+                "none is used"
+            )
         for remark in remarks:
             self._say(remark)
 

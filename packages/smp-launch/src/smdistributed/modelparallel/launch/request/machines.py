@@ -12,9 +12,13 @@ from smdistributed.modelparallel.common.errors import ConfigError
 
 LOCAL = "local"
 LOCAL_GPU = "local_gpu"
-#: A family, such as ``p4d`` or ``trn1n``, and a size of those that there are. The families come and
-#: go; their names and the sizes have a form.
-_NAME = re.compile(r"ml\.[a-z]+\d+[a-z0-9-]*\.(nano|micro|small|medium|large|metal|\d*xlarge)")
+#: A class of hosts, its generation with letters for what is special, and a size: ``p4d.24xlarge``,
+#: ``trn1n.32xlarge``. Generations come every year; classes and sizes seldom.
+_CLASSES = "a|c|d|dl|f|g|h|hpc|i|im|inf|is|m|p|r|t|trn|u|vt|x|z"
+_LARGE = ("large", "xlarge", "2xlarge", "4xlarge", "8xlarge", "12xlarge", "16xlarge", "24xlarge")
+_NAME = re.compile(
+    rf"ml\.({_CLASSES})\d+[a-z0-9-]*\.(nano|micro|small|medium|large|metal|\d*xlarge)"
+)
 #: GPUs of a host, where its type has another number than one.
 _GPUS = {
     "p2": {"8xlarge": 8, "16xlarge": 16},
@@ -37,12 +41,21 @@ def check(name: str) -> None:
     """
     if name in (LOCAL, LOCAL_GPU) or _NAME.fullmatch(name):
         return
-    near = difflib.get_close_matches(name, (LOCAL, LOCAL_GPU), n=1)
-    hint = f"did you mean {near[0]}?" if near else "use 'local'."
+    near = difflib.get_close_matches(name, _names_near(name), n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use 'local'."
     raise ConfigError(
         f"instance_type must be 'local' (the CPUs of this machine), 'local_gpu' (its GPUs) or a "
         f"type of the service such as 'ml.p3.16xlarge'; got {name!r}: {hint}"
     )
+
+
+def _names_near(name: str) -> list[str]:
+    """Returns names that may be meant: those known, and the sizes of what looks like a family."""
+    family = name.removeprefix("ml.").partition(".")[0]
+    known = [f"ml.{each}.{size}" for each, sizes in _GPUS.items() for size in sizes]
+    sizes = [f"ml.{family}.{size}" for size in _LARGE]
+    others = [] if family in _GPUS else filter(_NAME.fullmatch, sizes)
+    return [LOCAL, LOCAL_GPU, *known, *others]
 
 
 def num_gpus(name: str) -> int | None:

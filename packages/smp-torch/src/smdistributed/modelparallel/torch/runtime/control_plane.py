@@ -55,6 +55,7 @@ class TorchTransport(Transport):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self.is_one_machine = self.local_size == self.size
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:

@@ -312,7 +312,7 @@ def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
     """Returns the way to the other processes, and what is known of them already."""
     if started_by_mpi():
         transport = MPITransport()
-        _use_loopback(transport.local_size == transport.size)
+        _use_loopback(transport.is_one_machine)
         return transport, None
     if not started_by_torchrun():
         return SingleProcessTransport(), None
