@@ -366,11 +366,16 @@ def test_tensorboard_is_offered(session: Session, capfd: pytest.CaptureFixture[s
 
 def test_checkpoints_outlive_their_job(session: Session) -> None:
     script = """
-import pathlib, sys
+import pathlib, sys, time
 place = pathlib.Path(sys.argv[2])
 old = place / "step"
 step = int(old.read_text()) + 1 if old.exists() else 1
 old.write_text(str(step))
+for number in range(3 * (step == 1)):
+    brief = place / f"brief-{number}"
+    brief.write_text(str(number))
+    time.sleep(0.7)
+    brief.unlink()
 print("step", step)
 sys.exit(step == 1)
 """
@@ -381,7 +386,8 @@ sys.exit(step == 1)
     estimator.fit(logs=False)
     assert "restored from s3://b/run" in log_of(estimator)
     assert "step 2" in log_of(estimator)
-    assert (session.root / "s3/b/run/step").read_text() == "2"
+    kept = {path.name: path.read_text() for path in (session.root / "s3/b/run").iterdir()}
+    assert kept == {"step": "2", "brief-0": "0", "brief-1": "1", "brief-2": "2"}
 
 
 def test_servers_end_when_the_chief_is_done(session: Session) -> None:

@@ -10,6 +10,7 @@ commands    what is run for a job, and where
 warden      ends a script whose supervisor is gone
 running     runs it, keeps its output, and ends it
 feeding     the process that feeds the pipes of a host
+versions    what the files of a folder were, whole and in order
 checkpoints a folder that is kept in step with an address
 metrics     numbers in the log
 results     archives of what the script left

@@ -198,7 +198,7 @@ class Supervisor:
         name = self._request.training_job_name
         address = f"{config.s3_output_path.rstrip('/')}/{name}/tensorboard-output"
         # Its files grow line by line, and are read while they do.
-        yield Keeper(place, locate(address, self._folder.root), self._say, still_seconds=0.0)
+        yield Keeper(place, locate(address, self._folder.root), self._say, grows=True)
 
     def _fetch_code(self) -> None:
         values = contract.values(self._folder, self._request)
