@@ -440,6 +440,29 @@ while not pathlib.Path("/opt/ml/input/go-on").exists():
 
 
 @pytest.mark.skipif(not literal_paths.can_be_shown(), reason="needs root, and mount namespaces")
+def test_hosts_reach_each_other_by_their_names(session: Session) -> None:
+    script = """
+import json, os, socket
+first, *_ = json.loads(os.environ["SM_HOSTS"])
+if os.environ["SM_CURRENT_HOST"] == first:
+    server = socket.create_server((first, 0))
+    port = os.path.join(os.environ["SM_OUTPUT_DIR"], "port")
+    with open(port + "-", "w") as file:
+        file.write(str(server.getsockname()[1]))
+    os.rename(port + "-", port)
+    print("heard", server.accept()[0].recv(9))
+else:
+    while not os.path.exists(port := os.path.join(os.environ["SM_OUTPUT_DIR"], "port")):
+        pass
+    socket.create_connection((first, int(open(port).read()))).send(b"word")
+"""
+    estimator = make(session, script, instance_count=2)
+    estimator.fit(logs=False)
+    assert "heard b'word'" in log_of(estimator)
+    assert "algo-1" not in Path("/etc/hosts").read_text()
+
+
+@pytest.mark.skipif(not literal_paths.can_be_shown(), reason="needs root, and mount namespaces")
 def test_literal_paths_are_the_folder_of_each_job(session: Session) -> None:
     estimator = make(session, LITERAL)
     for name in ("job-1", "job-2"):
@@ -458,6 +481,7 @@ def test_without_root_the_log_says_what_does_not_work(
 ) -> None:
     # Nothing is found on this path, unshare among it; the supervisor is started by its full path.
     monkeypatch.setenv("PATH", str(tmp_path))
-    estimator = make(session, "print('done', __file__ or '/opt/ml')")
+    estimator = make(session, "print('done', __file__ or '/opt/ml')", instance_count=2)
     estimator.fit(logs=False)
+    assert "smp-launch: algo-1 and the like are no addresses here" in log_of(estimator)
     assert "smp-launch: the script names /opt/ml, which is not there" in log_of(estimator)

@@ -160,6 +160,10 @@ def test_a_typo_suggests_the_name(tmp_path: Path) -> None:
         ({"instance_type": "ml.zz9.xlarge"}, r"did you mean 'ml.p3.8xlarge' or"),
         ({"instance_type": "p4d.24xlarge"}, r"did you mean 'ml.p4d.24xlarge' or"),
         ({"instance_type": "ml.c9x.xxlarge"}, r"did you mean 'ml.c9x.xlarge' or"),
+        (
+            {"instance_count": 2, "hyperparameters": {"mp_parameters": {"partitions": 2}}},
+            r"need a distribution that joins the hosts; got none: each of the 2 hosts",
+        ),
         ({"hyperparameters": ["steps"]}, r"must be a dictionary of values by their names"),
         ({"instance_type": "local_gpu"}, r"needs a GPU"),
         ({"framework_version": "latest"}, r"must be a version such as .*'latest'"),

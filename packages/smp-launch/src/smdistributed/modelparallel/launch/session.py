@@ -24,8 +24,9 @@ from smdistributed.modelparallel.launch.job import contract, folder, logs, metri
 from smdistributed.modelparallel.launch.job.code import Code
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
-from smdistributed.modelparallel.launch.request import document
+from smdistributed.modelparallel.launch.request import distribution, document
 from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.request.naming import parse_image
 from smdistributed.modelparallel.launch.serving.service import Serving
 from smdistributed.modelparallel.launch.storage import places
 from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
@@ -148,6 +149,11 @@ class Session:
             StorageError: data is missing, or results cannot be written.
         """
         job = document.read(request)
+        distribution.check_world(
+            names.decode(job.hyper_parameters),
+            parse_image(job.algorithm_specification.training_image or "").framework or "pytorch",
+            job.resource_config.instance_count,
+        )
         metrics.compiled(job.algorithm_specification.metric_definitions)
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)

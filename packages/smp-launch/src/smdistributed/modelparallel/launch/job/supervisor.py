@@ -123,7 +123,7 @@ class Supervisor:
         commands = commands_of(self._folder, self._request, grace, os.environ)
         for name in ("checkpoints", "output/intermediate"):
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
-        commands = self._with_literal_paths(commands)
+        commands = self._as_in_containers(commands)
         for command in commands:
             (self._folder.logs / f"{command.host}.log").touch()
         self._remark(host)
@@ -164,16 +164,28 @@ class Supervisor:
             root = self._folder.root
             file_channels.fill(channel, base, root, mode, self._check_for_stop, share)
 
-    def _with_literal_paths(self, commands: list[Command]) -> list[Command]:
-        """Puts the folder where the text of the script looks for it, if that can be done."""
-        if not literal_paths.are_in(self._folder.code):
+    def _as_in_containers(self, commands: list[Command]) -> list[Command]:
+        """Puts the folder, and names of hosts, where the script looks for them, if it can be."""
+        is_alone = not slurm.is_inside(os.environ)
+        count = self._request.resource_config.instance_count
+        names = contract.host_names(count) if is_alone and count > 1 else ()
+        has_place = literal_paths.are_in(self._folder.code)
+        if not (has_place or names):
             return commands
-        if slurm.is_inside(os.environ) or not literal_paths.can_be_shown():
-            self._say("the script names /opt/ml, which is not there: use the variables SM_*")
+        if not is_alone or not literal_paths.can_be_shown():
+            if has_place:
+                self._say("the script names /opt/ml, which is not there: use the variables SM_*")
+            if names:
+                self._say(
+                    f"{names[0]} and the like are no addresses here: 127.0.0.1 is all of them"
+                )
             return commands
         path = self._folder.path
         return [
-            dataclasses.replace(command, words=literal_paths.shown(path, command.words))
+            dataclasses.replace(
+                command,
+                words=literal_paths.shown(path, command.words, has_place=has_place, names=names),
+            )
             for command in commands
         ]
 

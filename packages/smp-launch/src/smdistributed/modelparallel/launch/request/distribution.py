@@ -92,6 +92,43 @@ def read(
     return written
 
 
+def check_world(values: Mapping[str, Any], framework: Framework, instance_count: int) -> None:
+    """Checks that hyperparameters start as many processes as the model's partitions need.
+
+    Args:
+        values: all hyperparameters of a job.
+        framework: of its script.
+        instance_count: its hosts.
+
+    Raises:
+        ConfigError: they do not, or a parameter breaks a rule.
+    """
+    parameters = values.get(names.MP_PARAMETERS)
+    if not isinstance(parameters, Mapping) or not parameters:
+        return
+    variables = {LAUNCH_VARIABLE: json.dumps(parameters)}
+    if values.get(names.MPI_ENABLED):
+        processes = int(values.get(names.MPI_PROCESSES, 1))
+        settings.check(framework, variables, processes * instance_count, processes)
+        return
+    has_starter = any(values.get(name) for name, _ in _STARTERS.values())
+    # A shell script may start the processes of its host itself.
+    if (
+        instance_count > 1
+        and not has_starter
+        and not str(values.get(names.PROGRAM)).endswith(".sh")
+    ):
+        try:
+            settings.check(framework, variables, 1, 1)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{names.MP_PARAMETERS} need a distribution that joins the hosts; got none: each "
+                f"of the {instance_count} hosts runs the script alone, and {error}\nGive them as "
+                "distribution={'smdistributed': {'modelparallel': {'enabled': True, 'parameters': "
+                "...}}, 'mpi': {'enabled': True, 'processes_per_host': ...}}."
+            ) from None
+
+
 def of_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the strategy that hyperparameters hand on, for an estimator that attaches."""
     for kind, (name, _) in _STARTERS.items():
