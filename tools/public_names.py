@@ -68,6 +68,7 @@ MODULES = {
         f"{_ROOT}.launch.serializers",
         f"{_ROOT}.launch.session",
         f"{_ROOT}.launch.tensorflow",
+        f"{_ROOT}.launch.utils",
     ),
 }
 

@@ -62,6 +62,14 @@ def test_what_smprun_sets_itself_is_taken_out() -> None:
     assert options.exports == {"A": "1", "B": None, "C": "", "D": "two words"}
 
 
+def test_options_of_the_toolkit_are_variables() -> None:
+    options = translate("--NCCL_DEBUG=INFO --tag-output --NCCL_SOCKET_IFNAME ens5 -x A=1 -N 2")
+    assert options.exports == {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "ens5", "A": "1"}
+    assert options.arguments() == ["-N", "2"]
+    with pytest.raises(ConfigError, match=r"--NCCL_DEBUG takes 1 value\(s\); received \[\]"):
+        translate("-x A=1 --NCCL_DEBUG")
+
+
 def test_exact_duplicates_are_dropped() -> None:
     twice = "--mca btl_vader_single_copy_mechanism none --display-map -np 2 -x A=1 " * 2
     assert translate(twice) == translate(twice[: len(twice) // 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,21 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 TRAINS = """
 import os
-print("loss: 0.5", os.listdir(os.environ["SM_CHANNEL_TRAIN"]))
+print("loss: 0.5", os.listdir(os.environ["SM_CHANNEL_TRAIN"]), os.environ["SM_MODULE_DIR"])
 open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
 """
 #: As a notebook has it.
 NOTEBOOK = """
 import sagemaker
 from sagemaker.pytorch import PyTorch
-from sagemaker.debugger import DebuggerHookConfig
+from sagemaker.debugger import DebuggerHookConfig, ProfilerRule, Rule, rule_configs
+from sagemaker.utils import name_from_base, sagemaker_timestamp
 from sagemaker.s3 import S3Downloader
 
 session = sagemaker.Session()
 role = sagemaker.get_execution_role()
 bucket = session.default_bucket()
+assert session.boto_session.region_name == session.boto_region_name
 data = session.upload_data("data", bucket=bucket, key_prefix="demo")
 estimator = PyTorch(
     entry_point="train.py",
@@ -37,6 +40,7 @@ estimator = PyTorch(
     py_version="py36",
     debugger_hook_config=False,
     output_path=f"s3://{bucket}/out",
+    rules=[Rule.sagemaker(rule_configs.overfit())],
     metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
     distribution={"mpi": {"enabled": False}},
 )
@@ -47,6 +51,9 @@ assert again.model_data == estimator.model_data == f"s3://{bucket}/out/{name}/ou
 print("GOT", S3Downloader.download(again.model_data, "got"), S3Downloader.list(f"s3://{bucket}/out"))
 print("METRICS", sagemaker.TrainingJobAnalytics(name, ["loss"]).rows())
 DebuggerHookConfig(s3_output_path="s3://x")
+(rule,) = estimator.latest_training_job.describe()["DebugRuleEvaluationStatuses"]
+assert estimator.latest_training_job.rule_job_summary() == [rule]
+print("RULE", rule["RuleConfigurationName"], rule["RuleEvaluationStatus"])
 try:
     sagemaker.tuner.HyperparameterTuner(estimator)
 except NotImplementedError as error:
@@ -86,9 +93,13 @@ def test_a_notebook_for_the_sdk_runs_as_it_is(folder: Path) -> None:
     done = run(folder, "-c", launch, "run", "notebook.py")
     assert done.returncode == 0, done.stderr
     assert "smp-launch: sagemaker names this machine in this process" in done.stderr
-    assert "loss: 0.5 ['a.txt']" in done.stdout
+    assert re.search(
+        r"loss: 0\.5 \['a\.txt'\] s3://smp-launch/pytorch-\S+/source/sourcedir\.tar\.gz\n",
+        done.stdout,
+    )
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:3].isupper())
     assert said["GOT"].startswith("['got/model.tar.gz']")
+    assert said["RULE"] == "Overfit Stopped"
     assert "'metric_name': 'loss', 'value': 0.5" in said["METRICS"]
     assert (
         said["TUNER"] == "sagemaker.tuner.HyperparameterTuner is not offered: call fit in a loop."

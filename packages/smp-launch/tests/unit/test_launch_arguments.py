@@ -9,8 +9,10 @@ import pytest
 
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
+from smdistributed.modelparallel.launch.debugger import ProfilerRule, Rule, rule_configs
 from smdistributed.modelparallel.launch.estimator import Estimator, EstimatorBase
 from smdistributed.modelparallel.launch.huggingface import HuggingFace
+from smdistributed.modelparallel.launch.job import status
 from smdistributed.modelparallel.launch.pytorch import PyTorch
 from smdistributed.modelparallel.launch.request import arguments
 from smdistributed.modelparallel.launch.request.arguments import TABLE
@@ -62,7 +64,7 @@ SHOWN: dict[str, tuple[Any, str, Any]] = {
 ELSEWHERE = {
     *("source_dir", "dependencies", "image_uri", "base_job_name", "code_location"),
     *("checkpoint_local_path", "tensorboard_output_config", "sagemaker_session", "script_mode"),
-    *("transformers_version", "pytorch_version", "tensorflow_version"),
+    *("transformers_version", "pytorch_version", "tensorflow_version", "git_config", "rules"),
 }
 
 
@@ -76,7 +78,8 @@ def make(estimator: str, root: Path, **given: Any) -> EstimatorBase:
 
 
 def document_of(estimator: EstimatorBase) -> dict[str, Any]:
-    return estimator._request("job-1", None, estimator._code())
+    with estimator._code() as code:
+        return estimator._request("job-1", None, code)
 
 
 def at(document: Any, path: str) -> Any:
@@ -115,6 +118,22 @@ def test_a_noted_argument_is_said_in_one_line(tmp_path: Path, kind: str) -> None
     assert [str(warning.message) for warning in caught] == [f"no effect here: {', '.join(noted)}."]
     # The line of the user's script.
     assert caught[0].filename == __file__
+
+
+def test_rules_are_kept_and_said_to_do_nothing(tmp_path: Path) -> None:
+    rules = [Rule.sagemaker(rule_configs.loss_not_decreasing()), ProfilerRule.custom("own")]
+    with pytest.warns(ConfigWarning, match="no effect here: rules") as caught:
+        estimator = make("PyTorch", tmp_path, rules=rules)
+    assert caught[0].filename == __file__
+    document = document_of(estimator)
+    assert [each["RuleConfigurationName"] for each in document["DebugRuleConfigurations"]] == [
+        "LossNotDecreasing",
+        "own",
+    ]
+    stopped = {each["RuleEvaluationStatus"] for each in status.of_rules(document)}
+    assert stopped == {"Stopped"}
+    with pytest.raises(ConfigError, match=r"made by Rule\.sagemaker.*got 'x'"):
+        document_of(make("PyTorch", tmp_path, rules=["x"]))
 
 
 REFUSED = [(kind, each) for each in TABLE if each.effect == "refused" for kind in each.of]

@@ -49,6 +49,10 @@ class TrainingJob:
         shown = bool(logs) and logs != "None"
         self._session.logs_for_job(self.name, wait=True, with_logs=shown)
 
+    def rule_job_summary(self) -> list[dict[str, Any]]:
+        """Returns how the rules of the debugger stand; nobody evaluates them here."""
+        return list(self.describe().get("DebugRuleEvaluationStatuses", ()))
+
     def stop(self) -> None:
         """Asks the job to end."""
         self._session.stop_training_job(self.name)

@@ -5,15 +5,22 @@ Source: estimator interface, sections 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
+from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.config import Framework as FrameworkName
 from smdistributed.modelparallel.common.config.schema import describe
 from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedError
 from smdistributed.modelparallel.launch import inputs as channel_inputs
-from smdistributed.modelparallel.launch.debugger import TensorBoardOutputConfig
+from smdistributed.modelparallel.launch.debugger import (
+    TensorBoardOutputConfig,
+    rule_configurations,
+)
 from smdistributed.modelparallel.launch.deployment import Deployable, TrainingJob
+from smdistributed.modelparallel.launch.job import repository
 from smdistributed.modelparallel.launch.job.code import ARCHIVE, Code, collect
 from smdistributed.modelparallel.launch.job.contract import usable_gpus
 from smdistributed.modelparallel.launch.request import distribution as strategies
@@ -63,6 +70,8 @@ class EstimatorBase(Deployable):
     checkpoint_local_path: str
     tensorboard_output_config: TensorBoardOutputConfig | None
     tags: Any
+    rules: Any
+    git_config: dict[str, Any] | None
     container_log_level: int
     use_spot_instances: bool
     max_wait: int | None
@@ -126,11 +135,11 @@ class EstimatorBase(Deployable):
                 "them."
             )
         name = job_name or self._new_name()
-        code = self._code()
-        request = self._request(name, inputs, code)
-        if experiment_config:
-            request["ExperimentConfig"] = dict(experiment_config)
-        started = self.sagemaker_session.start(request, code)
+        with self._code() as code:
+            request = self._request(name, inputs, code)
+            if experiment_config:
+                request["ExperimentConfig"] = dict(experiment_config)
+            started = self.sagemaker_session.start(request, code)
         self.latest_training_job = TrainingJob(self.sagemaker_session, name)
         self.jobs.append(self.latest_training_job)
         if run_tensorboard_locally:
@@ -197,12 +206,17 @@ class EstimatorBase(Deployable):
                 f"tensorboard_output_config must be a TensorBoardOutputConfig; got "
                 f"{describe(config)}: import it from {TensorBoardOutputConfig.__module__}."
             )
+        if self.git_config is not None:
+            repository.check(self.git_config)
+        if rule_configurations(self.rules):
+            warnings.warn(
+                "no effect here: rules, which no debugger evaluates.", ConfigWarning, stacklevel=4
+            )
         names.encode(self._hyperparameters)
         self._strategy()
 
     def _framework(self) -> FrameworkName:
-        image = parse_image(self._image())
-        return "tensorflow" if image.framework == "tensorflow" else "pytorch"
+        return parse_image(self._image()).script_framework
 
     def _strategy(self) -> dict[str, Any]:
         return strategies.read(
@@ -216,12 +230,18 @@ class EstimatorBase(Deployable):
     def _new_name(self) -> str:
         return job_name(self.base_job_name or parse_image(self._image()).repository)
 
-    def _code(self) -> Code | None:
-        """Returns what to ship; None where the code is an archive elsewhere."""
+    @contextlib.contextmanager
+    def _code(self) -> Iterator[Code | None]:
+        """Yields what to ship; None where the code is an archive elsewhere."""
         assert self.entry_point is not None
         if self.source_dir and "://" in self.source_dir.removeprefix("file://"):
-            return None
-        return collect(self.entry_point, self.source_dir, self.dependencies)
+            yield None
+            return
+        with contextlib.ExitStack() as kept:
+            folder = None
+            if self.git_config is not None:
+                folder = kept.enter_context(repository.cloned(self.git_config))
+            yield collect(self.entry_point, self.source_dir, self.dependencies, folder)
 
     def _own_hyperparameters(self) -> dict[str, Any]:
         return {}
@@ -229,7 +249,7 @@ class EstimatorBase(Deployable):
     def _request(self, name: str, inputs: Any, code: Code | None) -> dict[str, Any]:
         """Returns the document."""
         root = str(self.sagemaker_session.root)
-        place = (self.code_location or root).rstrip("/")
+        place = (self.code_location or self.sagemaker_session.default_place()).rstrip("/")
         archive = f"{place}/{name}/{ARCHIVE}" if code else self.source_dir
         values = {
             **self.hyperparameters(),
@@ -280,6 +300,8 @@ class EstimatorBase(Deployable):
                 else [(tag["Key"], tag["Value"]) for tag in self.tags]
             )
             parts["Tags"] = [{"Key": key, "Value": value} for key, value in pairs]
+        if rules := rule_configurations(self.rules):
+            parts["DebugRuleConfigurations"] = rules
         if self.use_spot_instances:
             parts["EnableManagedSpotTraining"] = True
         if self.max_retry_attempts:

@@ -32,9 +32,9 @@ from smdistributed.modelparallel.launch import (
     serializers,
     session,
     tensorflow,
+    utils,
 )
 from smdistributed.modelparallel.launch.exceptions import LaunchError
-from smdistributed.modelparallel.launch.request import naming
 
 __all__ = ["install"]
 
@@ -63,7 +63,13 @@ def _own(module: ModuleType) -> dict[str, Any]:
 
 
 _INPUTS = _own(inputs)
-_SETTINGS = ("DebuggerHookConfig", "CollectionConfig", "ProfilerConfig", "Rule", "ProfilerRule")
+_SETTINGS = (
+    *("DebuggerHookConfig", "CollectionConfig", "ProfilerConfig", "FrameworkProfile"),
+    *("DetailedProfilingConfig", "DataloaderProfilingConfig", "PythonProfilingConfig"),
+    *("HorovodProfilingConfig", "SMDataParallelProfilingConfig"),
+)
+#: Estimators of other frameworks.
+_OTHERS = {"mxnet": "MXNet", "chainer": "Chainer", "sklearn": "SKLearn", "xgboost": "XGBoost"}
 _TUNING = ("HyperparameterTuner", "IntegerParameter", "ContinuousParameter", "CategoricalParameter")
 #: Module -> its names.
 TABLE: dict[str, dict[str, Any]] = {
@@ -99,13 +105,19 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.exceptions": {
         "UnexpectedStatusException": exceptions.UnexpectedStatusException,
     },
-    f"{_ROOT}.utils": {"name_from_base": naming.job_name},
+    f"{_ROOT}.utils": _own(utils),
     f"{_ROOT}.debugger": {
         **{name: type(name, (_Settings,), {}) for name in _SETTINGS},
         **_own(debugger),
     },
     f"{_ROOT}.tuner": {
         name: _refused(f"{_ROOT}.tuner.{name}", "call fit in a loop") for name in _TUNING
+    },
+    **{
+        f"{_ROOT}.{module}": {
+            name: _refused(f"{_ROOT}.{module}.{name}", "use PyTorch, whatever its script imports")
+        }
+        for module, name in _OTHERS.items()
     },
 }
 

@@ -28,7 +28,7 @@ from smdistributed.modelparallel.launch.request import distribution, document
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.naming import parse_image
 from smdistributed.modelparallel.launch.serving.service import Serving
-from smdistributed.modelparallel.launch.storage import places
+from smdistributed.modelparallel.launch.storage import boto, places
 from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
 
 __all__ = ["LocalSession", "Session", "get_execution_role"]
@@ -38,7 +38,6 @@ ACCOUNT = "123456789012"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/local"
 
 _BUCKET = "smp-launch"
-_REGION = "local"
 _BACKEND_VARIABLE = "SMP_BACKEND"
 _BACKENDS: dict[str, base.Backend] = {
     backend.name: backend for backend in (LocalBackend(), SlurmBackend())
@@ -57,8 +56,9 @@ class Session:
     """Where jobs are: a folder of this machine, and who runs them.
 
     Args:
-        boto_session: kept; nothing is done with it.
+        boto_session: of boto3; default a new one where boto3 is installed.
         default_bucket: what ``default_bucket`` returns.
+        default_bucket_prefix: what keys in that bucket begin with.
         root: the folder of all jobs; default ``SMP_JOBS``, else one in the user's home.
         backend: who runs jobs, ``local`` or ``slurm``; default ``SMP_BACKEND``, else ``local``.
         others: arguments of the service's session; without effect.
@@ -69,11 +69,13 @@ class Session:
         boto_session: object = None,
         *,
         default_bucket: str = _BUCKET,
+        default_bucket_prefix: str | None = None,
         root: str | Path | None = None,
         backend: str | None = None,
         **others: object,
     ) -> None:
-        self.boto_session = boto_session
+        self._boto_session = boto_session
+        self.default_bucket_prefix = default_bucket_prefix
         self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
         self._bucket = default_bucket
         self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
@@ -94,12 +96,33 @@ class Session:
         return Serving(self.root)
 
     @property
+    def boto_session(self) -> Any:
+        """The session of boto3 that was given, or a new one.
+
+        Raises:
+            UnsupportedError: its clients are asked for, and boto3 is not installed.
+        """
+        if self._boto_session is None:
+            self._boto_session = boto.session(self.boto_region_name)
+        return self._boto_session
+
+    @property
     def boto_region_name(self) -> str:
         """The region; there is one."""
-        return str(getattr(self.boto_session, "region_name", None) or _REGION)
+        return str(getattr(self._boto_session, "region_name", None) or boto.region())
+
+    @property
+    def sagemaker_client(self) -> Any:
+        """A client of the service, by boto3."""
+        return self.boto_session.client("sagemaker")
 
     def default_bucket(self) -> str:
-        """Returns the bucket for what has no place of its own; ``s3://`` of it can be written."""
+        """Returns the bucket for what has no place of its own; it is made if it is not there.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        places.make_bucket(places.locate(f"s3://{self._bucket}", self.root))
         return self._bucket
 
     def account_id(self) -> str:
@@ -121,7 +144,9 @@ class Session:
         source = Path(path).expanduser()
         if not source.exists():
             raise ConfigError(f"there is nothing to upload at {source.absolute()}: correct it.")
-        address = "/".join(filter(None, (f"s3://{bucket or self._bucket}", key_prefix.strip("/"))))
+        before = None if bucket else self.default_bucket_prefix
+        words = (f"s3://{bucket or self.default_bucket()}", before, key_prefix.strip("/"))
+        address = "/".join(filter(None, words))
         if source.is_file():
             address = f"{address}/{source.name}"
             upload(source, places.locate(address, self.root))
@@ -151,7 +176,7 @@ class Session:
         job = document.read(request)
         distribution.check_world(
             names.decode(job.hyper_parameters),
-            parse_image(job.algorithm_specification.training_image or "").framework or "pytorch",
+            parse_image(job.algorithm_specification.training_image or "").script_framework,
             job.resource_config.instance_count,
         )
         metrics.compiled(job.algorithm_specification.metric_definitions)
@@ -187,7 +212,10 @@ class Session:
         """
         job = self.job(job_name)
         now = self.observe(job).model_dump(mode="json", by_alias=True, exclude_none=True)
-        return {**job.request().as_json(), **now}
+        request = job.request().as_json()
+        if rules := status.of_rules(request):
+            now["DebugRuleEvaluationStatuses"] = rules
+        return {**request, **now}
 
     def stop_training_job(self, job_name: str) -> None:
         """Asks a job to end; its processes have time to save.
@@ -270,6 +298,10 @@ class Session:
             UnknownEndpointError: there is none of this name.
         """
         self.serving.delete_model(model_name)
+
+    def default_place(self) -> str:
+        """Returns where the code of jobs goes that is given no place."""
+        return str(self.root) if places.has_object_store() else f"s3://{self._bucket}"
 
     def _ship(self, code: Code, address: str) -> None:
         with tempfile.TemporaryDirectory() as place:

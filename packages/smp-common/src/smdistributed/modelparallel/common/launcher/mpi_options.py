@@ -5,11 +5,12 @@ Open MPI 5 replaced the runtime below mpirun. Of the options in common use it re
 former runtime), and stops on some combinations (a parameter given twice with two values).
 
 Source: smd_model_parallel_general.rst, Parameters for mpi; model-parallel-sm-sdk.md, Configuration
-parameters.
+parameters; the training toolkit's own ``--NCCL_DEBUG``.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ _SYNONYMS = {
 _OWN = ("--allow-run-as-root", "--tag-output", "--oversubscribe")
 #: Frameworks of the runtime, whose parameters mpirun no longer finds under ``--mca``.
 _RUNTIME = ("plm_", "oob_", "ras_", "rmaps_", "odls_", "ess_", "errmgr_", "prte_", "orte_")
+#: What no option of mpirun is called, and a variable is: the training toolkit takes ``--NCCL_DEBUG
+#: INFO`` for itself, and exports it.
+_VARIABLE = re.compile(r"--([A-Z][A-Z0-9_]+)")
 _COPY_MECHANISMS = ("cma", "xpmem", "knem")
 
 
@@ -83,6 +87,8 @@ def translate(text: str) -> MpiOptions:
         if name == "-x":
             variable, equals, value = values[0].partition("=")
             exports[variable] = value if equals else None
+        elif variable_name := _VARIABLE.fullmatch(name):
+            exports[variable_name[1]] = values[0]
         elif name in ("-n", "--host"):
             if single.setdefault(name, values[0]) != values[0]:
                 raise _conflict(name, single[name], values[0])
@@ -108,7 +114,7 @@ def _options(words: Sequence[str], text: str) -> Iterator[Option]:
                 f"MPI options start with '-'; {name!r} in {text!r} belongs to no option, and "
                 "mpirun would run it as the program: remove it."
             )
-        wanted = _NUM_VALUES.get(name)
+        wanted = 1 if _VARIABLE.fullmatch(name) else _NUM_VALUES.get(name)
         while index < len(words) and (
             not words[index].startswith("-") if wanted is None else len(values) < wanted
         ):

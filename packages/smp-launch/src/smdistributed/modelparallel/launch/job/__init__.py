@@ -1,5 +1,6 @@
 """A job: a folder with the document, its data, its results, and one status that is always whole.
 
+repository  a clone of the script's repository
 code        the archive of a script and what it imports
 folder      the folder and who may write in it
 status      how a job stands

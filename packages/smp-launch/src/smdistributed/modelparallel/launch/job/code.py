@@ -45,18 +45,29 @@ class Code:
                 archive.add(path.resolve(), name, filter=_plain)
 
 
-def collect(entry_point: str, source_dir: str | None, dependencies: Iterable[str]) -> Code:
+def collect(
+    entry_point: str,
+    source_dir: str | None,
+    dependencies: Iterable[str],
+    base: Path | None = None,
+) -> Code:
     """Returns what is to be shipped.
+
+    Args:
+        entry_point: the script.
+        source_dir: the folder that it is in, or None.
+        dependencies: files and folders beside it.
+        base: what the paths are relative to, and inside of; None for the present folder.
 
     Raises:
         ConfigError: something is missing, or two things have one name.
     """
     given = entry_point.removeprefix("file://").removeprefix(_CONTAINER)
     if source_dir is None:
-        script = Path(given).expanduser()
+        script = _within(base, given)
         program, files = script.name, {script.name: script}
     else:
-        folder = Path(source_dir.removeprefix("file://")).expanduser()
+        folder = _within(base, source_dir.removeprefix("file://"))
         if not folder.is_dir():
             raise ConfigError(
                 f"source_dir must be a folder; there is none at {folder.absolute()}: correct it."
@@ -74,7 +85,7 @@ def collect(entry_point: str, source_dir: str | None, dependencies: Iterable[str
             "give its folder as source_dir."
         )
     for each in dependencies:
-        path = Path(each).expanduser()
+        path = _within(base, each)
         if not path.exists():
             raise ConfigError(f"a dependency must exist; {path.absolute()} does not: correct it.")
         name = path.resolve().name
@@ -85,6 +96,18 @@ def collect(entry_point: str, source_dir: str | None, dependencies: Iterable[str
             )
         files[name] = path
     return Code(program, files)
+
+
+def _within(base: Path | None, name: str) -> Path:
+    if base is None:
+        return Path(name).expanduser()
+    path = base / name
+    if not path.resolve().is_relative_to(base.resolve()):
+        raise ConfigError(
+            f"with git_config paths are inside the repository; got {name!r}: name it relative to "
+            "the repository."
+        )
+    return path
 
 
 def unpack(archive: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ Source: estimator interface, section 2 (states); the public schema of ``Describe
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -110,6 +111,18 @@ class Status(_Part):
             exit_code=exit_code,
             training_end_time=time.time(),
         )
+
+
+def of_rules(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns how the rules of a debugger stand that a document has: nobody evaluates them."""
+    return [
+        {
+            "RuleConfigurationName": rule.get("RuleConfigurationName", ""),
+            "RuleEvaluationStatus": "Stopped",
+            "StatusDetails": "Rules are not evaluated on this machine: no debugger runs here.",
+        }
+        for rule in request.get("DebugRuleConfigurations", ())
+    ]
 
 
 def new(backend: dict[str, Any]) -> Status:

@@ -79,7 +79,8 @@ TABLE: tuple[Argument, ...] = (
     Argument("output_path", "used", "Where results go: a folder or an address. Default: the folder "
              "of the jobs."),
     Argument("code_location", "used", "Where the archive of the code goes: a folder or an address. "
-             "Default: the folder of the job."),
+             "Default: the session's bucket; the folder of the job where an object store of your "
+             "own is configured."),
     Argument("model_dir", "used", "Handed to the script as `--model_dir`; False for none. Default: "
              "`/opt/ml/model`, which is the job's own.", of=("TensorFlow",)),
     Argument("max_run", "used", "Seconds after which training is ended.", old=("train_max_run",),
@@ -108,17 +109,21 @@ TABLE: tuple[Argument, ...] = (
     *_noted("output_kms_key volume_kms_key train_volume_kms_key", "Nothing is encrypted here."),
     *_noted("subnets security_group_ids encrypt_inter_container_traffic enable_network_isolation",
             "Networks are those of this machine."),
-    *_noted("debugger_hook_config rules disable_profiler profiler_config",
+    Argument("rules", "used", "Kept with the job, and not evaluated: its description says that "
+             "each is stopped."),
+    Argument("git_config", "used", "A repository, which is cloned by `git` when a job starts: "
+             "`repo`, `branch`, `commit`, and `username` with `password`, or `token`. The script, "
+             "`source_dir` and `dependencies` are in it."),
+    *_noted("debugger_hook_config disable_profiler profiler_config",
             "There is no debugger or profiler of the service."),
     *_noted("keep_alive_period_in_seconds", "There is nothing to keep."),
     *_noted("training_repository_access_mode training_repository_credentials_provider_arn",
             "Images are not fetched."),
     *_noted("enable_sagemaker_metrics enable_infra_check enable_remote_debug "
-            "enable_session_tag_chaining training_plan", "A feature of the service."),
+            "enable_session_tag_chaining training_plan instance_placement_config "
+            "enable_cloudwatch_metrics", "A feature of the service."),
     *_noted("disable_output_compression", "Results are archives."),
     *_noted("compiler_config", "The compiler of the service is not used.", of=_FRAMEWORKS),
-    Argument("git_config", "refused", "clone the repository first and name its folder as "
-             "source_dir"),
     Argument("instance_groups", "refused", "use instance_count and instance_type: all hosts are of "
              "one kind"),
     Argument("model_uri", "refused", "give the model as a channel of fit"),
@@ -127,14 +132,11 @@ TABLE: tuple[Argument, ...] = (
     Argument("container_arguments", "refused", "use hyperparameters"),
     Argument("training_recipe", "refused", "use entry_point", of=("PyTorch",)),
     Argument("recipe_overrides", "refused", "use entry_point", of=("PyTorch",)),
-    Argument("checkpoint_path", "refused", "use model_dir: Legacy Mode is not offered",
-             of=("TensorFlow",)),
-    Argument("training_steps", "refused", "use hyperparameters: Legacy Mode is not offered",
-             of=("TensorFlow",)),
-    Argument("evaluation_steps", "refused", "use hyperparameters: Legacy Mode is not offered",
-             of=("TensorFlow",)),
+    Argument("checkpoint_path", "refused", "use model_dir: Legacy Mode is not offered"),
+    Argument("training_steps", "refused", "use hyperparameters: Legacy Mode is not offered"),
+    Argument("evaluation_steps", "refused", "use hyperparameters: Legacy Mode is not offered"),
     Argument("requirements_file", "refused", "name the file requirements.txt, in source_dir: "
-             "Legacy Mode is not offered", of=("TensorFlow",)),
+             "Legacy Mode is not offered"),
 )  # fmt: skip
 
 

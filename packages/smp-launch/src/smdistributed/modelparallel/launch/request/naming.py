@@ -9,10 +9,12 @@ import re
 import time
 from dataclasses import dataclass
 
+from smdistributed.modelparallel.common.config import Framework
 from smdistributed.modelparallel.common.errors import ConfigError
 
-_MOST_LETTERS = 63
-_STAMP = re.compile(r"-\d{4}-\d{2}-\d{2}-\d{2}-\d{2}-\d{2}-\d{3}$")
+MOST_LETTERS = 63
+SHORT_STAMP = "%y%m%d-%H%M"
+_STAMP = re.compile(r"-(\d{4}-\d{2}-\d{2}-\d{2}-\d{2}-\d{2}-\d{3}|\d{6}-\d{4})$")
 #: Repositories of framework images -> the framework whose script runs in them.
 _FRAMEWORKS = {
     "pytorch-training": "pytorch",
@@ -49,6 +51,11 @@ class Image:
     def framework(self) -> str | None:
         """``pytorch`` or ``tensorflow`` for an image of a framework, None for any other."""
         return _FRAMEWORKS.get(self.repository.removeprefix("sagemaker-"))
+
+    @property
+    def script_framework(self) -> Framework:
+        """The framework that a script is taken to use: PyTorch, where nothing names another."""
+        return "tensorflow" if self.framework == "tensorflow" else "pytorch"
 
     @property
     def served_framework(self) -> str | None:
@@ -106,8 +113,14 @@ def job_name(base: str, now_seconds: float | None = None) -> str:
             f"use {re.sub('[^A-Za-z0-9]+', '-', base).strip('-') or 'job'!r}."
         )
     now = time.time() if now_seconds is None else now_seconds
-    stamp = time.strftime("-%Y-%m-%d-%H-%M-%S", time.gmtime(now)) + f"-{int(now * 1000) % 1000:03}"
-    return base[: _MOST_LETTERS - len(stamp)].rstrip("-") + stamp
+    stamp = f"-{timestamp(now)}"
+    return base[: MOST_LETTERS - len(stamp)].rstrip("-") + stamp
+
+
+def timestamp(seconds: float) -> str:
+    """Returns a time in milliseconds, as names end with it."""
+    whole = time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(seconds))
+    return f"{whole}-{int(seconds * 1000) % 1000:03}"
 
 
 def base_of(name: str) -> str:

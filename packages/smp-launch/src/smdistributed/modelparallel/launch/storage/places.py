@@ -148,6 +148,24 @@ def _remote(scheme: str, environ: Mapping[str, str]) -> Any:
     return fsspec.filesystem(scheme, **options)
 
 
+def make_bucket(location: Location) -> None:
+    """Makes a bucket, if it is not there.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    try:
+        if folder := location.local:
+            make_private(folder)
+        elif not location.files.exists(location.path):
+            location.files.mkdir(location.path)
+    except Exception as error:  # each store raises errors of its own
+        raise StorageError(
+            f"the default bucket must be there; {location.address} cannot be made: {error}: name "
+            "one of yours by Session(default_bucket=...)."
+        ) from error
+
+
 def check_writable(location: Location) -> None:
     """Checks, before anything starts, that results can go somewhere.
 
