@@ -42,9 +42,14 @@ if world.rank == 0:
     print("files", os.listdir(os.environ["SM_CHANNEL_TRAIN"]), os.environ["SM_HP_MP_PARAMETERS"])
     open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
 """
+LISTS = """
+import os
+print("lists", os.listdir(os.environ["SM_CHANNEL_TRAIN"]))
+open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
+"""
 #: What a published notebook does, with the unmodified SDK.
 NOTEBOOK = """
-import tarfile
+import os, tarfile
 import boto3, sagemaker
 from sagemaker.pytorch import PyTorch
 
@@ -98,6 +103,28 @@ print("ARCHIVE", tarfile.open("got/model.tar.gz").getnames())
 estimator.fit({"train": data}, wait=False)
 estimator.latest_training_job.stop()
 session.wait_for_job(estimator.latest_training_job.name, poll=1)
+
+from sagemaker_core.helper import session_helper
+helper = session_helper.Session()
+assert (session_helper.get_execution_role(), helper.account_id()) == (role, account)
+
+# Local mode, without an engine of containers.
+local = sagemaker.LocalSession()
+local.config = {"local": {"local_code": True}}
+assert isinstance(session, sagemaker.LocalSession)
+estimator = PyTorch(
+    entry_point="lists.py",
+    source_dir="code",
+    role=role,
+    instance_type="local",
+    instance_count=1,
+    sagemaker_session=local,
+    framework_version="1.12.0",
+    py_version="py38",
+    output_path=f"file://{os.getcwd()}/out",
+)
+estimator.fit({"train": f"file://{os.getcwd()}/data"})
+print("LOCAL", os.path.exists(estimator.model_data.removeprefix("file://")))
 """
 
 
@@ -105,6 +132,7 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     for name in ("code", "data", "home"):
         (tmp_path / name).mkdir()
     (tmp_path / "code/train.py").write_text(TRAINS)
+    (tmp_path / "code/lists.py").write_text(LISTS)
     (tmp_path / "data/a.txt").write_text("a")
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     launch = "import sys; from smdistributed.modelparallel.launch.cli import main; sys.exit(main())"
@@ -128,6 +156,8 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     assert said["METRIC"] == "5.0"
     assert said["LISTED"] == "True"
     assert said["ARCHIVE"] == "['weights']"
+    assert "lists ['a.txt']" in done.stdout
+    assert said["LOCAL"] == "True"
 
 
 @pytest.fixture
@@ -148,6 +178,16 @@ def test_what_is_wrong_is_an_error_of_the_service(service: dict[str, str]) -> No
             TrainingJobName="../up",
             RoleArn="arn:aws:iam::123456789012:role/r",
             AlgorithmSpecification={"TrainingInputMode": "File"},
+            OutputDataConfig={"S3OutputPath": "s3://b/a"},
+            ResourceConfig={"InstanceCount": 1, "InstanceType": "ml.c5.xlarge"},
+            StoppingCondition={"MaxRuntimeInSeconds": 1},
+        )
+    image = {"TrainingInputMode": "File", "TrainingImage": "1.dkr.ecr.r.amazonaws.com/own:1"}
+    with pytest.raises(ClientError, match="images are not run here, their scripts are"):
+        client.create_training_job(
+            TrainingJobName="own",
+            RoleArn="arn:aws:iam::123456789012:role/r",
+            AlgorithmSpecification=image,
             OutputDataConfig={"S3OutputPath": "s3://b/a"},
             ResourceConfig={"InstanceCount": 1, "InstanceType": "ml.c5.xlarge"},
             StoppingCondition={"MaxRuntimeInSeconds": 1},

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.launch.debugger import (
 from smdistributed.modelparallel.launch.deployment import Deployable, TrainingJob
 from smdistributed.modelparallel.launch.job import repository
 from smdistributed.modelparallel.launch.job.code import ARCHIVE, Code, collect
-from smdistributed.modelparallel.launch.job.contract import usable_gpus
+from smdistributed.modelparallel.launch.job.contract import check_machine
 from smdistributed.modelparallel.launch.request import distribution as strategies
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
@@ -187,12 +187,7 @@ class EstimatorBase(Deployable):
             raise ConfigError(
                 f"instance_count must be an integer of at least 1; got {describe(count)}."
             )
-        machines.check(self.instance_type)
-        if self.instance_type == machines.LOCAL_GPU and not usable_gpus():
-            raise ConfigError(
-                "instance_type 'local_gpu' needs a GPU that processes may use; this machine has "
-                "none: use 'local'."
-            )
+        check_machine(self.instance_type)
         if self.image_uri and parse_image(self.image_uri).framework is None:
             raise UnsupportedError(
                 f"image_uri {self.image_uri!r} is no image of PyTorch or TensorFlow; others need a "

@@ -24,7 +24,7 @@ from smdistributed.modelparallel.launch.job import contract, folder, logs, metri
 from smdistributed.modelparallel.launch.job.code import Code
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
-from smdistributed.modelparallel.launch.request import distribution, document
+from smdistributed.modelparallel.launch.request import distribution, document, machines
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.naming import parse_image
 from smdistributed.modelparallel.launch.serving.service import Serving
@@ -57,7 +57,7 @@ class Session:
 
     Args:
         boto_session: of boto3; default a new one where boto3 is installed.
-        default_bucket: what ``default_bucket`` returns.
+        default_bucket: the name of the bucket that ``default_bucket`` makes and returns.
         default_bucket_prefix: what keys in that bucket begin with.
         root: the folder of all jobs; default ``SMP_JOBS``, else one in the user's home.
         backend: who runs jobs, ``local`` or ``slurm``; default ``SMP_BACKEND``, else ``local``.
@@ -77,7 +77,7 @@ class Session:
         self._boto_session = boto_session
         self.default_bucket_prefix = default_bucket_prefix
         self.root = Path(root).expanduser().absolute() if root else places.jobs_root()
-        self._bucket = default_bucket
+        self.bucket_name = default_bucket
         self.backend = backend or os.environ.get(_BACKEND_VARIABLE, "local")
         if self.backend in _NOT_OFFERED:
             raise UnsupportedError(
@@ -122,8 +122,8 @@ class Session:
         Raises:
             StorageError: it cannot be made.
         """
-        places.make_bucket(places.locate(f"s3://{self._bucket}", self.root))
-        return self._bucket
+        places.make_bucket(places.locate(f"s3://{self.bucket_name}", self.root))
+        return self.bucket_name
 
     def account_id(self) -> str:
         """Returns the account; there is one."""
@@ -174,11 +174,16 @@ class Session:
             StorageError: data is missing, or results cannot be written.
         """
         job = document.read(request)
-        distribution.check_world(
-            names.decode(job.hyper_parameters),
-            parse_image(job.algorithm_specification.training_image or "").script_framework,
-            job.resource_config.instance_count,
-        )
+        image = parse_image(job.algorithm_specification.training_image or "")
+        values, hosts = names.decode(job.hyper_parameters), job.resource_config
+        if not values.get(names.SUBMIT_DIRECTORY):
+            raise UnsupportedError(
+                f"images are not run here, their scripts are; the job names "
+                f"{image.repository or 'none'} and no script of its own: give entry_point, or "
+                f"{names.PROGRAM} and {names.SUBMIT_DIRECTORY} among the hyperparameters."
+            )
+        contract.check_machine(hosts.instance_type or machines.LOCAL)
+        distribution.check_world(values, image.script_framework, hosts.instance_count)
         metrics.compiled(job.algorithm_specification.metric_definitions)
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)
@@ -301,7 +306,7 @@ class Session:
 
     def default_place(self) -> str:
         """Returns where the code of jobs goes that is given no place."""
-        return str(self.root) if places.has_object_store() else f"s3://{self._bucket}"
+        return str(self.root) if places.has_object_store() else f"s3://{self.bucket_name}"
 
     def _ship(self, code: Code, address: str) -> None:
         with tempfile.TemporaryDirectory() as place:

@@ -130,7 +130,7 @@ def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
     )
     config = session.root / ".api" / f"sdk-{os.getpid()}.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(_SDK_CONFIG.format(bucket=session.default_bucket()))
+    config.write_text(_SDK_CONFIG.format(bucket=session.bucket_name))
     variables = _variables(server.server_port, secret, config, session.root)
     before = dict(os.environ)
     os.environ.update(variables)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.channels.file import is_dealt
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.request import machines
 from smdistributed.modelparallel.launch.request.document import Channel, TrainingJob
 from smdistributed.modelparallel.launch.request.naming import parse_image
 
@@ -66,6 +68,20 @@ def hosts(count: int, gpus: Sequence[str], *, share_a_machine: bool) -> list[Hos
         Host(name, names, num_cpus, share, tuple(gpus[index * share : (index + 1) * share]))
         for index, name in enumerate(names)
     ]
+
+
+def check_machine(kind: str) -> None:
+    """Checks a type of host.
+
+    Raises:
+        ConfigError: nobody knows it, or it needs GPUs that are not here.
+    """
+    machines.check(kind)
+    if kind == machines.LOCAL_GPU and not usable_gpus():
+        raise ConfigError(
+            "instance_type 'local_gpu' needs a GPU that processes may use; this machine has none: "
+            "use 'local'."
+        )
 
 
 def usable_gpus(

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -217,7 +218,9 @@ class Supervisor:
         address = str(values.get(names.SUBMIT_DIRECTORY, ""))
         source = locate(address, self._folder.root)
         if path := source.local:
-            code.unpack(path, self._folder.code)
+            # A folder is what the SDK names in its local mode.
+            take = shutil.copytree if path.is_dir() else code.unpack
+            take(path, self._folder.code)
             return
         archive = self._folder.path / "source.tar.gz"
         download(source, archive)
