@@ -29,8 +29,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from smdistributed.modelparallel.common.launcher import command
 from smdistributed.modelparallel.common.launcher.cli import split_arguments
-from smdistributed.modelparallel.common.testing import fork_client, jobs
+from smdistributed.modelparallel.common.testing import fork_client
 
 DEFAULT_FILE = "train.py"
 _REMARK = re.compile(r"<!-- (?P<kind>file|run|output|not run|take)(?:[:,] (?P<words>.*))? -->")
@@ -179,11 +180,11 @@ def run_commands(block: Block, folder: Path, where: str, preload: Sequence[str])
 
 def by_copies(words: list[str], preload: Sequence[str]) -> list[str]:
     """Returns what runs a program of ``python`` or ``smprun`` in copies of a process."""
-    stand_in = ["-m", jobs.STAND_IN, fork_client.server_with(tuple(preload)).address]
+    address = fork_client.server_with(tuple(preload)).address
     if words[0] == "python":
-        return [sys.executable, *stand_in, *words[1:]]
+        return [sys.executable, *command.STAND_IN, address, *words[1:]]
     own, program = split_arguments(words[1:])
-    return [words[0], *own, *stand_in, *program]
+    return [words[0], *own, f"--fork-from={address}", *program]
 
 
 def check_output(block: Block, printed: str, where: str) -> None:

@@ -257,6 +257,39 @@ def test_the_first_traceback_is_repeated_last(run: Runner) -> None:
     assert "OSError" not in tail
 
 
+def test_copies_are_ranks_like_others(run: Runner) -> None:
+    # What is imported once: a stand-in of a framework, and numpy, whose numbers must differ.
+    place = run.directory / "smdistributed/modelparallel/tensorflow"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text(
+        "import numpy.random\nfrom os import getpid\nSERVER = getpid()\n"
+    )
+    script = run.script("""
+    import smdistributed.modelparallel.tensorflow as smp
+    import numpy, random
+    from mpi4py import MPI
+    drawn = MPI.COMM_WORLD.gather((numpy.random.rand(), random.random()))
+    kept = open(f"held-{rank}", "w")
+    kept.write("back")
+    if rank == 0:
+        print(smp.SERVER == os.getpid(), len(set(sum(drawn, ()))), sys.argv[1:])
+    MPI.Finalize()
+    sys.exit(0)
+    """)
+    path = os.pathsep.join([str(run.directory), os.environ.get("PYTHONPATH", "")])
+    words = ("-n", "2", "--framework=tensorflow", "--fork", script, "a")
+    done = run.finish(run.start(*words, PYTHONPATH=path))
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "[0] False 4 ['a']\n"
+    assert [(run.directory / f"held-{rank}").read_text() for rank in (0, 1)] == ["back"] * 2
+
+
+def test_copies_are_of_this_host_and_need_what_they_copy(run: Runner) -> None:
+    done = run.finish(run.start("-n", "2", "--fork", "--hosts=a:1,b:1", run.script("")))
+    assert done.code == 2
+    assert "--fork copies a process of this host; received 2 hosts" in done.last
+
+
 def test_sys_exit(run: Runner) -> None:
     done = run(WAITS + "if rank == 1:\n    sys.exit(7)\n")
     assert done.code == 7

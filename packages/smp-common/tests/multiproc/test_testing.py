@@ -114,7 +114,7 @@ def test_a_copy_of_a_process_uses_the_same_server() -> None:
 
 
 def test_a_server_that_has_left_is_replaced() -> None:
-    server = fork_client.ForkServer(())
+    server = fork_client.RanksServer((), os.environ)
     assert server.is_alive
     server.close()
     assert not server.is_alive

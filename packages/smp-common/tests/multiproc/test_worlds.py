@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.launcher import bootstrap
 from smdistributed.modelparallel.common.testing import (
     Launcher,
@@ -223,7 +223,7 @@ def test_what_starts_threads_is_not_copied(tmp_path: Path, monkeypatch: pytest.M
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     tmp_path.joinpath("busy_from_the_start.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match="importing busy_from_the_start started threads"):
+    with pytest.raises(SMPError, match="importing busy_from_the_start started threads"):
         run_ranks(1, pid, launcher="fork", timeout=30, preload=["busy_from_the_start"])
 
 

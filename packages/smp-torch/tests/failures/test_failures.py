@@ -21,7 +21,6 @@ from world import PRELOAD, without_fork
 
 from smdistributed.modelparallel.common.testing import Launcher
 from smdistributed.modelparallel.common.testing.fork_client import server_with
-from smdistributed.modelparallel.common.testing.jobs import STAND_IN
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
@@ -70,7 +69,7 @@ def started_by(launcher: Launcher) -> list[str]:
     """Returns the words before the script."""
     launcher = without_fork(3, launcher)
     if launcher == "smprun-fork":
-        return [*launch_line("smprun", 3), "-m", STAND_IN, server_with(PRELOAD).address]
+        return [*launch_line("smprun", 3), f"--fork-from={server_with(PRELOAD).address}"]
     return launch_line(launcher, 3)
 
 

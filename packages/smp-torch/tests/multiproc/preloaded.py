@@ -11,15 +11,11 @@ import contextlib
 
 import numpy as np  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo
-import torch._inductor.compile_fx
-import torch._subclasses.schema_check_mode
-import torch.profiler
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import smdistributed.modelparallel.torch as smp  # noqa: F401
-from smdistributed.modelparallel.torch.compat.private.below import without_memory
-from smdistributed.modelparallel.torch.record.caches import FunctionCaches
+from smdistributed.modelparallel.torch.runtime.preload import prepare
+
+__all__ = ["prepare"]
 
 with contextlib.suppress(ImportError, AttributeError):
     import transformers.generation.utils
@@ -30,16 +26,3 @@ with contextlib.suppress(ImportError, AttributeError):
     # Tables of its files, which it has no more use for: each recording would look through them.
     import_utils.create_import_structure_from_path.cache_clear()
     import_utils.define_import_structure.cache_clear()
-
-# The first of these import much more.
-FakeTensorMode(allow_non_fake_inputs=True)
-torch._dynamo.list_backends()
-
-
-def prepare() -> None:
-    """Does what the first recording of each process would, and its first absent parameter.
-
-    That looks through all modules for caches, and registers with each operation of torch.
-    """
-    FunctionCaches().look_for_new()
-    without_memory((), torch.float32, torch.device("cpu"))

@@ -13,4 +13,7 @@ first_failure  decides which rank failed first
 processes      finds and kills every process of the job
 ending         asks ranks to end, and gives them time
 bootstrap      what each rank runs
+fork_client    starts the process whose copies are the ranks, where that is asked for
+fork_server    what that process does
+stand_in       what mpirun starts then, in the place of each rank
 """

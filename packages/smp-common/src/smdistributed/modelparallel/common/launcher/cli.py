@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import warnings
@@ -18,6 +19,7 @@ from smdistributed.modelparallel.common.launcher.command import (
     find_mpirun,
     job_environment,
 )
+from smdistributed.modelparallel.common.launcher.fork_client import ForkServer
 from smdistributed.modelparallel.common.launcher.framework import guess
 from smdistributed.modelparallel.common.launcher.hosts import (
     LOCAL_HOST,
@@ -32,7 +34,15 @@ from smdistributed.modelparallel.common.launcher.slurm import allocated_hosts
 
 _USAGE_EXIT_CODE = 2
 _BROKEN_PIPE_EXIT_CODE = 141
-_FLAGS = ("-h", "--help", "--dry-run")
+_FLAGS = ("-h", "--help", "--dry-run", "--fork")
+#: What ``--fork`` imports once.
+_IMPORTED = {
+    "pytorch": (
+        "smdistributed.modelparallel.torch",
+        "smdistributed.modelparallel.torch.runtime.preload",
+    ),
+    "tensorflow": ("smdistributed.modelparallel.tensorflow",),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,16 +113,26 @@ def _run(argv: list[str]) -> int:
         if text:
             _say(text)
 
-    command = build_command(
-        Job(hosts, options, program, environ),
-        find_mpirun(),
-        as_root=os.geteuid() == 0,
-        num_cores=num_cores,
-    )
-    if arguments.dry_run:
-        dry_run.show(hosts, config, merged.sources, command)
-        return 0
-    return job.run(command, environ, host_of_ranks(hosts), arguments.timeout, arguments.grace)
+    if arguments.fork and len(hosts) > 1:
+        raise ConfigError(
+            f"--fork copies a process of this host; received {len(hosts)} hosts: leave it out."
+        )
+    with contextlib.ExitStack() as stack:
+        copied_from = arguments.fork_from
+        if arguments.fork and not arguments.dry_run:
+            exports = {name: text for name, text in options.exports.items() if text is not None}
+            server = ForkServer(_IMPORTED[framework], {**environ, **exports})
+            copied_from = stack.enter_context(server).address
+        command = build_command(
+            Job(hosts, options, program, environ, copied_from),
+            find_mpirun(),
+            as_root=os.geteuid() == 0,
+            num_cores=num_cores,
+        )
+        if arguments.dry_run:
+            dry_run.show(hosts, config, merged.sources, command)
+            return 0
+        return job.run(command, environ, host_of_ranks(hosts), arguments.timeout, arguments.grace)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,6 +178,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="on SIGTERM, give ranks that handle it this time to save and end (default 120)",
     )
+    add(
+        "--fork",
+        action="store_true",
+        help="import the library and its framework once, and start each process as a copy; on one "
+        "host, for many processes on few cores",
+    )
+    # For tests, which keep such a process.
+    add("--fork-from", default="", help=argparse.SUPPRESS)
     add("--dry-run", action="store_true", help="show what would run, and start nothing")
     return parser
 

@@ -40,6 +40,8 @@ EXPORTED = (
 _LOCAL_FILES_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
 _FILES_VARIABLES = (_LOCAL_FILES_VARIABLE, "PRTE_MCA_prte_tmpdir_base")
 _BOOTSTRAP = "smdistributed.modelparallel.common.launcher.bootstrap"
+#: Isolated, and without packages: it has nothing to import.
+STAND_IN = ("-I", "-S", "-u", str(Path(__file__).with_name("stand_in.py")))
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ class Job:
         options: further options for mpirun.
         program: the script, or ``-m`` and a module, and its arguments.
         environ: environment of the job.
+        copied_from: address of the process whose copies are the ranks; empty where each starts
+            afresh.
     """
 
     hosts: tuple[Host, ...]
     options: MpiOptions
     program: tuple[str, ...]
     environ: Mapping[str, str]
+    copied_from: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -190,7 +195,9 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     command += options.arguments()
     for name, value in sorted(_exports(job).items()):
         command += ["-x", name if value is None else f"{name}={value}"]
-    return [*command, sys.executable, "-u", "-m", _BOOTSTRAP, *job.program]
+    afresh = ("-u", "-m", _BOOTSTRAP)
+    started = (*STAND_IN, job.copied_from) if job.copied_from else afresh
+    return [*command, sys.executable, *started, *job.program]
 
 
 def _exports(job: Job) -> dict[str, str | None]:

@@ -26,8 +26,6 @@ from smdistributed.modelparallel.common.testing import fork_client
 Launcher = Literal["smprun", "mpirun", "torchrun", "python", "fork", "smprun-fork"]
 
 _GRACE_SECONDS = 3.0
-#: Not imported: it is a program.
-STAND_IN = f"{__package__}.stand_in"
 _SHOWN_LINES = 60
 
 #: What stands for a launcher that copies a process.
@@ -103,7 +101,7 @@ class Job:
             else:
                 if launcher == "smprun-fork":
                     server = fork_client.server_with(tuple(preload))
-                    program = ["-m", STAND_IN, server.address, *program]
+                    program = [f"--fork-from={server.address}", *program]
                 self._processes = subprocess.Popen(
                     [*_launch(launcher, num_ranks), *program],
                     env=environ,

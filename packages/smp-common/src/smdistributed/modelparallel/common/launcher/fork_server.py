@@ -1,19 +1,19 @@
-"""The launcher ``fork``: a server imports a framework once, and its copies are the ranks of jobs.
+"""A process that has imported a framework and copies itself: its copies are the ranks of jobs.
 
-Importing a framework takes seconds, a copy of a process milliseconds. The copies have torchrun's
-environment, or that of ``python`` alone if there is one; a rank that fails ends the others. With
-the launcher ``smprun-fork`` they are the ranks of a real job of smprun, see ``stand_in``. Only
-what is safe to fork may be imported: PyTorch on the CPU and TensorFlow are, as long as nothing
-computes; MPI is not, nor what starts threads. All ranks have the server's hash seed, so what must
-not depend on the order of a set is tested under another launcher, and what a framework reads of its
-environment when it is imported is that of the server, with one thread for OpenMP. A module that is
-imported for them may have a function ``prepare``, for what each of them would do once: a copy that
-looks at all objects has its own pages of all.
+Importing a framework takes seconds, a copy of a process milliseconds. ``smprun --fork`` has mpirun
+start small processes that each ask for a copy, see ``stand_in``. Tests ask for the ranks of a job
+at once, which have torchrun's environment, or that of ``python`` alone if there is one, and of
+which one that fails ends the others. Only what is safe to fork may be imported: PyTorch and
+TensorFlow are, as long as nothing computes; MPI is not, nor what starts threads. All ranks have the
+server's hash seed, and what a framework reads of its environment when it is imported is that of the
+server.
+A module that is imported for them may have a function ``prepare``, for what each of them would do
+once: a copy that looks at all objects has its own pages of all.
 
 No rank outlives the server, and the server ends with the process that started it. A copy whose
-program has ended well runs its exit handlers and ends there: to take all apart that it was copied
-with takes four times as long as to copy it, so the finalizers of that do not run either. What
-happens later in a process is for other launchers.
+program has ended well runs its exit handlers, writes what its files hold back, and ends there: to
+take all apart that it was copied with takes four times as long as to copy it, so the finalizers of
+that do not run either.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
+import marshal
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -33,6 +34,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 
+from smdistributed.modelparallel.common.failure import exit_status
 from smdistributed.modelparallel.common.launcher import bootstrap
 
 #: The longest request: an environment and a command line.
@@ -52,6 +54,7 @@ class Request:
         environ: all that is in their environment, but for what torchrun sets.
         folder: where they work.
         port: where they meet; None for a process that has a launcher already.
+        cores: that they may use; none for the server's.
     """
 
     num_ranks: int
@@ -59,6 +62,12 @@ class Request:
     environ: dict[str, str]
     folder: str
     port: int | None
+    cores: tuple[int, ...] = ()
+
+    def packed(self) -> bytes:
+        """Returns what is sent; of plain values, for who has imported nothing."""
+        fields = (self.num_ranks, self.program, self.environ, self.folder, self.port, self.cores)
+        return marshal.dumps(fields)
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Returns the environment of one rank."""
@@ -82,6 +91,10 @@ class Ending:
 
     rank: int
     code: int
+
+    def packed(self) -> bytes:
+        """Returns what is sent."""
+        return marshal.dumps((self.rank, self.code))
 
 
 @dataclass
@@ -114,7 +127,7 @@ class _Job:
     def tell(self) -> None:
         """Says how the job ended, unless nobody wants to know any more."""
         with self.link, contextlib.suppress(OSError):
-            self.link.send(pickle.dumps(self.ending))
+            self.link.send(self.ending.packed())
 
 
 class _Server:
@@ -143,7 +156,7 @@ class _Server:
                     continue
                 if key.fileobj is self._door:
                     link, _ = self._door.accept()
-                    data, streams, _, _ = socket.recv_fds(link, REQUEST_BYTES, 2)
+                    data, streams, _, _ = socket.recv_fds(link, REQUEST_BYTES, 3)
                 else:
                     data, descriptors, _, _ = socket.recv_fds(self._link, REQUEST_BYTES, 3)
                     if not data:
@@ -151,7 +164,7 @@ class _Server:
                         return None
                     link, streams = socket.socket(fileno=descriptors[0]), descriptors[1:]
                 if data:  # a stand-in may have been killed before it asked
-                    request = self._start(pickle.loads(data), link, streams)
+                    request = self._start(Request(*marshal.loads(data)), link, streams)
                     if request is not None:
                         return request
             self._reap()
@@ -164,6 +177,8 @@ class _Server:
             if pid == 0:
                 self._leave(job)
                 os.chdir(request.folder)
+                if request.cores:
+                    os.sched_setaffinity(0, request.cores)
                 _become_rank(request.environ_of(rank), streams, server)
                 return request
             job.alive[pid] = rank
@@ -171,7 +186,7 @@ class _Server:
             os.close(stream)
         if request.port is None:
             with contextlib.suppress(OSError):
-                link.send(pickle.dumps(next(iter(job.alive))))
+                link.send(marshal.dumps(next(iter(job.alive))))
         self._jobs.append(job)
         self._selector.register(job.link, selectors.EVENT_READ, job)
         return None
@@ -203,9 +218,12 @@ def _become_rank(environ: dict[str, str], streams: list[int], server: int) -> No
     if os.getppid() != server:
         os._exit(1)
     os.setsid()
-    for number, stream in zip((1, 2), streams, strict=True):
+    # Its input too, where it has one of its own.
+    for number, stream in zip((0, 1, 2)[-len(streams) :], streams, strict=True):
         os.dup2(stream, number)
         os.close(stream)
+    if numbers := sys.modules.get("numpy.random"):
+        numbers.seed()  # as in a process of its own; Python's own generator does so itself
     before = os.environ.get(_SEARCHED)
     os.environ.clear()
     os.environ.update(environ)
@@ -235,9 +253,16 @@ def _end_here(has_ended_well: threading.Event) -> None:
     # Nobody but mpi4py ends MPI for a program that has left that to it, and only later than this.
     is_done = mpi is None or not mpi.Is_initialized() or mpi.Is_finalized()
     if has_ended_well.is_set() and is_done:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _write_back()
         os._exit(0)
+
+
+def _write_back() -> None:
+    """Writes what open files still hold, as their ends would at the end of an interpreter."""
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    for file in (*files, sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            file.flush()
 
 
 def main() -> object:
@@ -268,10 +293,15 @@ def main() -> object:
     request = _Server(link, door).serve()
     if request is None:
         os._exit(0)  # without exit handlers of what was imported: nothing has been done with it
-    if request.port is None:
-        sys.argv = [bootstrap.__file__, *request.program]
-        kept = bootstrap.main()
-    else:
-        kept = bootstrap.run(list(request.program))
+    try:
+        if request.port is None:
+            sys.argv = [bootstrap.__file__, *request.program]
+            kept = bootstrap.main()
+        else:
+            kept = bootstrap.run(list(request.program))
+    except SystemExit as stop:
+        if not exit_status(stop.code):
+            has_ended_well.set()
+        raise
     has_ended_well.set()
     return kept
