@@ -14,11 +14,11 @@ from torch import nn
 from world import generator, pipeline, quick, replicas, run
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction
 from smdistributed.modelparallel.common.testing import Worlds
 from smdistributed.modelparallel.torch.execute.executor import Executor
-from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 from smdistributed.modelparallel.torch.stepping import tracing
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]

@@ -8,7 +8,9 @@ import torch
 from recorded import Recorded
 from torch import nn
 
+from smdistributed.modelparallel.common.planning.choosing import fastest, lean_or_fastest
 from smdistributed.modelparallel.common.planning.partitioner import Unit, partition
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import (
     Edge,
     Kind,
@@ -21,13 +23,7 @@ from smdistributed.modelparallel.common.planning.simulator import (
     build_schedule,
     simulate,
 )
-from smdistributed.modelparallel.torch.plan.common_schedule import (
-    common_schedule,
-    fastest,
-    lean_or_fastest,
-    one_by_one,
-)
-from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
+from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn

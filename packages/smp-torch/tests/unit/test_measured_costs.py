@@ -14,8 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.torch.plan import timing
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.timing import measure
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.work import Operations, Work

@@ -11,6 +11,7 @@ from recorded import CPU, Recorded
 from torch import nn
 from torch.nn import functional as F
 
+from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_BYTE
 from smdistributed.modelparallel.torch.execute import compiled_runs
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns, _tell
 from smdistributed.modelparallel.torch.execute.program import Program
@@ -239,7 +240,7 @@ def test_a_run_costs_what_goes_in_and_out(monkeypatch: pytest.MonkeyPatch) -> No
         for compiles in (False, True)
     )
     (run,) = (part for part, is_run in runs_of(together.nodes) if is_run)
-    a_tensor = 2 * WIDTH * 4 * flops.OPERATIONS_A_BYTE
+    a_tensor = 2 * WIDTH * 4 * OPERATIONS_A_BYTE
     assert sum(node.work.flops for node in run) == 4 * 2 * a_tensor
     assert work_of_run(run, set(together.outputs)).flops == 2 * a_tensor
     assert separate.costs.forward - together.costs.forward == (8 - 2) * a_tensor
@@ -257,7 +258,7 @@ def test_what_lies_between_modules_weighs_less_in_the_partition(
         placement = step.place(net, torch.rand(2, WIDTH))
         return sum(unit.compute for unit in placement.assignment.placed if not unit.name)
 
-    a_tensor = 2 * WIDTH * 4 * flops.OPERATIONS_A_BYTE
+    a_tensor = 2 * WIDTH * 4 * OPERATIONS_A_BYTE
     # Of two operations, each with two tensors; forward, and backward two and a half times that.
     assert weight(compiles=False) == 3.5 * 4 * a_tensor
     assert weight(compiles=True) == weight(compiles=False) / 4

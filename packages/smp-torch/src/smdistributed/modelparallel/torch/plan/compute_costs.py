@@ -8,46 +8,12 @@ each time, so one rank measures and tells the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.torch.record.work import Work
 
-#: What a backward pass takes, in forward passes, where operations are counted: products with
-#: weights are two; attention computes its scores again, and others read gradients besides what
-#: they have read before.
-_BACKWARD_OF_WEIGHTS, _BACKWARD_OF_OTHERS = 2.0, 2.5
 #: What operations that are compiled as one move, of what each by itself moves, about.
 _MOVED_TOGETHER = 0.25
-
-
-@dataclass(frozen=True)
-class PassCosts:
-    """What passes cost, in seconds or in any one unit for the whole model.
-
-    Attributes:
-        forward: the forward pass.
-        backward: the whole backward pass.
-        weights: the part of it that gives the gradients of weights of products.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weights: float = 0.0
-
-    @property
-    def both(self) -> float:
-        """Forward and backward pass."""
-        return self.forward + self.backward
-
-    def __add__(self, other: PassCosts) -> PassCosts:
-        return PassCosts(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.weights + other.weights,
-        )
-
-    def __sub__(self, other: PassCosts) -> PassCosts:
-        return self + PassCosts(-other.forward, -other.backward, -other.weights)
 
 
 class ComputeCosts:
@@ -80,9 +46,7 @@ class ComputeCosts:
         if self.measures:
             known = [self._measured[each] for each in work.operations if each in self._measured]
             return sum(known, PassCosts())
-        others = work.flops - work.weight_flops
-        backward = _BACKWARD_OF_WEIGHTS * work.weight_flops + _BACKWARD_OF_OTHERS * others
-        return PassCosts(work.flops, backward, work.weight_flops)
+        return PassCosts.counted(work.weight_flops, work.flops - work.weight_flops)
 
     def saved(self, moved: int) -> PassCosts:
         """Returns what compiling saves, about, of the operations that stand for moving memory.

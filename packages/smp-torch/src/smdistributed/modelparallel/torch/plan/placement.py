@@ -17,6 +17,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.partitioner import (
+    STATE_FACTOR,
     Assignment,
     Unit,
     partition,
@@ -26,9 +27,6 @@ from smdistributed.modelparallel.torch.record.costs import ModuleProfile, Profil
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
-
-#: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
-_STATE_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -255,7 +253,7 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
     return Unit(
         name=tree.fakes.names[module],
         compute=compute,
-        memory=_STATE_FACTOR * parameter_bytes + activations,
+        memory=STATE_FACTOR * parameter_bytes + activations,
         order=order,
         shared=frozenset(
             tree.shared[module, name]

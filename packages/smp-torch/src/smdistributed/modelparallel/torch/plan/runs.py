@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_BYTE
 from smdistributed.modelparallel.torch.record.carried import Carried
-from smdistributed.modelparallel.torch.record.flops import OPERATIONS_A_BYTE
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.work import Work

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 
+from smdistributed.modelparallel.common.planning.choosing import WORTH, fastest, kinds_of
 from smdistributed.modelparallel.common.planning.partitioner import Assignment
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
-from smdistributed.modelparallel.torch.plan.common_schedule import WORTH, fastest, kinds_of
-from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 
 
 def v_gains(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.torch.record.costs import OF_WEIGHTS
 from smdistributed.modelparallel.torch.record.nested import fill, placeholders, tensors_in
 from smdistributed.modelparallel.torch.record.work import Layout, Operation

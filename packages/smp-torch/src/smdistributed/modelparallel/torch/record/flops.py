@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.planning.pass_costs import (
+    LONGER_IN_SINGLE,
+    LONGER_IN_TF32,
+    OPERATIONS_A_BYTE,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import flop_registry
 from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.work import makes_tensors
 
 logger = logging.getLogger(__name__)
 
-#: What products in half precision make while a GPU moves a byte, about: an H200 makes 750e12 and
-#: moves 3.7e12 in a second, an H100 700e12 and 2.7e12.
-OPERATIONS_A_BYTE = 200
-#: How much longer a GPU takes for products in single precision, with TF32 and without.
-_LONGER_IN_TF32, _LONGER_IN_SINGLE = 2, 14
 #: How the operations of attention begin whose tensors are (batch, heads, length, width).
 _ATTENTION = "aten::_scaled_dot_product_"
 
@@ -77,7 +77,7 @@ def _longer(out: Any) -> int:
     if any(each.element_size() < 4 for each in tensors_in(out) if each.is_floating_point()):
         return 1
     is_exact = torch.get_float32_matmul_precision() == "highest"
-    return _LONGER_IN_SINGLE if is_exact else _LONGER_IN_TF32
+    return LONGER_IN_SINGLE if is_exact else LONGER_IN_TF32
 
 
 def _attention_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.choosing import WORTH
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.common_schedule import (
-    WORTH,
     common_schedule,
     seconds_of,
 )
-from smdistributed.modelparallel.torch.plan.compute_costs import PassCosts
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import say_prediction

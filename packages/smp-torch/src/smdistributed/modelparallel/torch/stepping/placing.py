@@ -10,10 +10,11 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.partitioner import Assignment
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts, PassCosts
+from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, called_in, decide
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
 from smdistributed.modelparallel.torch.record.costs import Profile
