@@ -15,6 +15,8 @@ from functools import cached_property
 
 from smdistributed.modelparallel.common.errors import PartitionError
 
+#: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
+STATE_FACTOR = 4
 # A unit this much above an even share still counts as one that a partition may take.
 _TOLERANCE = Fraction(102, 100)
 

@@ -27,10 +27,8 @@ from smdistributed.modelparallel.common.planning.cost_tree import (
 from smdistributed.modelparallel.common.planning.sequence import Crossing, Where, loads_of
 from smdistributed.modelparallel.common.planning.v_placement import opened_at_cuts
 
-__all__ = ["STATE_FACTOR", "Assignment", "PlacedUnit", "Unit", "partition"]
+__all__ = ["Assignment", "PlacedUnit", "Unit", "partition"]
 
-#: Bytes that training keeps for each parameter byte: itself, its gradient, two optimizer moments.
-STATE_FACTOR = 4
 # A tied group moves from its first unit to its last only for this much less load: the first
 # partition receives the inputs of the model, and small differences are noise of the measurement.
 _WORTH_MOVING = Fraction(99, 100)

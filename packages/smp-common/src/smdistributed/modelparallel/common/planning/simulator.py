@@ -155,6 +155,7 @@ def build_schedule(
     costs: CostModel = CostModel(),  # noqa: B008 - frozen
     *,
     thorough: bool = True,
+    task_budget: int | None = None,
 ) -> Timeline:
     """Plans the order in which every rank executes a mini-batch.
 
@@ -168,6 +169,16 @@ def build_schedule(
     ``active_microbatches`` bounds what a rank keeps: where it has several segments, more
     microbatches may have begun, each with its share. There a search that is not ``thorough`` is
     several times as fast, and finds orders that are slower by a few hundredths.
+
+    Args:
+        graph: what is ordered.
+        num_microbatches: of the mini-batch.
+        pipeline: which kind of order.
+        active_microbatches: how many may be in flight.
+        costs: what the machine adds.
+        thorough: see above.
+        task_budget: passes that may be simulated in all, but for those of the first few policies;
+            None takes as many as are worth it for a mini-batch that is planned once.
 
     Returns:
         The order with its simulated times, as ``simulate`` gives them.
@@ -201,7 +212,8 @@ def build_schedule(
     best: list[list[int]] = [[] for _ in range(graph.num_ranks)]
     best_makespan = float("inf")
     shortest = passes.shortest_time(num_microbatches)
-    budget = _HALVES_BUDGET if pipeline == "zero_bubble" else _TASK_BUDGET
+    usual = _HALVES_BUDGET if pipeline == "zero_bubble" else _TASK_BUDGET
+    budget = usual if task_budget is None else task_budget
     for policy in policies[: max(_MIN_POLICIES, budget // num_tasks)]:
         orders = list_schedule(passes, num_microbatches, policy)
         makespan = max(_end_times(passes, num_microbatches, orders), default=0.0)

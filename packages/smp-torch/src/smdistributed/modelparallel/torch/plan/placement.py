@@ -16,8 +16,8 @@ from functools import cached_property
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.planning.cost_tree import STATE_FACTOR
 from smdistributed.modelparallel.common.planning.partitioner import (
-    STATE_FACTOR,
     Assignment,
     Unit,
     partition,
@@ -157,15 +157,24 @@ def decide(
         PartitionError: the fixed partitions contradict shared parameters; the model has too few
             parts for a V.
     """
-    root = _unit(_Tree(fakes, profile, pinned, costs), fakes.model, 0)
     assignment = partition(
-        root,
+        cost_tree(fakes, profile, pinned, costs),
         num_partitions,
         memory_weight,
         v_shaped=v_shaped,
         num_microbatches=num_microbatches,
     )
     return Placement(fakes, assignment)
+
+
+def cost_tree(
+    fakes: FakeModel,
+    profile: Profile | None,
+    pinned: Mapping[nn.Module, int],
+    costs: ComputeCosts,
+) -> Unit:
+    """Returns what the partitioner is given of a model; see ``decide``."""
+    return _unit(_Tree(fakes, profile, pinned, costs), fakes.model, 0)
 
 
 class _Tree:

@@ -1,0 +1,1 @@
+"""Searching for the configuration of a job: degrees, schedule and microbatches that fit."""

@@ -1,0 +1,93 @@
+"""The configurations that a job could have: all that the library can be told to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from smdistributed.modelparallel.common.search.devices import Machine
+from smdistributed.modelparallel.common.search.profile import ModelProfile
+
+Pipelines = Literal["interleaved", "simple", "zero_bubble", "zero_bubble_v"]
+
+#: The first of them is the default.
+PIPELINES: tuple[Pipelines, ...] = ("interleaved", "simple", "zero_bubble", "zero_bubble_v")
+
+
+@dataclass(frozen=True, order=True)
+class Configuration:
+    """What decides how a job uses its devices.
+
+    Attributes:
+        partitions: of the model.
+        replicas: of each partition, in shards or not.
+        shards: over how many of these ranks parameters lie.
+        shards_optimizer: whether replicas share the optimizer's state alone.
+        microbatches: that a replica's batch is cut into.
+        pipeline: the kind of schedule.
+    """
+
+    partitions: int
+    replicas: int
+    shards: int
+    shards_optimizer: bool
+    microbatches: int
+    pipeline: Pipelines
+
+    @property
+    def num_mechanisms(self) -> int:
+        """How many kinds of parallelism it has."""
+        return (
+            (self.partitions > 1)
+            + (self.replicas > self.shards)
+            + (self.shards > 1)
+            + self.shards_optimizer
+        )
+
+    def settings(self, profile: ModelProfile) -> dict[str, Any]:
+        """Returns the parameters that ask for it, whatever the script says.
+
+        Args:
+            profile: knows what the script says.
+        """
+        wanted: dict[str, Any] = {
+            "pipeline_parallel_degree": self.partitions,
+            "microbatches": self.microbatches,
+        }
+        defaults: dict[str, Any] = {
+            "pipeline": self.pipeline,
+            "sharded_data_parallel_degree": self.shards,
+            "shard_optimizer_state": self.shards_optimizer,
+            "tensor_parallel_degree": 1,
+        }
+        usual = ("interleaved", 1, False, 1)
+        for (name, value), default in zip(defaults.items(), usual, strict=True):
+            if profile.settings.get(name, default) != value:
+                wanted[name] = value
+        if self.replicas > 1 and not profile.settings.get("ddp"):
+            wanted["ddp"] = True
+        return wanted
+
+
+def divisors(number: int) -> list[int]:
+    """Returns what divides a number, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configuration]:
+    """Yields the configurations of a job on all devices of a machine, at the batch of the script.
+
+    Microbatches are equal, so their number divides the batch of a replica.
+    """
+    most = sum(1 for unit in profile.root.walk() if not unit.children)
+    for partitions in divisors(machine.num_devices):
+        replicas = machine.num_devices // partitions
+        if partitions > most or profile.batch % replicas:
+            continue
+        for microbatches in divisors(profile.batch // replicas):
+            for pipeline in PIPELINES if partitions > 1 and microbatches > 1 else PIPELINES[:1]:
+                for shards in divisors(replicas):
+                    yield Configuration(partitions, replicas, shards, False, microbatches, pipeline)
+                if replicas > 1:
+                    yield Configuration(partitions, replicas, 1, True, microbatches, pipeline)

@@ -1,0 +1,148 @@
+"""What devices can do, by their public data sheets: estimates, for plans made without the device.
+
+Rates are peaks, for dense products; what of them training reaches is one share for all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.search.profile import Precision
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device that a process computes on.
+
+    Attributes:
+        name: in commands and tables.
+        operations: floating-point operations of products a second, by precision.
+        memory_rate: bytes a second that it reads or writes.
+        memory_bytes: that there are; None where that differs from machine to machine.
+        host_rate: bytes a second to another device of its host, in one direction.
+        network_rate: the same to a device of another host.
+        latency_seconds: of a transfer.
+        launch_seconds: what the host takes for a kernel.
+        context_bytes: what the driver and the libraries of collectives keep.
+        slack: share of all else that the allocator keeps besides.
+        is_gpu: whether memory takes the time of all that is no product.
+    """
+
+    name: str
+    operations: Mapping[Precision, float]
+    memory_rate: float
+    memory_bytes: int | None
+    host_rate: float
+    network_rate: float
+    latency_seconds: float = 10e-6
+    launch_seconds: float = 5e-6
+    context_bytes: int = 1 * _GIB
+    slack: float = 0.06
+    is_gpu: bool = True
+
+
+#: What of its peak rates a device reaches in training, about.
+REACHED = 0.6
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # NVIDIA H100 Tensor Core GPU data sheet, SXM5: NVLink 900 GB/s in both directions; a
+        # network adapter of 400 Gb/s for each GPU, as in the DGX H100 data sheet.
+        Device(
+            "h100",
+            {"half": 989e12, "tf32": 494e12, "single": 67e12},
+            3.35e12,
+            79 * _GIB,
+            450e9,
+            50e9,
+        ),
+        # NVIDIA H200 Tensor Core GPU data sheet, SXM: an H100 with more and faster memory.
+        Device(
+            "h200",
+            {"half": 989e12, "tf32": 494e12, "single": 67e12},
+            4.8e12,
+            139 * _GIB,
+            450e9,
+            50e9,
+        ),
+        # NVIDIA A100 data sheet, SXM with 80 GB: NVLink 600 GB/s in both directions; adapters of
+        # 200 Gb/s, as in the DGX A100 data sheet.
+        Device(
+            "a100",
+            {"half": 312e12, "tf32": 156e12, "single": 19.5e12},
+            2.0e12,
+            79 * _GIB,
+            300e9,
+            25e9,
+        ),
+        # NVIDIA L40S data sheet: PCIe 4.0 x16; no NVLink, an adapter of 100 Gb/s taken.
+        Device(
+            "l40s",
+            {"half": 362e12, "tf32": 183e12, "single": 91.6e12},
+            0.864e12,
+            44 * _GIB,
+            32e9,
+            12.5e9,
+        ),
+        # A core of a server: 16 multiply-adds in single precision at 3 GHz, and its share of the
+        # memory of a socket. Processes of one host talk over its loopback.
+        Device(
+            "cpu",
+            {"half": 96e9, "tf32": 96e9, "single": 96e9},
+            10e9,
+            None,
+            2e9,
+            1e9,
+            latency_seconds=100e-6,
+            context_bytes=0,
+            slack=0.0,
+            is_gpu=False,
+        ),
+    )
+}
+
+
+def device_of(name: str) -> Device:
+    """Returns a device of the table.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
+    if name not in DEVICES:
+        raise ConfigError(
+            f"a device is one that the planner has figures of: {', '.join(DEVICES)}; received "
+            f"{name!r}: name the one that is most like yours, and give its memory with --memory."
+        )
+    return DEVICES[name]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a job; one process on each.
+
+    Attributes:
+        device: the kind of all.
+        num_devices: on all hosts.
+        num_hosts: that have equally many.
+        memory_bytes: of a device.
+    """
+
+    device: Device
+    num_devices: int
+    num_hosts: int
+    memory_bytes: int
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of one host."""
+        return self.num_devices // self.num_hosts
+
+    def rate(self, num_neighbours: int) -> float:
+        """Returns the bytes a second between so many ranks that follow each other."""
+        fits = self.devices_per_host % num_neighbours == 0
+        return self.device.host_rate if fits else self.device.network_rate

@@ -1,0 +1,205 @@
+"""What a step of a model costs, as it was recorded: plain data, which a process writes for another.
+
+Figures are of one microbatch, and follow its number of examples; those of parameters do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from smdistributed.modelparallel.common.errors import ConfigError
+
+#: What most products of the model compute in.
+Precision = Literal["half", "tf32", "single"]
+
+#: Names the file that a process writes the profile of its first training step to; it then ends.
+PROFILE_VARIABLE = "SMP_PROFILE"
+
+_VERSION = 1
+_COMPUTATIONS = ("computation", "recomputed")
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What a forward pass does; a backward pass follows from that.
+
+    Attributes:
+        of_weights: floating-point operations of products with weights.
+        of_others: those of other products.
+        moved_bytes: that all else reads and writes.
+        num_kernels: operations that compute something.
+    """
+
+    of_weights: float = 0.0
+    of_others: float = 0.0
+    moved_bytes: float = 0.0
+    num_kernels: float = 0.0
+
+    def __add__(self, other: Computation) -> Computation:
+        return Computation(
+            self.of_weights + other.of_weights,
+            self.of_others + other.of_others,
+            self.moved_bytes + other.moved_bytes,
+            self.num_kernels + other.num_kernels,
+        )
+
+    def times(self, factor: float) -> Computation:
+        """Returns that for ``factor`` times as many examples: no more kernels, but longer ones."""
+        return Computation(
+            factor * self.of_weights,
+            factor * self.of_others,
+            factor * self.moved_bytes,
+            self.num_kernels,
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a part of a model costs.
+
+    Attributes:
+        computation: of its forward pass.
+        recomputed: of it, what the backward pass computes again.
+        parameter_bytes: of parameters and buffers; a shared one counts at one of its units only.
+        gradient_bytes: of the gradients of those that train.
+        trained_elements: how many numbers of them train.
+        small_elements: of these, those of parameters that stay whole where others are in shards.
+        optimizer_bytes: what the optimizer keeps for them, masters included.
+        made_bytes: of all tensors that its forward pass makes.
+        kept_bytes: of those that it keeps for the backward pass.
+        again_bytes: of those that it keeps while the backward pass computes it again.
+    """
+
+    computation: Computation = Computation()
+    recomputed: Computation = Computation()
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    trained_elements: float = 0.0
+    small_elements: float = 0.0
+    optimizer_bytes: float = 0.0
+    made_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    again_bytes: float = 0.0
+
+    def __add__(self, other: Figures) -> Figures:
+        names = [each.name for each in dataclasses.fields(self)]
+        return Figures(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    @property
+    def share_in_shards(self) -> float:
+        """The share of parameters that can be cut into shards."""
+        if not self.trained_elements:
+            return 0.0
+        return 1.0 - self.small_elements / self.trained_elements
+
+    def times(self, factor: float) -> Figures:
+        """Returns that for ``factor`` times as many examples."""
+        return dataclasses.replace(
+            self,
+            computation=self.computation.times(factor),
+            recomputed=self.recomputed.times(factor),
+            made_bytes=factor * self.made_bytes,
+            kept_bytes=factor * self.kept_bytes,
+            again_bytes=factor * self.again_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """A module of a model, as ``planning.cost_tree.Unit`` has it.
+
+    Attributes:
+        name: unique in the model.
+        order: position of its first call.
+        splittable: whether its children may lie apart.
+        own: its figures, without its children's.
+        output_bytes: what crosses a cut behind it.
+        shared: keys of its own parameters that other units hold too.
+        children: in order of execution.
+    """
+
+    name: str
+    order: int
+    splittable: bool
+    own: Figures
+    output_bytes: float = 0.0
+    shared: tuple[str, ...] = ()
+    children: tuple[UnitProfile, ...] = ()
+
+    def walk(self) -> Iterator[UnitProfile]:
+        """Yields this unit and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A step of a script, recorded in one process.
+
+    Attributes:
+        step: name of the step function.
+        optimizer: name of the class of the optimizer; "" where there was none yet.
+        batch: examples of a call, in one process: of all replicas together.
+        examples: of the microbatch that was recorded.
+        precision: that most products are in.
+        root: the model.
+        beside: figures of what the step function computes outside of all modules, such as a loss.
+        settings: the parameters that the script, or its launcher, gave, by their main names.
+        memory_weight: of the partition.
+        most_gathered: elements of sharded parameters that are whole at a time.
+        has_buckets: whether replicas keep gradients in buckets besides.
+        notes: what a reader of the plan should know.
+    """
+
+    step: str
+    optimizer: str
+    batch: int
+    examples: int
+    precision: Precision
+    root: UnitProfile
+    beside: Figures = Figures()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    memory_weight: float = 0.8
+    most_gathered: int = 1_000_000_000
+    has_buckets: bool = True
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Returns the profile as text."""
+        return json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """Reads what ``to_json`` has written.
+
+        Raises:
+            ConfigError: it is of another version.
+        """
+        document = json.loads(text)
+        version = document.pop("version", None)
+        if version != _VERSION:
+            raise ConfigError(
+                f"a profile is read by the version of the library that wrote it (format "
+                f"{_VERSION}); received format {version!r}: record the step again."
+            )
+        root = _unit(document.pop("root"))
+        beside = _figures(document.pop("beside"))
+        notes = tuple(document.pop("notes"))
+        return cls(**document, root=root, beside=beside, notes=notes)
+
+
+def _unit(document: dict[str, Any]) -> UnitProfile:
+    own = _figures(document.pop("own"))
+    children = tuple(_unit(child) for child in document.pop("children"))
+    shared = tuple(document.pop("shared"))
+    return UnitProfile(**document, own=own, shared=shared, children=children)
+
+
+def _figures(document: dict[str, Any]) -> Figures:
+    computation, recomputed = (Computation(**document.pop(name)) for name in _COMPUTATIONS)
+    return Figures(computation, recomputed, **document)

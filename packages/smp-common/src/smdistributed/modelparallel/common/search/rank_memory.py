@@ -1,0 +1,110 @@
+"""What a rank of a job holds at its fullest, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smdistributed.modelparallel.common.search.candidates import Configuration
+from smdistributed.modelparallel.common.search.devices import Device
+from smdistributed.modelparallel.common.search.profile import ModelProfile
+from smdistributed.modelparallel.common.search.stages import Stages
+
+#: Sums of shards are in single precision.
+SINGLE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank, by kind.
+
+    Attributes:
+        parameters: whole ones, shards, and what of shards is gathered.
+        gradients: those that are summed up, and buckets that go over replicas.
+        optimizer: what it keeps, masters included.
+        activations: that wait for their backward passes, and what a pass makes on its way.
+        transfers: what comes from other ranks of the pipeline and goes to them.
+        reserve: driver, collectives, and what the allocator keeps besides.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transfers: float
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All kinds together."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.transfers
+            + self.reserve
+        )
+
+
+def memory_of(
+    rank: int,
+    stages: Stages,
+    held: float,
+    configuration: Configuration,
+    profile: ModelProfile,
+    device: Device,
+) -> RankMemory:
+    """Returns what a rank of the pipeline holds.
+
+    Args:
+        rank: of the pipeline.
+        stages: of the model.
+        held: the most activations that it keeps at one time.
+        configuration: of the job.
+        profile: of the model.
+        device: that the rank computes on.
+    """
+    own, shards = stages.holdings[rank], configuration.shards
+    parameters, gradients, optimizer = own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes
+    if configuration.replicas > 1 and profile.has_buckets:
+        gradients *= 2
+    if shards > 1:
+        cut = own.share_in_shards
+        a_number = own.gradient_bytes / own.trained_elements if own.trained_elements else 0.0
+        gathered = min(cut * own.parameter_bytes, profile.most_gathered * a_number)
+        parameters = (1 - cut + cut / shards) * own.parameter_bytes + gathered
+        gradients *= 1 - cut
+        gradients += cut * SINGLE_BYTES * own.trained_elements / shards
+        optimizer *= 1 - cut + cut / shards
+    elif configuration.shards_optimizer:
+        optimizer /= configuration.replicas
+    transfers = 2 * stages.crossing_bytes(rank)
+    found = RankMemory(
+        parameters, gradients, optimizer, held + stages.working_bytes[rank], transfers
+    )
+    reserve = device.context_bytes + device.slack * found.total
+    return dataclasses.replace(found, reserve=reserve)
+
+
+def fullest(
+    stages: Stages,
+    held: Sequence[float],
+    configuration: Configuration,
+    profile: ModelProfile,
+    device: Device,
+) -> tuple[RankMemory, ...]:
+    """Returns what every rank of the pipeline holds at its fullest.
+
+    Args:
+        stages: of the model.
+        held: for every rank, the most activations that it keeps at one time.
+        configuration: of the job.
+        profile: of the model.
+        device: that ranks compute on.
+    """
+    return tuple(
+        memory_of(rank, stages, held[rank], configuration, profile, device)
+        for rank in range(stages.num_ranks)
+    )

@@ -1,0 +1,235 @@
+"""A model cut over the ranks of a pipeline: what each rank holds, and what it computes in turn."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.planning.cost_tree import STATE_FACTOR
+from smdistributed.modelparallel.common.planning.partitioner import (
+    Assignment,
+    PlacedUnit,
+    Unit,
+    partition,
+)
+from smdistributed.modelparallel.common.planning.pass_costs import (
+    LONGER_IN_SINGLE,
+    LONGER_IN_TF32,
+    OPERATIONS_A_BYTE,
+    PassCosts,
+)
+from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.common.search.devices import REACHED, Device
+from smdistributed.modelparallel.common.search.profile import (
+    Computation,
+    Figures,
+    ModelProfile,
+    UnitProfile,
+)
+
+_LONGER = {"half": 1, "tf32": LONGER_IN_TF32, "single": LONGER_IN_SINGLE}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of units on one rank, which a microbatch passes in one go.
+
+    Attributes:
+        rank: that has it.
+        figures: of all its units.
+        output_bytes: what crosses the cut behind it.
+    """
+
+    rank: int
+    figures: Figures
+    output_bytes: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model over the ranks of a pipeline, for microbatches of one size.
+
+    Attributes:
+        pieces: in the order of execution.
+        holdings: for every rank, the figures of all that it has.
+        working_bytes: for every rank, what the largest of its units makes in a pass.
+    """
+
+    pieces: tuple[Piece, ...]
+    holdings: tuple[Figures, ...]
+    working_bytes: tuple[float, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.holdings)
+
+    def crossing_bytes(self, rank: int) -> float:
+        """Returns what a microbatch brings to a rank and takes from it."""
+        pairs = itertools.pairwise(self.pieces)
+        return sum(one.output_bytes for one, other in pairs if rank in (one.rank, other.rank))
+
+
+class Cutter:
+    """Cuts a model into stages, as the library will.
+
+    Args:
+        profile: of the model.
+        device: that it will be on.
+    """
+
+    def __init__(self, profile: ModelProfile, device: Device) -> None:
+        self._profile = profile
+        self._device = device
+        self._units = {unit.name: unit for unit in profile.root.walk()}
+        self._sums: dict[str, Figures] = {}
+        self._most_made: dict[str, float] = {}
+        self._sum_up(profile.root)
+        self.stages = functools.cache(self._stages)
+
+    def _stages(
+        self, partitions: int, examples: int, microbatches: int, *, v_shaped: bool
+    ) -> Stages | None:
+        """Returns the stages of a model; None where it cannot be cut so.
+
+        Args:
+            partitions: how many ranks there are.
+            examples: of a microbatch.
+            microbatches: of a replica's batch.
+            v_shaped: whether each rank has two pieces.
+        """
+        factor = examples / self._profile.examples
+        try:
+            assignment = partition(
+                self._tree(examples),
+                partitions,
+                self._profile.memory_weight,
+                v_shaped=v_shaped,
+                num_microbatches=microbatches if v_shaped else None,
+            )
+        except PartitionError:
+            return None
+        if len({unit.partition for unit in assignment.placed}) < partitions:
+            return None  # some rank would have nothing
+        return self._from(assignment, factor)
+
+    def _from(self, assignment: Assignment, factor: float) -> Stages:
+        pieces = []
+        computing = [
+            unit for unit in assignment.placed if self._figures(unit).computation != Computation()
+        ]
+        for rank, run in itertools.groupby(computing, key=lambda unit: unit.partition):
+            units = list(run)
+            figures = _total(self._figures(unit) for unit in units).times(factor)
+            last = self._units[units[-1].name]
+            pieces.append(Piece(rank, figures, factor * last.output_bytes))
+        # What the step function computes itself is computed where the model has ended.
+        beside = self._profile.beside.times(factor)
+        if pieces:
+            pieces[-1] = replace(pieces[-1], figures=pieces[-1].figures + beside)
+        by_rank: list[list[PlacedUnit]] = [[] for _ in range(assignment.num_partitions)]
+        for unit in assignment.placed:
+            by_rank[unit.partition].append(unit)
+        holdings = [_total(map(self._figures, units)).times(factor) for units in by_rank]
+        working = [factor * max(map(self._made, units), default=0.0) for units in by_rank]
+        if pieces:
+            last_rank = pieces[-1].rank
+            holdings[last_rank] += beside
+            working[last_rank] = max(working[last_rank], _made(beside))
+        return Stages(tuple(pieces), tuple(holdings), tuple(working))
+
+    @functools.cache  # noqa: B019 - lives as long as one search
+    def _tree(self, examples: int) -> Unit:
+        return self._unit(self._profile.root, examples / self._profile.examples)
+
+    def _unit(self, unit: UnitProfile, factor: float) -> Unit:
+        own = unit.own.times(factor)
+        return Unit(
+            unit.name,
+            compute=round(counted(own.computation, self._device, self._profile.precision).both),
+            memory=round(STATE_FACTOR * own.parameter_bytes + own.made_bytes),
+            order=unit.order,
+            shared=frozenset(unit.shared),
+            children=tuple(self._unit(child, factor) for child in unit.children),
+            output_bytes=round(factor * unit.output_bytes),
+            splittable=unit.splittable,
+        )
+
+    def _figures(self, placed: PlacedUnit) -> Figures:
+        """Returns the figures of what lies with a unit: its own alone, where it is split."""
+        return self._units[placed.name].own if placed.is_split else self._sums[placed.name]
+
+    def _made(self, placed: PlacedUnit) -> float:
+        """Returns the most that a module makes itself, of what lies with a unit."""
+        own = _made(self._units[placed.name].own)
+        return own if placed.is_split else self._most_made[placed.name]
+
+    def _sum_up(self, unit: UnitProfile) -> tuple[Figures, float]:
+        below = [self._sum_up(child) for child in unit.children]
+        self._sums[unit.name] = figures = _total([unit.own, *(each for each, _ in below)])
+        most = max([_made(unit.own), *(each for _, each in below)])
+        self._most_made[unit.name] = most
+        return figures, most
+
+
+def counted(work: Computation, device: Device, precision: str) -> PassCosts:
+    """Returns the costs of passes in operations, as partitions are balanced by them."""
+    longer = _LONGER[precision] if device.is_gpu else 1
+    moved = OPERATIONS_A_BYTE * work.moved_bytes if device.is_gpu else 0.0
+    return PassCosts.counted(longer * work.of_weights, longer * work.of_others + moved)
+
+
+def seconds(figures: Figures, device: Device, precision: str) -> PassCosts:
+    """Returns the seconds that passes take: a roofline, and no less than the host needs."""
+    passes = _roofline(figures.computation, device, precision)
+    again = _roofline(figures.recomputed, device, precision).forward
+    launches = figures.computation.num_kernels * device.launch_seconds
+    return PassCosts(
+        max(passes.forward, launches),
+        max(passes.backward, 2 * launches) + again,
+        passes.weights,
+    )
+
+
+def _roofline(work: Computation, device: Device, precision: str) -> PassCosts:
+    operations = REACHED * device.operations[precision]  # type: ignore[index]
+    moved = work.moved_bytes / (REACHED * device.memory_rate)
+    return PassCosts.counted(work.of_weights / operations, work.of_others / operations + moved)
+
+
+def segment_graph(stages: Stages, passes: Sequence[PassCosts], *, halves: bool) -> SegmentGraph:
+    """Returns what the simulator takes.
+
+    Args:
+        stages: of a microbatch.
+        passes: the seconds of each piece.
+        halves: whether backward passes are two.
+    """
+    segments = tuple(
+        Segment(
+            index,
+            piece.rank,
+            forward_cost=costs.forward,
+            backward_cost=costs.backward - (costs.weights if halves else 0.0),
+            has_backward=True,
+            activation_bytes=round(piece.figures.kept_bytes),
+            weight_cost=(costs.weights or None) if halves else None,
+        )
+        for index, (piece, costs) in enumerate(zip(stages.pieces, passes, strict=True))
+    )
+    edges = tuple(
+        Edge(index, index + 1, num_bytes=round(piece.output_bytes), has_grad=True)
+        for index, piece in enumerate(stages.pieces[:-1])
+    )
+    return SegmentGraph(segments, edges, stages.num_ranks)
+
+
+def _made(own: Figures) -> float:
+    return own.made_bytes + own.again_bytes
+
+
+def _total(figures: Iterable[Figures]) -> Figures:
+    return sum(figures, Figures())

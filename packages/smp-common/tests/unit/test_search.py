@@ -1,0 +1,203 @@
+"""The search for the configuration of a job, on profiles made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from smdistributed.modelparallel.common.config import load
+from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.search.candidates import (
+    PIPELINES,
+    Configuration,
+    configurations,
+)
+from smdistributed.modelparallel.common.search.devices import Machine, device_of
+from smdistributed.modelparallel.common.search.profile import (
+    Computation,
+    Figures,
+    ModelProfile,
+    UnitProfile,
+)
+from smdistributed.modelparallel.common.search.rank_memory import RankMemory
+from smdistributed.modelparallel.common.search.ranking import Estimate, Search, _Bounded
+from smdistributed.modelparallel.common.search.tables import gib, why
+
+EXAMPLES = 2
+
+
+def transformer(
+    num_blocks: int, width: int = 1024, length: int = 512, *, batch: int = 64
+) -> ModelProfile:
+    """Returns the profile of a transformer in half precision, with an Adam of its own."""
+    tokens = EXAMPLES * length
+
+    def weights(name: str, order: int, inputs: int, outputs: int) -> UnitProfile:
+        elements = inputs * outputs
+        figures = Figures(
+            computation=Computation(of_weights=2.0 * tokens * elements, num_kernels=1),
+            parameter_bytes=2.0 * elements,
+            gradient_bytes=2.0 * elements,
+            trained_elements=elements,
+            optimizer_bytes=12.0 * elements,
+            made_bytes=2.0 * tokens * outputs,
+            kept_bytes=2.0 * tokens * inputs,
+        )
+        return UnitProfile(name, order, False, figures, output_bytes=2.0 * tokens * outputs)
+
+    def block(index: int) -> UnitProfile:
+        name, order = f"blocks.{index}", 10 * index + 10
+        children = (
+            weights(f"{name}.mix", order + 1, width, 4 * width),
+            weights(f"{name}.up", order + 2, width, 4 * width),
+            weights(f"{name}.down", order + 3, 4 * width, width),
+        )
+        glue = Figures(
+            computation=Computation(moved_bytes=12.0 * tokens * width, num_kernels=8),
+            made_bytes=8.0 * tokens * width,
+            kept_bytes=8.0 * tokens * width,
+        )
+        return UnitProfile(name, order, True, glue, 2.0 * tokens * width, children=children)
+
+    blocks = tuple(block(index) for index in range(num_blocks))
+    children = (
+        weights("embedding", 1, 1, 32_000),
+        UnitProfile("blocks", 2, True, Figures(), 2.0 * tokens * width, children=blocks),
+        weights("head", 10 * num_blocks + 20, width, 32_000),
+    )
+    root = UnitProfile("", 0, True, Figures(), children=children)
+    return ModelProfile("train_step", "AdamW", batch, EXAMPLES, "half", root)
+
+
+def machine(num_devices: int, memory_bytes: int, *, num_hosts: int = 1) -> Machine:
+    return Machine(device_of("h100"), num_devices, num_hosts, memory_bytes)
+
+
+GIB = 1 << 30
+SMALL = transformer(6, batch=16)
+
+
+def everything(search: Search, profile: ModelProfile, on: Machine) -> list[Estimate]:
+    """Returns the estimates of all configurations, simulated one by one."""
+    found = [search._bounded(each, fits=True) for each in configurations(profile, on)]
+    return [search._estimate(each) for each in found if isinstance(each, _Bounded)]
+
+
+def test_the_best_of_a_plan_are_the_best_of_all() -> None:
+    on = machine(8, 1 * GIB + 900 * 2**20)
+    search = Search(SMALL, on)
+    plan = search.plan(5)
+    fitting = [each for each in everything(search, SMALL, on) if each.peak.total <= on.memory_bytes]
+    assert len(fitting) <= plan.num_fitting < plan.num_configurations
+    expected = sorted(each.seconds for each in fitting)[:5]
+    assert sorted(each.seconds for each in plan.best) == pytest.approx(expected)
+    assert plan.best == Search(SMALL, on).plan(5).best
+
+
+def test_no_estimate_is_below_its_bounds() -> None:
+    on = machine(4, 80 * GIB)
+    search = Search(SMALL, on)
+    tight = Search(SMALL, machine(4, 1))
+    for configuration in configurations(SMALL, on):
+        bounded = search._bounded(configuration)
+        assert isinstance(bounded, _Bounded)
+        estimate = search._estimate(bounded)
+        assert bounded.bound <= estimate.seconds * (1 + 1e-9)
+        least = tight._bounded(configuration)
+        assert isinstance(least, Estimate)
+        assert least.peak.total <= estimate.peak.total * (1 + 1e-9)
+
+
+def test_every_line_is_a_configuration_that_the_library_takes() -> None:
+    profile = dataclasses.replace(
+        SMALL, settings={"tensor_parallel_degree": 2, "pipeline": "simple", "ddp": True}
+    )
+    chosen = list(configurations(profile, machine(8, 80 * GIB)))
+    assert {each.pipeline for each in chosen} == set(PIPELINES)
+    assert {each.shards for each in chosen} == {1, 2, 4, 8}
+    for each in chosen:
+        config = load("pytorch", {**profile.settings, **each.settings(profile)}, environ={})
+        config.check_world(8, "pytorch")
+        assert config.topology(8).rdp_size == each.replicas
+        assert (config.pipeline, config.tensor_parallel_degree) == (each.pipeline, 1)
+
+
+def test_the_memory_of_one_process_is_the_sum_of_what_was_measured() -> None:
+    on = machine(1, 80 * GIB)
+    [estimate] = (
+        each
+        for each in everything(Search(SMALL, on), SMALL, on)
+        if each.configuration.microbatches == 8
+    )
+    whole = sum((unit.own for unit in SMALL.root.walk()), Figures())
+    [memory] = estimate.memory
+    assert memory.parameters == whole.parameter_bytes
+    assert (memory.gradients, memory.optimizer) == (whole.gradient_bytes, whole.optimizer_bytes)
+    head = 2.0 * EXAMPLES * 512 * 32_000  # what a microbatch makes there, on its way
+    assert memory.activations == pytest.approx(whole.kept_bytes + head)
+    assert memory.reserve == pytest.approx(1 * GIB + 0.06 * (memory.total - memory.reserve))
+
+
+def test_shards_and_replicas_hold_their_parts() -> None:
+    on = machine(4, 80 * GIB)
+    by = {each.configuration: each for each in everything(Search(SMALL, on), SMALL, on)}
+
+    def peak(shards: int, *, state: bool = False) -> RankMemory:
+        return by[Configuration(1, 4, shards, state, 2, "interleaved")].peak
+
+    whole = sum((unit.own for unit in SMALL.root.walk()), Figures())
+    assert peak(1).gradients == 2 * whole.gradient_bytes  # buckets besides
+    assert peak(1, state=True).optimizer == whole.optimizer_bytes / 4
+    assert peak(4).optimizer == whole.optimizer_bytes / 4
+    assert peak(4).gradients == 4 * whole.trained_elements / 4
+    # Small enough that all of it stays whole once it is gathered.
+    assert peak(4).parameters == pytest.approx(1.25 * whole.parameter_bytes)
+
+
+def test_what_does_not_fit_is_told_in_bytes_by_kind() -> None:
+    plan = Search(SMALL, machine(4, 1 * GIB)).plan()
+    assert not plan.best
+    assert plan.num_fitting == 0
+    totals = [each.peak.total for each in plan.refused]
+    assert totals == sorted(totals)
+    assert len({each.configuration.partitions for each in plan.refused}) > 1
+    text = why(plan.refused[0].peak)
+    assert text.startswith(f"{gib(totals[0])} GiB = ")
+    assert all(kind in text for kind in ("optimizer", "activations", "reserve"))
+
+
+def test_a_batch_that_no_configuration_can_share_out_is_refused() -> None:
+    profile = transformer(1, batch=1)
+    with pytest.raises(ConfigError, match=r"1 examples cannot be shared out .* 64 devices"):
+        Search(profile, machine(64, 80 * GIB)).plan()
+
+
+def test_a_model_that_is_computed_again_keeps_less_and_takes_longer() -> None:
+    def repeated(unit: UnitProfile) -> UnitProfile:
+        own = unit.own
+        own = dataclasses.replace(own, recomputed=own.computation, kept_bytes=own.kept_bytes / 8)
+        return dataclasses.replace(unit, own=own, children=tuple(map(repeated, unit.children)))
+
+    on = machine(1, 80 * GIB)
+    plain = Search(SMALL, on).plan(1).best[0]
+    again = Search(dataclasses.replace(SMALL, root=repeated(SMALL.root)), on).plan(1).best[0]
+    assert again.peak.activations < plain.peak.activations
+    assert 1.2 < again.seconds / plain.seconds < 1.4
+
+
+def test_a_profile_is_read_as_it_was_written() -> None:
+    assert ModelProfile.from_json(SMALL.to_json()) == SMALL
+    with pytest.raises(ConfigError, match="received format 0: record the step again"):
+        ModelProfile.from_json(SMALL.to_json().replace('"version": 1', '"version": 0'))
+
+
+def test_links_between_hosts_are_slower() -> None:
+    alone = Search(SMALL, machine(16, 80 * GIB)).plan(1).best[0]
+    apart = Search(SMALL, machine(16, 80 * GIB, num_hosts=2)).plan(1).best[0]
+    assert alone.seconds < apart.seconds
+
+
+def test_a_device_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="received 'tpu': name the one that is most like yours"):
+        device_of("tpu")
