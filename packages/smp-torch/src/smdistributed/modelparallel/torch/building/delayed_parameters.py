@@ -98,9 +98,15 @@ class _Write:
 
 
 class DelayedParameters:
-    """The delayed tensors of this process."""
+    """The delayed tensors of this process.
 
-    def __init__(self) -> None:
+    Args:
+        draw: random numbers are drawn, so that a generator moves on; False where no tensor will
+            ever have values.
+    """
+
+    def __init__(self, *, draw: bool = True) -> None:
+        self.draw = draw
         self._storages: dict[int, _Storage] = {}
         #: Tensor objects that were changed in place, and their versions when the context was left.
         self._changed: dict[int, torch.Tensor] = {}
@@ -309,7 +315,7 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]
     ) -> tuple[torch.Generator | None, torch.Tensor | None]:
         """Lets a random operation move its generator; returns that and its state before."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or not self._delayed.draw:
             return None, None
         generator = kwargs.get("generator") or torch.default_generator
         state = generator.get_state()

@@ -60,7 +60,8 @@ class Holder:
     def __init__(self, runtime: TorchRuntime, module: nn.Module, number: int) -> None:
         self._runtime = runtime
         self._own = runtime.coordinates.pp_rank
-        self._is_whole = runtime.topology.pp_size == 1
+        # A model that is planned for is never placed: it may be too large for this machine.
+        self._is_whole = runtime.topology.pp_size == 1 and runtime.planning is None
         self._placement: Placement | None = None
         self._waiting: list[Callable[[], Any]] = []
         self._fixed: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     computes_on_fakes,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.record.flops import FlopCounter
+from smdistributed.modelparallel.torch.record.flops import FlopCounter, is_half
 from smdistributed.modelparallel.torch.record.lifetimes import Lifetimes
 from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.work import Operations, Work, makes_tensors
@@ -71,6 +71,7 @@ class ModuleProfile:
         draws: the random numbers that it draws itself.
         opaque: why its forward can only run for real, so that it cannot be split; else "".
         asks: whether its Python asks about the numbers in inputs of the step.
+        repeated: its backward pass computes it again: a checkpointed call has called it.
     """
 
     order: int
@@ -79,6 +80,7 @@ class ModuleProfile:
     draws: Draws = Draws()
     opaque: str = ""
     asks: bool = False
+    repeated: bool = False
 
 
 @dataclass
@@ -105,6 +107,10 @@ class Reading:
     weight_flops: int
     moved: int
     kernels: int
+    products: int
+    half_products: int
+    weight_products: int
+    moved_bytes: int
     operations: int
     bytes: int
     random_draws: int
@@ -140,6 +146,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._weight_flops = 0
         self._moved = 0
         self._kernels = 0
+        self._products = self._half_products = self._weight_products = 0
+        self._moved_bytes = 0
         self.bytes = 0
         self.random_draws = 0
         self.writes = 0
@@ -153,6 +161,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weight_flops,
             self._moved,
             self._kernels,
+            self._products,
+            self._half_products,
+            self._weight_products,
+            self._moved_bytes,
             len(self._names),
             self.bytes,
             self.random_draws,
@@ -162,8 +174,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forgets what was counted since a reading."""
         self.flops, self._weight_flops = reading.flops, reading.weight_flops
         self._moved, self._kernels = reading.moved, reading.kernels
+        self._products, self._half_products = reading.products, reading.half_products
+        self._weight_products, self._moved_bytes = reading.weight_products, reading.moved_bytes
         self.bytes, self.random_draws = reading.bytes, reading.random_draws
         del self._names[reading.operations :]
+
+    @property
+    def work(self) -> Work:
+        """All that was done."""
+        return self.work_since(Reading(*[0] * len(fields(Reading))))
 
     def work_since(self, reading: Reading) -> Work:
         """Returns what was done since a reading."""
@@ -172,6 +191,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weight_flops - reading.weight_flops,
             self._moved - reading.moved,
             self._kernels - reading.kernels,
+            self._products - reading.products,
+            self._half_products - reading.half_products,
+            self._weight_products - reading.weight_products,
+            self._moved_bytes - reading.moved_bytes,
             tuple(self._names[reading.operations :]),
         )
 
@@ -202,15 +225,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
-        flops, moved = self._flop_counter.count(func, args, kwargs, out)
-        self.flops += flops
-        self._moved += moved
+        count = self._flop_counter.count(func, args, kwargs, out)
+        self.flops += count.flops
+        self._moved += count.moved
+        self._products += count.products
+        self._moved_bytes += count.moved_bytes
+        if count.products and is_half(out):
+            self._half_products += count.products
         if func._overloadpacket in OF_WEIGHTS:
-            self._weight_flops += flops
+            self._weight_flops += count.flops
+            self._weight_products += count.products
         if makes_tensors(func, out):
             self._kernels += 1
             if self._operations is not None:
-                self._names.append(self._operations.name(func, args, kwargs, flops))
+                self._names.append(self._operations.name(func, args, kwargs, count.flops))
         if self._not_kept is None and isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out

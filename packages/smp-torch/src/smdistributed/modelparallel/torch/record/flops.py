@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,16 +30,30 @@ logger = logging.getLogger(__name__)
 _ATTENTION = "aten::_scaled_dot_product_"
 
 
+class Count(NamedTuple):
+    """What one call of an operation takes.
+
+    Attributes:
+        flops: floating-point operations, or what it is worth in them.
+        moved: of them, what stands for moving memory.
+        products: floating-point operations of a product, whatever it computes in.
+        moved_bytes: what it reads and writes, if it is no product.
+    """
+
+    flops: int
+    moved: int
+    products: int
+    moved_bytes: int
+
+
 class FlopCounter:
     """Counts calls of operations; says once of each that its formula refused a call."""
 
     def __init__(self) -> None:
         self._refused: set[Any] = set()
 
-    def count(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> tuple[int, int]:
-        """Returns the floating-point operations of a call, and how many stand for its bytes.
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Count:
+        """Returns what a call takes.
 
         Where PyTorch has no formula, on the host 0, on a GPU what its bytes are worth. Where the
         formula refuses, attention is counted by its shapes, and any other operation as one for each
@@ -48,11 +62,11 @@ class FlopCounter:
         is_on_gpu = _is_on_gpu(out)
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:
-            moves = is_on_gpu and makes_tensors(func, out)
-            moved = OPERATIONS_A_BYTE * _moved_bytes((args, kwargs, out)) if moves else 0
-            return moved, moved
+            num_bytes = _moved_bytes((args, kwargs, out)) if makes_tensors(func, out) else 0
+            moved = OPERATIONS_A_BYTE * num_bytes if is_on_gpu else 0
+            return Count(moved, moved, _attention_flops(func, args, kwargs) or 0, num_bytes)
         counted = self._counted(formula, func, args, kwargs, out)
-        return counted * _longer(out) if is_on_gpu else counted, 0
+        return Count(counted * _longer(out) if is_on_gpu else counted, 0, counted, 0)
 
     def _counted(self, formula: Any, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         try:
@@ -69,12 +83,17 @@ def _is_on_gpu(out: Any) -> bool:
     return any(each.is_cuda for each in tensors_in(out))
 
 
+def is_half(out: Any) -> bool:
+    """Whether a result is in half precision, or in less."""
+    return any(each.element_size() < 4 for each in tensors_in(out) if each.is_floating_point())
+
+
 def _longer(out: Any) -> int:
     """Returns how much longer than in half precision a GPU takes for a product.
 
     Attention in half precision gives sums in single precision besides its result.
     """
-    if any(each.element_size() < 4 for each in tensors_in(out) if each.is_floating_point()):
+    if is_half(out):
         return 1
     is_exact = torch.get_float32_matmul_precision() == "highest"
     return LONGER_IN_SINGLE if is_exact else LONGER_IN_TF32

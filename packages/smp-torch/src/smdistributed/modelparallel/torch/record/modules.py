@@ -187,6 +187,7 @@ class ModuleCalls:
         finally:
             self._stack.pop()
         costs.asks |= self._state.questions != questions
+        costs.repeated |= self._state.region is not None
         in_python = drawn_in_python()
         drawn = meter.random_draws - reading.random_draws
         self.current.child_draws += drawn

@@ -21,6 +21,10 @@ class Work:
         weight_flops: those of products with a weight.
         moved: of the former, what stands for moving memory, where that takes the time.
         kernels: operations that compute something, each by a kernel of its own on a GPU.
+        products: floating-point operations of products, those of half precision like others.
+        half_products: of them, those whose results are in half precision.
+        weight_products: of them, those of products with a weight.
+        moved_bytes: what operations read and write that are no products.
         operations: the names of the operations that reached the dispatcher, in ``Operations``;
             empty where costs are counted.
     """
@@ -29,7 +33,24 @@ class Work:
     weight_flops: int = 0
     moved: int = 0
     kernels: int = 0
+    products: int = 0
+    half_products: int = 0
+    weight_products: int = 0
+    moved_bytes: int = 0
     operations: tuple[str, ...] = ()
+
+    def __sub__(self, other: Work) -> Work:
+        """Returns what is left without another's counts; operations have none."""
+        return Work(
+            self.flops - other.flops,
+            self.weight_flops - other.weight_flops,
+            self.moved - other.moved,
+            self.kernels - other.kernels,
+            self.products - other.products,
+            self.half_products - other.half_products,
+            self.weight_products - other.weight_products,
+            self.moved_bytes - other.moved_bytes,
+        )
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -37,6 +58,10 @@ class Work:
             self.weight_flops + other.weight_flops,
             self.moved + other.moved,
             self.kernels + other.kernels,
+            self.products + other.products,
+            self.half_products + other.half_products,
+            self.weight_products + other.weight_products,
+            self.moved_bytes + other.moved_bytes,
             self.operations + other.operations,
         )
 

@@ -56,6 +56,7 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.departures import Departures
 from smdistributed.modelparallel.torch.runtime.joining import meet
+from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.process_groups import (
     backends,
     new_group,
@@ -107,6 +108,7 @@ class TorchRuntime(Runtime):
         num_models: how many were made.
         pending_save: the checkpoint that may still be being written.
         num_updates: how often optimizers of models have been stepped.
+        planning: what is asked of a process that stands for a job; None where the job runs.
         replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
@@ -131,6 +133,7 @@ class TorchRuntime(Runtime):
     replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
+    planning: Planning | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -236,6 +239,9 @@ def start(
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("pytorch", config)
+    planning = Planning.asked(settings)
+    if planning is not None:
+        settings = planning.config_alone
     # Before anything touches the GPU: CUDA reads it once.
     if settings.tensor_parallel_degree == settings.sharded_data_parallel_degree == 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
@@ -250,6 +256,8 @@ def start(
         hooks = _hooks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     transport, peers = _join(timeout_seconds)
     hooks = hooks or _hooks(transport.rank, transport.size)
+    if planning is not None:
+        planning.check_alone(transport.size)
     settings.check_world(transport.size, "pytorch", transport.local_size)
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
@@ -290,6 +298,8 @@ def start(
         sharding_groups=_sharding_groups(settings, topology, transport.rank, peers, device),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
+        delayed=DelayedParameters(draw=planning is None),
+        planning=planning,
     )
     runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.stepping.moving import NOTHING, Moved
 
@@ -40,6 +41,18 @@ class TensorKind:
             tensor.device.type,
             tensor.requires_grad,
         )
+
+    def fake(self, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+        """Returns a stand-in of this kind.
+
+        Args:
+            mode: of the fakes.
+            device: where the step runs; a tensor on the host is there all the same.
+        """
+        place = torch.device("cpu") if self.device_type == "cpu" else device
+        with mode:
+            fake = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+        return fake.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)

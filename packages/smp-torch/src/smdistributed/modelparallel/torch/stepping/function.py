@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.body_captures import body_captures_of
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
+from smdistributed.modelparallel.torch.stepping.planned import PlannedStep
 from smdistributed.modelparallel.torch.stepping.replaying import replays_of
 
 NOT_COMPILED = (
@@ -87,7 +88,7 @@ class StepFunction:
         self._static = static
         self._cuda_graphs = cuda_graphs
         self._compiling = compiling
-        self._engine: EagerStep | PipelinedStep | None = None
+        self._engine: EagerStep | PipelinedStep | PlannedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one mini-batch."""
@@ -101,7 +102,9 @@ class StepFunction:
             self._engine = self._make(runtime)
         return self._engine.run(args, kwargs)
 
-    def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep:
+    def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep | PlannedStep:
+        if runtime.planning is not None:
+            return PlannedStep(runtime, self._function, self._rules, runtime.planning)
         given = runtime, self._function, self._rules, self._detach_outputs
         asked = runtime, self.name, self._cuda_graphs
         if runtime.topology.pp_size == 1:

@@ -267,16 +267,8 @@ class StepInputs:
 
     def _stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Returns the arguments with fakes of rank 0's tensors in the places of its own."""
-        mode = self._runtime.fake_mode
-
-        def fake(kind: TensorKind) -> torch.Tensor:
-            with mode:
-                tensor = torch.empty_strided(
-                    kind.shape, kind.stride, dtype=kind.dtype, device=self._device(kind)
-                )
-            return tensor.requires_grad_(kind.requires_grad)
-
-        return _with_tensors(args, kwargs, [fake(each) for each in kind.tensors])
+        mode, device = self._runtime.fake_mode, self._runtime.device
+        return _with_tensors(args, kwargs, [each.fake(mode, device) for each in kind.tensors])
 
     def _device(self, kind: TensorKind) -> torch.device:
         return torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
@@ -364,15 +362,11 @@ class Lockstep:
         key = (batch.header.kind.state, kinds)
         trace = self._traces.get(key)
         if trace is None:
-            trace = self._traces[key] = Trace([self._fake(kind) for kind in kinds])
+            trace = self._traces[key] = Trace(
+                [kind.fake(self._runtime.fake_mode, self._runtime.device) for kind in kinds]
+            )
         self._traces.move_to_end(key)
         return trace
-
-    def _fake(self, kind: TensorKind) -> torch.Tensor:
-        device = torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device
-        with self._runtime.fake_mode:
-            fake = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=device)
-        return fake.requires_grad_(kind.requires_grad)
 
     def let_go(self) -> None:
         """Forgets everything; every rank must, before the same call."""

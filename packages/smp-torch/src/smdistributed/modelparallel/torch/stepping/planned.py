@@ -1,0 +1,240 @@
+"""A step whose job is being planned: it is recorded, its profile written, and the process ends.
+
+Nothing is computed, and no model is placed, so that parameters that are delayed take no memory. A
+step without gradients, as before the training, is recorded too, and gives zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.microbatch import SplitRules, tensors_to_cut
+from smdistributed.modelparallel.common.search.profile import (
+    ModelProfile,
+    Precision,
+    UnitProfile,
+)
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
+from smdistributed.modelparallel.torch.plan.unit_profile import beside_modules, unit_profile
+from smdistributed.modelparallel.torch.random.keys import draw_step_seed
+from smdistributed.modelparallel.torch.record.costs import Meter
+from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
+from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.recorder import Recorder
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace import EntryKind, Trace
+from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.runtime.planning import Planning
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
+from smdistributed.modelparallel.torch.sharding.layout import is_cut
+from smdistributed.modelparallel.torch.stepping.batch import MiniBatch, TensorKind
+from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
+from smdistributed.modelparallel.torch.stepping.placing import kept_whole
+from smdistributed.modelparallel.torch.stepping.results import combine
+
+
+class PlannedStep:
+    """Records a step function in a process whose job is being planned.
+
+    Args:
+        runtime: the state of the library in this process.
+        function: the user's function.
+        rules: which arguments are split.
+        planning: says where the profile goes.
+    """
+
+    is_tracing = True
+    offloading = None
+
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        function: Callable[..., Any],
+        rules: SplitRules,
+        planning: Planning,
+    ) -> None:
+        self.runtime = runtime
+        self._function = function
+        self._name = getattr(function, "__name__", str(function))
+        self._rules = rules
+        self._inputs = StepInputs(runtime, rules)
+        self._planning = planning
+        self._recorder: Recorder | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call; ends the process if it trains.
+
+        Raises:
+            UnsupportedError: the step trains several models, or none.
+        """
+        for model in models_of(self.runtime):
+            model.refresh()
+        try:
+            batch = self._inputs.agree(args, kwargs, draw_step_seed(), lambda batch: None)
+            made, meter = self._recorded(batch, keeps=False)
+            if not _trains(made):
+                results = [map_tensors(made.result, _zeros)] * len(batch.calls)
+                return combine(results, batch.weights, detach=True)
+            kept, keeping = self._recorded(batch, keeps=True)
+        finally:
+            self.runtime.random.end()
+        return self._end(self._profile(batch, made, meter, kept, keeping))
+
+    def _profile(
+        self, batch: MiniBatch, made: Passed, meter: Meter, kept: Passed, keeping: Meter
+    ) -> ModelProfile:
+        config = self._planning.config
+        state_bytes, optimizers, notes = kept_bytes(self.runtime)
+        if not optimizers:
+            notes.append(
+                "no smp.DistributedOptimizer was made before the first training step: memory of "
+                "optimizers is not counted"
+            )
+        notes += kept_whole(made.profile)
+        cut = list(tensors_to_cut(TENSORS, self._rules, *batch.given).values())
+        shape = cut[0][0].shape[cut[0][1]] if cut else len(batch.calls)
+        model = self._model(made)
+        options = model.data_parallel.options
+        root: UnitProfile = unit_profile(
+            model.holder.fakes,
+            made.profile,
+            kept.profile,
+            state_bytes,
+            functools.partial(_is_small, config.sdp_param_persistence_threshold),
+        )
+        return ModelProfile(
+            step=self._name,
+            optimizer=", ".join(optimizers),
+            batch=shape,
+            examples=round(shape * batch.weights[0]),
+            precision=_precision(meter.work),
+            root=root,
+            beside=beside_modules(
+                meter.work,
+                meter.bytes,
+                keeping.bytes,
+                model.get_module(),
+                made.profile,
+                kept.profile,
+            ),
+            settings={
+                each.name: each.value for each in config.explain() if each.source != "default"
+            },
+            memory_weight=config.memory_weight,
+            most_gathered=config.sdp_max_live_parameters,
+            has_buckets=not options.gradient_as_bucket_view,
+            notes=tuple(notes),
+        )
+
+    def _model(self, passed: Passed) -> DistributedModel:
+        """Returns the one model that the step trains."""
+        called = [
+            model
+            for model in models_of(self.runtime)
+            if not passed.profile.modules.keys().isdisjoint(model.holder.fakes.names)
+        ]
+        if len(called) != 1:
+            raise UnsupportedError(
+                "the planner plans for steps of one smp.DistributedModel; step function "
+                f"{self._name} calls {len(called)}: plan for the larger one in a step of its own."
+            )
+        return called[0]
+
+    # ------------------------------------------------------------------ recording
+
+    def _recorded(self, batch: MiniBatch, *, keeps: bool) -> tuple[Passed, Meter]:
+        """Records the first microbatch, and returns what has counted it.
+
+        Args:
+            batch: what was called.
+            keeps: whether the bytes of its profile are those that autograd keeps.
+        """
+        runtime, call = self.runtime, batch.calls[0]
+        fakes = [model.holder.fakes for model in models_of(runtime)]
+        scene = Scene(fakes, {}, fakes, [self._function])
+        meter = Meter(runtime.fake_mode, not_kept=scene.storages if keeps else None)
+        recorder = Recorder(
+            scene,
+            runtime.fake_mode,
+            runtime.device,
+            runtime.random,
+            meter,
+            itertools.count().__next__,
+        )
+        runtime.random.begin(batch.header.seed, rehearsal=True)
+        runtime.random.enter_pass(0, backward=False)
+        kinds = [TensorKind.of(tensor) for tensor in tensors_in(call)]
+        trace = Trace([kind.fake(runtime.fake_mode, runtime.device) for kind in kinds])
+        with contextlib.ExitStack() as stack:
+            if keeps:
+                hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor)
+                stack.enter_context(hooks)
+            stack.enter_context(self._running(recorder))
+            stack.enter_context(recorder.on_fakes())
+            passed = recorder.run(trace, self._function, call, OwnDecisions())
+        return passed, meter
+
+    @contextlib.contextmanager
+    def _running(self, recorder: Recorder) -> Iterator[None]:
+        """Marks the runtime as being inside this step."""
+        self.runtime.current_step = self
+        self._recorder = recorder
+        try:
+            yield
+        finally:
+            self.runtime.current_step = None
+            self._recorder = None
+
+    def backward(
+        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
+    ) -> None:
+        """Notes a ``model.backward`` of the body."""
+        if self._recorder is not None:
+            self._recorder.backward(model.get_module(), tensors, grad_tensors)
+
+    def let_go(self) -> None:
+        """Forgets nothing: no call is remembered."""
+
+    # ------------------------------------------------------------------ the end
+
+    def _end(self, profile: ModelProfile) -> NoReturn:
+        """Writes the profile and ends the process: what follows in the script would train."""
+        Path(self._planning.file).write_text(profile.to_json(), encoding="utf-8")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _trains(passed: Passed) -> bool:
+    """Whether a microbatch has asked for gradients."""
+    assert passed.opened is not None
+    return any(entry.kind is EntryKind.BACKWARD for entry in passed.opened.log)
+
+
+def _is_small(threshold: int, parameter: torch.Tensor) -> bool:
+    """Whether a parameter stays whole where others are in shards."""
+    return not is_cut(tuple(parameter.shape), parameter.dtype, threshold)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _precision(work: Work) -> Precision:
+    """Returns what most products compute in."""
+    if 2 * work.half_products > work.products:
+        return "half"
+    return "single" if torch.get_float32_matmul_precision() == "highest" else "tf32"
