@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
+from smdistributed.modelparallel.common.launcher import plan
 from smdistributed.modelparallel.launch import names, notebooks
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder
@@ -39,10 +40,12 @@ _STYLES = {"Completed": "green", "Failed": "red", "Stopped": "yellow"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``smp-launch``; returns its exit code: 1 if a job that was waited for failed."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     try:
+        if words[:1] == ["plan"]:  # its words after -- are a script's
+            return plan.main(words[1:], prog="smp-launch plan")
+        arguments = _parser().parse_args(words)
         return int(arguments.run(Session(root=arguments.jobs), arguments) or 0)
     except UnexpectedStatusException as error:
         _say(str(error))
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", metavar="FOLDER", help="folder of all jobs (default: SMP_JOBS)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("plan", help="say which configurations of a job fit, and which is fastest")
     listing = commands.add_parser("list", help="all jobs, the newest first")
     listing.set_defaults(run=_list)
     for name, run, text in (

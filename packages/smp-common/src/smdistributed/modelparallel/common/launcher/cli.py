@@ -12,7 +12,7 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
-from smdistributed.modelparallel.common.launcher import dry_run, job, settings
+from smdistributed.modelparallel.common.launcher import dry_run, job, plan, settings
 from smdistributed.modelparallel.common.launcher.command import (
     Job,
     build_command,
@@ -31,6 +31,7 @@ from smdistributed.modelparallel.common.launcher.hosts import (
 )
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions, translate
 from smdistributed.modelparallel.common.launcher.slurm import allocated_hosts
+from smdistributed.modelparallel.common.search.devices import DEVICES
 
 _USAGE_EXIT_CODE = 2
 _BROKEN_PIPE_EXIT_CODE = 141
@@ -95,10 +96,16 @@ def _run(argv: list[str]) -> int:
     options = translate(" ".join([file.custom_mpi_options, *arguments.mpi_args]))
     hosts = _place(arguments, options, file.processes_per_host)
     num_ranks = len(host_of_ranks(hosts))
+    if arguments.memory and not arguments.plan:
+        parser.error("--memory is that of a device that is planned for: give --plan too")
 
     merged = settings.merge(
         os.environ, file.parameters, [settings.parse_setting(text) for text in arguments.set]
     )
+    if arguments.plan:
+        machine = plan.machine_of(hosts, arguments.plan, arguments.memory)
+        request = plan.Request(program, hosts, machine, parameters=merged.parameters)
+        return plan.run(request, settings.launch_environment(os.environ, merged))
     num_cores = len(os.sched_getaffinity(0))
     environ, remark = job_environment(
         settings.launch_environment(os.environ, merged),
@@ -187,6 +194,13 @@ def _parser() -> argparse.ArgumentParser:
     # For tests, which keep such a process.
     add("--fork-from", default="", help=argparse.SUPPRESS)
     add("--dry-run", action="store_true", help="show what would run, and start nothing")
+    add(
+        "--plan",
+        metavar="DEVICE",
+        help="start nothing, but list the configurations that fit such devices: "
+        f"{', '.join(DEVICES)}",
+    )
+    add("--memory", metavar="80GiB", help="with --plan: of a device")
     return parser
 
 

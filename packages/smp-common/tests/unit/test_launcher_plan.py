@@ -1,0 +1,117 @@
+"""The command that plans, as far as it needs no framework: scripts that write a profile by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from test_search import transformer
+
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
+from smdistributed.modelparallel.common.launcher import cli, plan
+from smdistributed.modelparallel.common.launcher.cli import split_arguments
+
+#: Stands for a script that comes to its first training step.
+SCRIPT = """
+import os, pathlib, sys
+assert sys.argv[1:] == ["--batch", "16"], sys.argv
+profile = pathlib.Path(__file__).with_suffix(".json").read_text()
+pathlib.Path(os.environ["SMP_PROFILE"]).write_text(profile)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.json").write_text(transformer(4, batch=16).to_json())
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def test_a_plan_is_a_table_of_commands(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [script, "--hosts", "a:4,b:4", "--lines", "3", "--json", "plan.json", "--explain", "2"]
+    assert plan.main([*words, "--", "--batch", "16"], prog="plan") == 0
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line[3:] for line in lines if line[1:3] == ": "]
+    document = json.loads(Path("plan.json").read_text())
+    assert commands == [each["command"] for each in document["best"]]
+    assert len(commands) == 3
+    for command in commands:
+        own, program = split_arguments(shlex.split(command)[1:])
+        assert own[:2] == ["-n8", "--hosts=a:4,b:4"]
+        assert any(word.startswith("--set=microbatches=") for word in own)
+        assert program == ("train.py", "--batch", "16")
+    rates = [each["examples_per_second"] for each in document["best"]]
+    assert min(rates) > max(rates) / 2
+    assert "2 hosts" in "\n".join(lines)
+    assert Path("plan-2.svg").read_text().startswith("<svg")
+
+
+def test_smprun_plans_with_what_it_is_told(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-n", "2", "--set", "partitions=2", "--set", "bf16=true", "--set", "ddp=true"]
+    program = [script, "--batch", "16"]
+    assert cli.main([*words, "--plan", "h100", "--memory", "40GB", *program]) == 0
+    out = capsys.readouterr().out
+    assert "2 x h100, 37.3 GiB each" in out
+    commands = [line[3:] for line in out.splitlines() if line[1:3] == ": "]
+    assert commands
+    for command in commands:
+        _, *rest = shlex.split(command)
+        assert cli.main(["--dry-run", *rest]) == 0
+        assert "--set bf16=true" in command
+        assert "--set partitions" not in command
+
+
+def test_what_fits_nowhere_says_why(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [script, "--devices", "2", "--memory", "1GiB", "--", "--batch", "16"]
+    assert plan.main(words, prog="plan") == 1
+    out = capsys.readouterr().out
+    assert "does not fit: " in out
+    assert " GiB = " in out
+    assert "smprun" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.py", "--devices", "2"], "there is no file none.py"),
+        (["train.py", "--devices", "2", "--memory", "80 parsecs"], "write 80GiB or 80GB"),
+        (["train.py", "--devices", "2", "--device", "tpu"], "received 'tpu'"),
+        (["train.py", "--devices", "2", "--device", "cpu"], "--memory 4GiB"),
+        (["train.py", "--hosts", "a:4,b:2"], "equally many devices; received a:4,b:2"),
+        (["train.py"], "give --devices"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(script: str, words: list[str], message: str) -> None:
+    with pytest.raises(SMPError, match=message):
+        plan.main(words, prog="plan")
+
+
+def test_a_line_that_is_not_there_is_refused(script: str) -> None:
+    words = [script, "--devices", "2", "--lines", "2", "--explain", "3", "--", "--batch", "16"]
+    with pytest.raises(ConfigError, match="a line of the table, 1 to 2; received 3"):
+        plan.main(words, prog="plan")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(3)", "ended before with exit code 3"),
+        ("pass", "ended without one: call a function under @smp.step"),
+    ],
+)
+def test_a_script_without_a_training_step_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(SMPError, match=message):
+        plan.recorded([str(tmp_path / "train.py")], os.environ)
+
+
+def test_a_script_of_tensorflow_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import smdistributed.modelparallel.tensorflow as smp")
+    with pytest.raises(UnsupportedError, match="scripts of PyTorch"):
+        plan.recorded([str(tmp_path / "train.py")], os.environ)

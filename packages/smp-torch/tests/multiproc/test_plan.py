@@ -1,0 +1,164 @@
+"""Planning a script that is not changed for it, and running a line of the plan as it is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smdistributed.modelparallel.common.launcher import plan
+from smdistributed.modelparallel.common.search.profile import ModelProfile
+
+pytestmark = pytest.mark.multiproc
+
+NET = """
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH = 48
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def make_net():
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 8))
+"""
+SCRIPT = """
+import os
+import sys
+import torch
+import smdistributed.modelparallel.torch as smp
+from net import WIDTH, make_net
+
+BATCH = int(sys.argv[1])
+degrees = {"pipeline_parallel_degree": 4} if "SMP_PROFILE" in os.environ else {}
+smp.init({"microbatches": 2, "ddp": True, **degrees})
+with smp.delay_param_initialization():
+    net = make_net()
+model = smp.DistributedModel(net)
+optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1.0)
+
+
+@smp.step
+def evaluate(model, x):
+    return model(x).square().mean()
+
+
+@smp.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+x = torch.ones(BATCH, WIDTH)[smp.dp_rank() :: smp.dp_size()]
+with torch.no_grad():
+    print(f"before: {evaluate(model, x).reduce_mean().item()}", flush=True)
+print(f"parameters are delayed: {net[0].up.weight.is_meta}", flush=True)
+try:
+    train(model, x)
+    optimizer.step()
+    print("trained", flush=True)
+finally:
+    print("the script has ended", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "net.py").write_text(NET)
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What planning has printed, and the plan."""
+    words = ["train.py", "--devices", "2", "--device", "cpu", "--memory", "1GiB"]
+    program = (
+        "import sys; from smdistributed.modelparallel.common.launcher import plan; "
+        "sys.exit(plan.main(sys.argv[1:], prog='plan'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, "--json", "plan.json", "--", "8"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "plan.json").read_text())
+
+
+def test_a_script_is_planned_for_as_it_is(planned: tuple[str, dict[str, Any]]) -> None:
+    out, document = planned
+    assert "before: 0.0\nparameters are delayed: True\ntrain: " in out
+    assert "the script has ended" not in out
+    assert document["batch"] == 8
+    degrees = {each["parameters"]["pipeline_parallel_degree"] for each in document["best"]}
+    assert degrees == {1, 2}
+
+
+def test_a_line_runs_as_it_is_printed(folder: Path, planned: tuple[str, dict[str, Any]]) -> None:
+    lines = [
+        each for each in planned[1]["best"] if each["parameters"]["pipeline_parallel_degree"] == 2
+    ]
+    command = shlex.split(lines[0]["command"])
+    assert " ".join(command) in planned[0]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2
+
+
+def kept_by_a_microbatch(examples: int) -> int:
+    """Returns the bytes that autograd keeps of a forward pass, parameters left out."""
+    names: dict[str, Any] = {}
+    exec(NET, names)
+    net, sizes = names["make_net"](), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = net(torch.ones(examples, names["WIDTH"])).square().mean()
+    assert loss.requires_grad
+    for parameter in net.parameters():
+        sizes.pop(parameter.data_ptr(), None)
+    return sum(sizes.values())
+
+
+def test_the_profile_has_what_the_step_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    profile: ModelProfile = plan.recorded(["train.py", "8"], dict(plan.os.environ))
+    whole = sum((unit.own for unit in profile.root.walk()), profile.beside)
+    elements = 4 * (2 * 48 + 48 * 96 + 96 + 96 * 48 + 48) + 48 * 8 + 8
+    num_parameters = 4 * 6 + 2
+    assert (profile.batch, profile.examples, profile.precision) == (8, 4, "single")
+    assert whole.trained_elements == elements
+    assert whole.parameter_bytes == whole.gradient_bytes == 4 * elements
+    # Two moments, and a count of steps for each parameter.
+    assert whole.optimizer_bytes == 8 * elements + 4 * num_parameters
+    assert whole.computation.of_weights == 2 * 4 * (4 * 2 * 48 * 96 + 48 * 8)
+    assert whole.kept_bytes == kept_by_a_microbatch(4)
+    assert profile.settings["pipeline_parallel_degree"] == 4
