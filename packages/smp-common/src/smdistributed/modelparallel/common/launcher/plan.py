@@ -7,6 +7,7 @@ that process writes is searched here, without a framework.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -235,16 +236,19 @@ def _show(request: Request, profile: ModelProfile, plan: Plan) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _NO_TERMINAL_WIDTH
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     for line in tables.summary(profile, request.machine, plan):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    console.print(tables.ranking(plan), highlight=False, soft_wrap=not plan.best)
-    console.print()
+        say(line)
+    say()
+    if plan.best:
+        console.print(tables.ranking(plan), highlight=False)
+    for line in tables.refusals(plan):
+        say(line)
+    say()
     command_of = _commands(request, profile)
     for number, each in enumerate(plan.best, 1):
         # One line however long, to be copied.
-        line = f"{number}: {shlex.join(command_of(each.configuration))}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(f"{number}: {shlex.join(command_of(each.configuration))}")
 
 
 def _explain(line: int, search: Search, plan: Plan) -> None:

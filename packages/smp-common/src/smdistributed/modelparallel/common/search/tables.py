@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 
 from smdistributed.modelparallel.common.search.candidates import Configuration
@@ -37,8 +36,8 @@ def summary(profile: ModelProfile, machine: Machine, plan: Plan) -> list[str]:
     return [*lines, *(f"note: {note}" for note in profile.notes)]
 
 
-def ranking(plan: Plan) -> RenderableType:
-    """Returns the best configurations as a table, and what does not fit."""
+def ranking(plan: Plan) -> Table:
+    """Returns the best configurations."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "partitions", "replicas", "shards", "microbatches", "schedule"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
@@ -46,8 +45,12 @@ def ranking(plan: Plan) -> RenderableType:
         table.add_column(name, justify="right")
     for place, each in enumerate(plan.best, 1):
         table.add_row(str(place), *_cells(each))
-    refusals = [f"does not fit: {_described(each)}: {why(each.peak)}" for each in plan.refused]
-    return Group(table, *refusals) if plan.best else Group(*refusals)
+    return table
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Returns a line for each configuration that is told of and does not fit."""
+    return [f"does not fit: {_described(each)}: {why(each.peak)}" for each in plan.refused]
 
 
 def _cells(estimate: Estimate) -> list[str]:
@@ -62,7 +65,7 @@ def _cells(estimate: Estimate) -> list[str]:
         f"{1e3 * estimate.seconds:.1f}"
         if estimate.seconds < 10
         else f"{1e3 * estimate.seconds:.0f}",
-        f"{estimate.rate:.4g}",
+        f"{estimate.rate:.0f}" if estimate.rate >= 100 else f"{estimate.rate:.3g}",
         gib(estimate.peak.total),
         f"{estimate.idle:.0%}",
     ]
