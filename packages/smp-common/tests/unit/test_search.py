@@ -201,3 +201,32 @@ def test_links_between_hosts_are_slower() -> None:
 def test_a_device_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="received 'tpu': name the one that is most like yours"):
         device_of("tpu")
+
+
+def test_the_loss_is_computed_where_the_model_ends() -> None:
+    logits = 2.0 * EXAMPLES * 512 * 32_000
+    loss = Figures(Computation(moved_bytes=1e6), made_bytes=4 * logits, kept_bytes=logits)
+    on = machine(2, 80 * GIB)
+    configuration = Configuration(2, 1, 1, False, 8, "interleaved")
+    plain, lossy = (
+        next(e for e in everything(Search(p, on), p, on) if e.configuration == configuration)
+        for p in (SMALL, dataclasses.replace(SMALL, beside=loss))
+    )
+    assert lossy.seconds > plain.seconds
+    assert lossy.memory[0] == plain.memory[0]
+    # The last rank keeps one microbatch at a time, and the loss makes more than any module.
+    more = lossy.memory[1].activations - plain.memory[1].activations
+    assert more == pytest.approx(logits + 3 * logits)
+
+
+def test_shards_are_summed_in_each_backward_pass() -> None:
+    slow = Machine(device_of("l40s"), 8, 2, 80 * GIB)
+    search = Search(SMALL, slow)
+
+    def seconds(microbatches: int) -> float:
+        configuration = Configuration(1, 8, 8, False, microbatches, "interleaved")
+        bounded = search._bounded(configuration)
+        assert isinstance(bounded, _Bounded)
+        return search._estimate(bounded).seconds
+
+    assert seconds(2) > 1.3 * seconds(1)

@@ -49,6 +49,8 @@ degrees = {"pipeline_parallel_degree": 4} if "SMP_PROFILE" in os.environ else {}
 smp.init({"microbatches": 2, "ddp": True, **degrees})
 with smp.delay_param_initialization():
     net = make_net()
+for block in net[:4] if "again" in sys.argv else ():
+    smp.set_activation_checkpointing(block)
 model = smp.DistributedModel(net)
 optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1.0)
@@ -162,3 +164,14 @@ def test_the_profile_has_what_the_step_has(folder: Path, monkeypatch: pytest.Mon
     assert whole.computation.of_weights == 2 * 4 * (4 * 2 * 48 * 96 + 48 * 8)
     assert whole.kept_bytes == kept_by_a_microbatch(4)
     assert profile.settings["pipeline_parallel_degree"] == 4
+
+
+def test_what_is_computed_again_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    profile = plan.recorded(["train.py", "8", "again"], dict(plan.os.environ))
+    whole = sum((unit.own for unit in profile.root.walk()), profile.beside)
+    assert whole.recomputed.of_weights == 2 * 4 * (4 * 2 * 48 * 96)
+    # Inputs of the four blocks and of the last layer, and its result, which is squared.
+    assert whole.kept_bytes == 4 * 4 * (5 * 48 + 8)
+    [block] = {unit.own.again_bytes for unit in profile.root.walk() if unit.own.again_bytes}
+    assert block == 4 * 4 * (48 + 1 + 1 + 48 + 96 + 96)
