@@ -63,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", metavar="FOLDER", help="folder of all jobs (default: SMP_JOBS)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("plan", help="say which configurations of a job fit, and which is fastest")
+    planning = commands.add_parser(
+        "plan", help="say which configurations of a job fit, and which is the fastest"
+    )
+    planning.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    planning.set_defaults(run=_refuse_plan)
     listing = commands.add_parser("list", help="all jobs, the newest first")
     listing.set_defaults(run=_list)
     for name, run, text in (
@@ -104,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_argument("command", nargs=argparse.REMAINDER, help="a program to run so")
     serving.set_defaults(run=_serve)
     return parser
+
+
+def _refuse_plan(_: Session, arguments: argparse.Namespace) -> None:
+    raise ConfigError(
+        f"a plan has no folder of jobs; received --jobs {arguments.jobs}: leave it out, so that "
+        "plan is the first word."
+    )
 
 
 def _list(session: Session, _: argparse.Namespace) -> None:
