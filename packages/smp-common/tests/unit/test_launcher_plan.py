@@ -79,6 +79,8 @@ def test_what_fits_nowhere_says_why(script: str, capsys: pytest.CaptureFixture[s
     [
         (["none.py", "--devices", "2"], "there is no file none.py"),
         (["train.py", "--devices", "2", "--memory", "80 parsecs"], "write 80GiB or 80GB"),
+        (["train.py", "--devices", "2", "--memory", "80"], "a number above 0 and a unit"),
+        (["train.py", "--devices", "2", "--lines", "0"], "at least 1; received 0"),
         (["train.py", "--devices", "2", "--device", "tpu"], "received 'tpu'"),
         (["train.py", "--devices", "2", "--device", "cpu"], "--memory 4GiB"),
         (["train.py", "--hosts", "a:4,b:2"], "equally many devices; received a:4,b:2"),

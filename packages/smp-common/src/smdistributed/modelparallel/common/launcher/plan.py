@@ -42,10 +42,10 @@ from smdistributed.modelparallel.common.search.ranking import Plan, Search
 
 _NOTHING_FITS_EXIT_CODE = 1
 _NO_TERMINAL_WIDTH = 120
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
 }
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B|)")
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B)")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         raise ConfigError(f"what is planned is a Python file; there is no file {script}: name one.")
     if not (arguments.devices or arguments.hosts):
         raise ConfigError("a plan is for a number of devices: give --devices, or --hosts a:8,b:8.")
+    if arguments.lines < 1:
+        raise ConfigError(f"--lines is a number of at least 1; received {arguments.lines}.")
     hosts = place(parse_host_list(arguments.hosts) if arguments.hosts else (), arguments.devices)
     request = Request(
         (script, *words[at + 1 :]),

@@ -88,6 +88,7 @@ class Cutter:
         self._sums: dict[str, Figures] = {}
         self._most_made: dict[str, float] = {}
         self._sum_up(profile.root)
+        self._tree_of = functools.cache(self._tree)
         self.stages = functools.cache(self._stages)
 
     def _stages(
@@ -104,7 +105,7 @@ class Cutter:
         factor = examples / self._profile.examples
         try:
             assignment = partition(
-                self._tree(examples),
+                self._tree_of(examples),
                 partitions,
                 self._profile.memory_weight,
                 v_shaped=v_shaped,
@@ -141,7 +142,6 @@ class Cutter:
             working[last_rank] = max(working[last_rank], _made(beside))
         return Stages(tuple(pieces), tuple(holdings), tuple(working))
 
-    @functools.cache  # noqa: B019 - lives as long as one search
     def _tree(self, examples: int) -> Unit:
         return self._unit(self._profile.root, examples / self._profile.examples)
 
