@@ -26,7 +26,7 @@ def summary(profile: ModelProfile, machine: Machine, plan: Plan) -> list[str]:
     whole = sum((unit.own for unit in profile.root.walk()), Figures())
     hosts = f" on {machine.num_hosts} hosts" if machine.num_hosts > 1 else ""
     lines = [
-        f"{profile.step}: {whole.trained_elements / 1e9:.3g} B parameters that train, "
+        f"{profile.step}: {_count(whole.trained_elements)} parameters that train, "
         f"{profile.optimizer or 'no optimizer'}, {profile.batch} examples a step, products in "
         f"{profile.precision} precision",
         f"{machine.num_devices} x {machine.device.name}{hosts}, {gib(machine.memory_bytes)} GiB "
@@ -34,6 +34,14 @@ def summary(profile: ModelProfile, machine: Machine, plan: Plan) -> list[str]:
         f"{plan.num_configurations} configurations, of which {plan.num_fitting} may fit",
     ]
     return [*lines, *(f"note: {note}" for note in profile.notes)]
+
+
+def _count(number: float) -> str:
+    """Returns a number with three digits: 1.21 B, 304 K."""
+    for letter, unit in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.3g} {letter}"
+    return f"{number:.0f}"
 
 
 def ranking(plan: Plan) -> Table:
