@@ -264,6 +264,10 @@ def test_copies_are_ranks_like_others(run: Runner) -> None:
     (place / "__init__.py").write_text(
         "import numpy.random\nfrom os import getpid\nSERVER = getpid()\n"
     )
+    (run.directory / "sitecustomize.py").write_text(  # it is found before one that is installed
+        f"from smdistributed import modelparallel\n"
+        f"modelparallel.__path__.insert(0, {str(place.parent)!r})\n"
+    )
     script = run.script("""
     import smdistributed.modelparallel.tensorflow as smp
     import numpy, random

@@ -80,9 +80,9 @@ def alive(parts: list[weakref.ref[Any]]) -> list[str]:
     return [type(each()).__name__ for each in parts if each() is not None]
 
 
-def one_after_another(static: bool, run: Any = body) -> list[Any]:
+def one_after_another(static: bool, asks: bool = False) -> list[Any]:
     """Returns what is alive of each of two models, and whether a timeline is left."""
-    step = smp.step(run, static=static)
+    step = smp.step(asking if asks else body, static=static)
     found: list[Any] = [alive(trained(step)[1]) for _ in range(2)]
     return [*found, bool(step.timeline().ranks)]
 
@@ -108,7 +108,7 @@ def test_models_go_one_after_another(worlds: Worlds, world: str, static: bool) -
 
 
 def test_models_go_that_were_asked_for_activations(worlds: Worlds) -> None:
-    for found in run(worlds, WORLDS["pp2"], one_after_another, False, asking):
+    for found in run(worlds, WORLDS["pp2"], one_after_another, False, True):
         assert found == [[], [], True]
 
 

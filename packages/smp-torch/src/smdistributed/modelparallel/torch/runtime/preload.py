@@ -6,18 +6,13 @@ has computed must not fork.
 
 from __future__ import annotations
 
-import torch._dynamo
-import torch._inductor.compile_fx
-import torch._subclasses.schema_check_mode
-import torch.profiler
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
 
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
+from smdistributed.modelparallel.torch.compat.private.importing import import_ahead
 from smdistributed.modelparallel.torch.record.caches import FunctionCaches
 
-# The first of these import much more.
-FakeTensorMode(allow_non_fake_inputs=True)
-torch._dynamo.list_backends()
+import_ahead()
 
 
 def prepare() -> None:
