@@ -20,6 +20,10 @@ from smdistributed.modelparallel.common.config.schema import (
     parameter,
 )
 from smdistributed.modelparallel.common.planning import report
+from smdistributed.modelparallel.common.planning.choosing import (
+    fastest,
+    kinds_of,
+)
 from smdistributed.modelparallel.common.planning.schedule import (
     Edge,
     Segment,
@@ -32,10 +36,6 @@ from smdistributed.modelparallel.launch.request import (
 from smdistributed.modelparallel.torch import nn, optimizers
 from smdistributed.modelparallel.torch.compat import later
 from smdistributed.modelparallel.torch.patches import checkpoint
-from smdistributed.modelparallel.torch.plan.common_schedule import (
-    fastest,
-    kinds_of,
-)
 
 SOURCES = {
     "torch": Path(str(smp.__file__)).parent,
