@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smdistributed.modelparallel.common.testing import fork_client, jobs
+from smdistributed.modelparallel.common.testing import fork_client
 
 #: What a copy has imported already.
 PRELOAD = (
@@ -42,9 +42,9 @@ def run_by_torchrun(script: str, num_processes: int, *options: str) -> str:
 
 def run_copies(script: str, num_processes: int, *options: str) -> str:
     """The same, in copies of a process that has imported PyTorch and Transformers: sooner."""
-    stand_in = ["-m", jobs.STAND_IN, fork_client.server_with(PRELOAD).address]
+    copied = f"--fork-from={fork_client.server_with(PRELOAD).address}"
     launcher = ["-m", "smdistributed.modelparallel.common.launcher", "-n", str(num_processes)]
-    return _run([*launcher, *stand_in], script, options)
+    return _run([*launcher, copied], script, options)
 
 
 def _run(launcher: Sequence[str], script: str, options: Sequence[str]) -> str:
