@@ -288,6 +288,12 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
 }
 
 
+def test_ranks_agree_on_what_one_of_them_could_not_try_out(worlds: Worlds) -> None:
+    """Else they run the microbatches of this script in different orders."""
+    for found in run(worlds, WORLDS["pp2"], try_asked, ["packed, middle, norm"]):
+        assert set(found.values()) == {"exact"}
+
+
 def test_the_population_is_large_enough() -> None:
     assert len(PROBES) >= 1200
     assert len(layers.LAYERS) >= 240
