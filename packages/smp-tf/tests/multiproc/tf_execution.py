@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import re
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -215,17 +216,30 @@ def memory_of_variable(num_bytes: int) -> tuple[Memory, Memory]:
 
 
 def build() -> str:
-    """Returns what a rank prints while it builds the graph of a step."""
+    """Returns what a rank prints while it builds the graph of a step, whose stages are all long."""
     import smdistributed.modelparallel.tensorflow as smp
-    from smdistributed.modelparallel.tensorflow.stepping import progress
+    from smdistributed.modelparallel.tensorflow.stepping import function, progress
 
     problem = PROBLEMS["transformer"](smp.DistributedModel, lambda index: nullcontext())
+    printed = io.StringIO()
+
+    class Long(progress.Progress):
+        """Stays at each stage until it is told, however fast the machine is."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "stage" and smp.rank() == 0:
+                while getattr(self, "stage", "") not in printed.getvalue():
+                    time.sleep(0.001)
+            super().__setattr__(name, value)
 
     @smp.step
     def compute(x: Any, y: Any) -> Any:
         return problem.loss(y, problem.model(x))
 
-    printed = io.StringIO()
-    with redirect_stderr(printed), mock.patch.object(progress, "INTERVAL_SECONDS", 0.02):
+    with (
+        redirect_stderr(printed),
+        mock.patch.object(progress, "INTERVAL_SECONDS", 0.02),
+        mock.patch.object(function, "Progress", Long),
+    ):
         compute(*tf.nest.map_structure(tf.constant, problem.batch))
     return printed.getvalue()
