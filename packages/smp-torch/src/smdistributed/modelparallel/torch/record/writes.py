@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
+from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 
 #: Elements of a tensor whose content is compared; of larger ones it would take too long.
 SMALL = 1 << 12
@@ -25,28 +25,22 @@ SMALL = 1 << 12
 _written: collections.Counter[int] = collections.Counter()
 
 
-#: By memory of a fake that is a view of a real tensor, that of the latter. The reference keeps its
-#: number from being another's.
-_views: dict[int, tuple[StorageWeakRef, int]] = {}
+#: Of a fake that is a view of a real tensor, the memory of the latter.
+_views = MemoryNotes[int]()
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Counts a write to each of some tensors."""
     for memory in map(_memory_of, tensors):
         _written[memory] += 1
-        if memory in _views:
-            _written[_views[memory][1]] += 1
+        if (viewed := _views.get(memory)) is not None:
+            _written[viewed] += 1
 
 
 def note_view(fake: torch.Tensor, real: torch.Tensor) -> None:
     """Takes note that a fake, which has memory of its own, is a view of a real tensor."""
-    if fake.layout is not torch.strided or real.layout is not torch.strided:
-        return
-    reference = StorageWeakRef(fake.untyped_storage())  # type: ignore[no-untyped-call]
-    _views[_memory_of(fake)] = reference, _memory_of(real)
-    for memory, (each, _) in list(_views.items()):
-        if each.expired():  # type: ignore[no-untyped-call]
-            del _views[memory]
+    if fake.layout is torch.strided and real.layout is torch.strided:
+        _views[fake] = storage_of(real)
 
 
 def writes_of(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -69,6 +69,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     Tape,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
+from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 
 _SET_DATA = torch.ops.aten.set_data.default
 #: Arguments that are neither tensors nor plain values, and have no state of their own.
@@ -126,8 +127,8 @@ class Recording(TorchFunctionMode):
         self._draws: list[DrawBegins] = []
         #: Of each draw in progress, what the generators were seeded with for it.
         self._seeds: list[list[int]] = []
-        #: Where tensors are that calls have made, and views of those; see ``storage_of``.
-        self._own_memory: set[int] = set()
+        #: The memory of tensors that calls have made.
+        self._own_memory = MemoryNotes[None]()
         #: Tensors that are the same in every pass, by their numbers, and their versions.
         self._constant: dict[int, int] = {}
         #: Tensors from outside, and where they were.
@@ -362,8 +363,9 @@ class Recording(TorchFunctionMode):
     def _note_memory(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         with past_subclass_functions():
             known = {storage_of(each) for each in given if each.layout is torch.strided}
-            own = {storage_of(each) for each in made if each.layout is torch.strided}
-        self._own_memory |= own - known
+            for each in made:
+                if each.layout is torch.strided and storage_of(each) not in known:
+                    self._own_memory[each] = None
 
     def _keep_constant(self, tensors: Sequence[torch.Tensor]) -> None:
         for each in tensors:
@@ -417,8 +419,8 @@ class Recording(TorchFunctionMode):
         if tensor.grad_fn is not None:
             self.tape.refuse("it computes with a tensor that has a graph of its own")
         with past_subclass_functions():
-            memory = storage_of(tensor) if tensor.layout is torch.strided else None
-        if memory in self._own_memory:
+            is_own = tensor.layout is torch.strided and tensor in self._own_memory
+        if is_own:
             self.tape.refuse("it makes a tensor of another one past the functions of torch")
         if id(tensor) not in self.tape.outside:
             self.tape.outside[id(tensor)] = tensor

@@ -18,10 +18,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode, pytree
-from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 
 #: So many units in the last place an operation may err.
 _ULPS = 4
@@ -45,15 +44,14 @@ class Rounding(TorchDispatchMode):
     def __init__(self, drawn: Iterable[torch.Tensor], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = torch.Generator().manual_seed(seed)
-        # Kept weakly, so that no other memory gets the number of one that is gone.
-        self._touched: dict[int, StorageWeakRef] = {}
+        self._touched = MemoryNotes[None]()
         for each in drawn:
             self._touch(each)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [each for each in pytree.tree_leaves((args, kwargs)) if _is_real(each)]
-        if not any(storage_of(each) in self._touched for each in given):
+        if not any(each in self._touched for each in given):
             return result
         aliases = [each.alias_info for each in func._schema.returns]
         if any(each is not None and not each.is_write for each in aliases):
@@ -66,9 +64,7 @@ class Rounding(TorchDispatchMode):
 
     def _touch(self, tensor: torch.Tensor) -> None:
         if _is_real(tensor):
-            number = storage_of(tensor)
-            if number not in self._touched:
-                self._touched[number] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._touched[tensor] = None
 
     def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         real = tensor.real.dtype if tensor.is_complex() else tensor.dtype

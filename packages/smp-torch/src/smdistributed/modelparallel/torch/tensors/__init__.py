@@ -1,0 +1,1 @@
+"""What is known of a tensor but for its values."""
