@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import smdistributed.modelparallel.torch as smp
 from conformance.adapters.base import WIDTH, Adapter, Array
 from smdistributed.modelparallel.common.config import Config
-from smdistributed.modelparallel.torch.record.caches import FunctionCaches
+from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 
 
 class Net(nn.Module):

@@ -17,12 +17,12 @@ from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Trace, Way
 from smdistributed.modelparallel.torch.record.work import Operations
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
-from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 
 WIDTH = 4
 ALTERNATING = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}

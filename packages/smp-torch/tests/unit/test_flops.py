@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import past_recordin
 from smdistributed.modelparallel.torch.record import flops
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.flops import FlopCounter
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
 
 aten = torch.ops.aten
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, WIDTH = 2, 8, 2, 5, 7, 16

@@ -23,8 +23,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     prove,
     tried,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import Rounding
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
+from smdistributed.modelparallel.torch.trial.rounding import Rounding
 
 WIDTH, INNER, HEADS = 12, 24, 4
 FEED_FORWARD = Plan(columns=("up",), rows=("down",))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
 SETTINGS = types.ModuleType("probe_of_settings")
 

@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record import flops
-from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 
 # The compiler looks whether what it is given has gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -34,7 +34,6 @@ from smdistributed.modelparallel.torch.absence.tensors import (
     new_gradient,
     vacant,
 )
-from smdistributed.modelparallel.torch.absence.trial import Trial
 from smdistributed.modelparallel.torch.absence.values import Question
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
@@ -45,6 +44,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     quiet_fakes,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS, version_of
+from smdistributed.modelparallel.torch.trial.on_fakes import Trial
 
 _TENSOR: Any = torch.Tensor
 _UNKNOWN = Source()

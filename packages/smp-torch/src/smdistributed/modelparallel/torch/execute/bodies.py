@@ -20,11 +20,11 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.execute.taping import Draws, not_counted
-from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
-from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
-from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Made, Tape
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.trial.turns import code_of_others_seen
 
 #: The arguments of one microbatch.
 Call = tuple[Sequence[Any], Mapping[str, Any]]

@@ -35,7 +35,6 @@ from smdistributed.modelparallel.torch.execute.captured import (
 from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
 from smdistributed.modelparallel.torch.execute.taping import Draws as StepDraws
 from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
-from smdistributed.modelparallel.torch.record.nested import fill, template, tensors_in
 from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.gradients import SoFar
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel
@@ -45,6 +44,7 @@ from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.running import run
 from smdistributed.modelparallel.torch.tape.tape import Made
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
+from smdistributed.modelparallel.torch.tensors.nested import fill, template, tensors_in
 
 
 class CapturedBody(NamedTuple):

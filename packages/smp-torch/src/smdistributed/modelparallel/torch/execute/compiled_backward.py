@@ -35,7 +35,7 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
     Waiting,
     waiting_for,
 )
-from smdistributed.modelparallel.torch.record.nested import tensors_in
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 

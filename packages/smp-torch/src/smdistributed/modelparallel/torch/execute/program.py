@@ -23,27 +23,27 @@ from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
-from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
 from smdistributed.modelparallel.torch.plan.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.plan.runs import runs_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import (
-    Path,
-    follow,
-    same,
-)
 from smdistributed.modelparallel.torch.record.regions import Again
-from smdistributed.modelparallel.torch.record.switches import (
+from smdistributed.modelparallel.torch.record.taps import Tap, tapped
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.switches import (
     Autocast,
     Changes,
     default_dtype,
     switched,
 )
-from smdistributed.modelparallel.torch.record.taps import Tap, tapped
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
+from smdistributed.modelparallel.torch.tensors.nested import (
+    Path,
+    follow,
+    same,
+)
+from smdistributed.modelparallel.torch.trial.deciding import known_changes
 
 #: (tensor arguments and constants of the microbatch, its carried objects, the segment's inputs)
 #: -> its outputs

@@ -17,11 +17,11 @@ from smdistributed.modelparallel.torch.execute.passes import (
     Passes,
 )
 from smdistributed.modelparallel.torch.execute.starts import Scale
-from smdistributed.modelparallel.torch.record.turns import code_of_others_seen
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.running import Keyed, run
 from smdistributed.modelparallel.torch.tape.tape import Earlier, Tape
+from smdistributed.modelparallel.torch.trial.turns import code_of_others_seen
 
 #: The tapes of forward passes, by segment and microbatch.
 Tapes = Mapping[tuple[int, int], Tape]

@@ -11,9 +11,9 @@ from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.pieces import Part, Piece, Rectangle, covers
 from smdistributed.modelparallel.torch.model.holder import Holder
-from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import taken
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 
 
 def put(whole: torch.Tensor, part: Part, held: torch.Tensor) -> None:

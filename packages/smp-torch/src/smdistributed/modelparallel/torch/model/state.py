@@ -20,8 +20,8 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.holder import Holder, loads_by_itself
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.record.fakes import Slot
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
 PARTIAL_KEY = "_smp_is_partial"
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.optimizer.checks import has_masters
 from smdistributed.modelparallel.torch.precision.casting import half_type
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 

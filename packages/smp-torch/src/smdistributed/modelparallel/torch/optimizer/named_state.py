@@ -23,8 +23,8 @@ from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.state import LOSS_SCALE, MASTER
 from smdistributed.modelparallel.torch.precision.master_update import MasterUpdate
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
 
 class NamedState:

@@ -12,10 +12,10 @@ from collections.abc import Container, Iterator, Sequence
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
-from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.regions import Again, Region
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.nested import placeholders
 
 #: What computes nothing may come before a region, wherever it was first read.
 _GIVEN = (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.ATTRIBUTE)

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_BYTE
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.nested import placeholders
 
 #: A function that is worth compiling launches so many kernels as it is.
 _LEAST_KERNELS = 2

@@ -22,11 +22,11 @@ from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, 
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.recomputing import check_recomputed
 from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.replicated import sources
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.nested import placeholders
 
 
 @dataclass(eq=False)

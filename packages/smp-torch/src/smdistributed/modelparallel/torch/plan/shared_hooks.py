@@ -27,8 +27,8 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.plan.final_gradients import parameters_of
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHook, Moment
-from smdistributed.modelparallel.torch.record.python_random import python_random_kept
-from smdistributed.modelparallel.torch.record.undo import Place, Snapshot
+from smdistributed.modelparallel.torch.state.python_random import python_random_kept
+from smdistributed.modelparallel.torch.state.snapshot import Place, Snapshot
 
 _FIX = (
     "Put hooks that belong together on parameters of one module, or the modules on one partition; "

@@ -19,8 +19,8 @@ import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.torch.record.costs import OF_WEIGHTS
-from smdistributed.modelparallel.torch.record.nested import fill, placeholders, tensors_in
 from smdistributed.modelparallel.torch.record.work import Layout, Operation
+from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders, tensors_in
 
 logger = logging.getLogger(__name__)
 

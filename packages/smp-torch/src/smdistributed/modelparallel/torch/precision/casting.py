@@ -15,8 +15,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
 
 def half_type(config: Config) -> torch.dtype | None:

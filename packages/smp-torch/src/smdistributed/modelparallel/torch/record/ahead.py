@@ -21,13 +21,13 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     function_modes_left,
     past_dispatch_modes,
 )
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import placeholders
 from smdistributed.modelparallel.torch.record.questions import Before, Question
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Seen
-from smdistributed.modelparallel.torch.record.turns import keeps_state
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.nested import placeholders
+from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.attributes import LeafAttributes

@@ -17,14 +17,14 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
-from smdistributed.modelparallel.torch.record.growth import Growth
-from smdistributed.modelparallel.torch.record.nested import same
-from smdistributed.modelparallel.torch.record.reach import OF_MODULES
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import Entry
-from smdistributed.modelparallel.torch.record.undo import Snapshot, as_it_was
 from smdistributed.modelparallel.torch.record.unknown import Unknown
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot, as_it_was
+from smdistributed.modelparallel.torch.tensors.nested import same
 
 _MISSING = object()
 

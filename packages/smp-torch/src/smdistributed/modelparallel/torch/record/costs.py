@@ -19,9 +19,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.flops import FlopCounter, is_half
 from smdistributed.modelparallel.torch.record.lifetimes import Lifetimes
-from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.work import Operations, Work, makes_tensors
-from smdistributed.modelparallel.torch.record.writes import note_view, note_writes
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.tensors.writes import note_view, note_writes
 
 #: Activations meet each other in batched products and in attention.
 OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)

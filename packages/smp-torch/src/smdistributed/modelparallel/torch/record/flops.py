@@ -21,8 +21,8 @@ from smdistributed.modelparallel.common.planning.pass_costs import (
     OPERATIONS_A_BYTE,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import flop_registry
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.work import makes_tensors
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 

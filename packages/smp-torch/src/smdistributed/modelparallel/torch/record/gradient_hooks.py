@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
 )
 from smdistributed.modelparallel.torch.compat.private.below import past_operations
 from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
-from smdistributed.modelparallel.torch.record.turns import is_code_of_others, module_of
+from smdistributed.modelparallel.torch.trial.turns import is_code_of_others, module_of
 
 
 class Moment(enum.Enum):

@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )
 from smdistributed.modelparallel.torch.record.regions import Again
-from smdistributed.modelparallel.torch.record.turns import is_code_of_others, module_of
+from smdistributed.modelparallel.torch.trial.turns import is_code_of_others, module_of
 
 
 class Listener(Protocol):

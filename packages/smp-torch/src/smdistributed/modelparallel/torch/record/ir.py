@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.looks import Looks
-from smdistributed.modelparallel.torch.record.nested import Path, equal, placeholders, text
 from smdistributed.modelparallel.torch.record.regions import Region
-from smdistributed.modelparallel.torch.record.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.record.taps import Tap
 from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.state.switches import Autocast, Changes
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import Path, equal, placeholders, text
 
 #: Constants up to this many elements are compared by value.
 _SMALL = 1 << 16

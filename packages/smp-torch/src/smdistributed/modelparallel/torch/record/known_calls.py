@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.record.carried import (
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
+from smdistributed.modelparallel.torch.record.questions import Question, same_answer
+from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind
+from smdistributed.modelparallel.torch.state.carried import (
     Carried,
     Contents,
     same_in_objects,
     state_of,
 )
-from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
-from smdistributed.modelparallel.torch.record.nested import fill, same
-from smdistributed.modelparallel.torch.record.questions import Question, same_answer
-from smdistributed.modelparallel.torch.record.switches import Settings
-from smdistributed.modelparallel.torch.record.trace import Constant, Entry, EntryKind
+from smdistributed.modelparallel.torch.state.switches import Settings
+from smdistributed.modelparallel.torch.tensors.nested import fill, same
 
 #: What a call of a torch function may be in a trace.
 _KINDS_OF_CALLS = (EntryKind.CALL, EntryKind.QUESTION, EntryKind.NUMBER)

@@ -14,28 +14,11 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
-from smdistributed.modelparallel.torch.record.carried import (
-    Carried,
-    CarriedObjects,
-    Contents,
-    copied,
-    give_state,
-    state_of,
-)
 from smdistributed.modelparallel.torch.record.costs import Profile
 from smdistributed.modelparallel.torch.record.gradient_hooks import Moment
 from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
-from smdistributed.modelparallel.torch.record.nested import (
-    containers_in,
-    fill,
-    map_tensors,
-    placeholders,
-    tensor_paths,
-    tensors_in,
-)
-from smdistributed.modelparallel.torch.record.pass_trial import PassTrial
 from smdistributed.modelparallel.torch.record.pending import PendingNumber, plain
 from smdistributed.modelparallel.torch.record.spans import Span, hooked_calls, inner_tensors
 from smdistributed.modelparallel.torch.record.taps import call_hooks, hooks_of_packages_removed
@@ -46,13 +29,30 @@ from smdistributed.modelparallel.torch.record.trace import (
     Seen,
     Trace,
 )
-from smdistributed.modelparallel.torch.record.turns import (
+from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.state.carried import (
+    Carried,
+    CarriedObjects,
+    Contents,
+    copied,
+    give_state,
+    state_of,
+)
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.nested import (
+    containers_in,
+    fill,
+    map_tensors,
+    placeholders,
+    tensor_paths,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
+from smdistributed.modelparallel.torch.trial.passes import PassTrial
+from smdistributed.modelparallel.torch.trial.turns import (
     has_backward_hooks,
     keeps_state,
 )
-from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
-from smdistributed.modelparallel.torch.record.values import Values
-from smdistributed.modelparallel.torch.record.writes import large_arrays_copied
 
 
 class LeafCalls:
@@ -369,7 +369,15 @@ class LeafCalls:
         with self._aside(leaf):
             assert now.values is not None
             watch = Watch(self._context.meter, self._state, leaf, ())
-            trial = PassTrial(self._state, now.leaf_runs, now.values, leaf, arguments, again, hooks)
+            trial = PassTrial(
+                self._state,
+                leaf,
+                arguments,
+                again,
+                functools.partial(now.leaf_runs.run, now.values, leaf),
+                functools.partial(now.leaf_runs.apart, now.values),
+                hooks,
+            )
             trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
             entry.in_turn = trial.in_turn or entry.in_turn

@@ -13,19 +13,9 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.record.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.ir import Graph
-from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import (
-    fill,
-    placeholders,
-    tensor_paths,
-    tensors_in,
-)
-from smdistributed.modelparallel.torch.record.python_random import python_random_kept
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.taps import (
@@ -35,9 +25,19 @@ from smdistributed.modelparallel.torch.record.taps import (
     has_hooks_of_others,
 )
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, HookedCall
-from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
 from smdistributed.modelparallel.torch.record.values import Values
-from smdistributed.modelparallel.torch.record.writes import large_arrays_copied, writes_of
+from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.python_random import python_random_kept
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import (
+    fill,
+    placeholders,
+    tensor_paths,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied, writes_of
 
 #: Tensors that a leaf makes besides its result, by id, and where a replay finds them.
 Inner = dict[int, tuple[Tap, torch.Tensor]]

@@ -12,28 +12,28 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.record.ahead import Ahead
-from smdistributed.modelparallel.torch.record.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.record.constants import Constants
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
-from smdistributed.modelparallel.torch.record.growth import Growth
 from smdistributed.modelparallel.torch.record.leaves import LeafRuns
-from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import (
-    is_plain_value,
-    template,
-    tensor_paths,
-    tensors_in,
-)
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
 from smdistributed.modelparallel.torch.record.questions import Question
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.spans import Span
-from smdistributed.modelparallel.torch.record.switches import Positions, Settings, settings
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace
 from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.switches import Positions, Settings, settings
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import (
+    is_plain_value,
+    template,
+    tensor_paths,
+    tensors_in,
+)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,17 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs import Draws, Meter, ModuleProfile, Profile
-from smdistributed.modelparallel.torch.record.python_random import python_draws
-from smdistributed.modelparallel.torch.record.real_run import run_on_random_numbers
 from smdistributed.modelparallel.torch.record.refusals import NowhereError
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.undo import Change
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
+from smdistributed.modelparallel.torch.state.python_random import python_draws
+from smdistributed.modelparallel.torch.state.snapshot import Change
+from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_on_trial
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    SliceReadError,
+    slices_as_they_are,
+)
+from smdistributed.modelparallel.torch.trial.on_random_numbers import run_on_random_numbers
 
 #: Stands for the step function itself where the keys of random numbers have a module's name.
 STEP_FUNCTION = "step"
@@ -233,7 +237,8 @@ class ModuleCalls:
         state = self._state
         state.runs_for_real = True
         try:
-            with state.pausing():
+            # Peers may know what this rank records anew.
+            with state.pausing(), distributed_modules_on_trial(), slices_as_they_are():
                 return run_on_random_numbers(call, module, args, kwargs, self._mode)
         finally:
             state.runs_for_real = False

@@ -16,20 +16,20 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     inside_transform,
     past_recording,
 )
-from smdistributed.modelparallel.torch.record.looks import Looks
 from smdistributed.modelparallel.torch.record.microbatch import (
     Context,
     Microbatch,
     gradient_lost,
     not_of_the_model,
 )
-from smdistributed.modelparallel.torch.record.nested import map_tensors, opaque_objects, tensors_in
 from smdistributed.modelparallel.torch.record.questions import Question
-from smdistributed.modelparallel.torch.record.real_run import works_for_real
 from smdistributed.modelparallel.torch.record.refusals import refusal
-from smdistributed.modelparallel.torch.record.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, opaque_objects, tensors_in
+from smdistributed.modelparallel.torch.tensors.stand_ins import STAND_INS
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
+from smdistributed.modelparallel.torch.trial.on_random_numbers import works_for_real
 
 
 class NewCalls:

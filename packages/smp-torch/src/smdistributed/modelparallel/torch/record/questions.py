@@ -21,15 +21,15 @@ from smdistributed.modelparallel.torch.compat.private.layers import GIVING_SIZES
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import (
+from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
+from smdistributed.modelparallel.torch.record.trace import Constant
+from smdistributed.modelparallel.torch.tensors.nested import (
     equal,
     fill,
     placeholders,
     template,
     tensors_in,
 )
-from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
-from smdistributed.modelparallel.torch.record.trace import Constant
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.trace import Entry

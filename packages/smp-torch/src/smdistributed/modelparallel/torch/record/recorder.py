@@ -34,20 +34,11 @@ from smdistributed.modelparallel.torch.record.ahead import Ahead, depends_on_val
 from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import Decisions
-from smdistributed.modelparallel.torch.record.functions import (
-    GIVING_BACKWARD_CODE,
-    HOOKING_GRADIENTS,
-    READING_GRADIENTS,
-    REQUIRING_GRADIENT,
-    SWITCHING_GRADIENTS,
-    UNRECORDED,
-)
 from smdistributed.modelparallel.torch.record.interception import intercepted
 from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
 from smdistributed.modelparallel.torch.record.leaf_calls import LeafCalls
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.nested import fill, map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.new_calls import NewCalls
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.pending import PendingNumber
@@ -61,14 +52,23 @@ from smdistributed.modelparallel.torch.record.regions import Again, BuffersWatch
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.spans import collapsed, leaf_spans
-from smdistributed.modelparallel.torch.record.switches import positions
 from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Trace, Way
-from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.state.switches import positions
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
 )
+from smdistributed.modelparallel.torch.tensors.functions import (
+    GIVING_BACKWARD_CODE,
+    HOOKING_GRADIENTS,
+    READING_GRADIENTS,
+    REQUIRING_GRADIENT,
+    SWITCHING_GRADIENTS,
+    UNRECORDED,
+)
+from smdistributed.modelparallel.torch.tensors.nested import fill, map_tensors, tensors_in
+from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _OWN_PACKAGE = __name__.removesuffix("record.recorder")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
 
 
 class Again(enum.Enum):

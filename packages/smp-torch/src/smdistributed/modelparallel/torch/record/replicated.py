@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.nested import fill, follow, placeholders
+from smdistributed.modelparallel.torch.tensors.nested import fill, follow, placeholders
 
 
 def sources(values: Iterable[Value]) -> list[Node]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from smdistributed.modelparallel.torch.record.regions import Again, Region
-from smdistributed.modelparallel.torch.record.undo import Change
+from smdistributed.modelparallel.torch.state.snapshot import Change
 
 
 @dataclass

@@ -16,9 +16,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Leaf
-from smdistributed.modelparallel.torch.record.nested import Path
 from smdistributed.modelparallel.torch.record.taps import (
     Tap,
     attribute_taps,
@@ -26,7 +24,9 @@ from smdistributed.modelparallel.torch.record.taps import (
     has_hooks_of_others,
 )
 from smdistributed.modelparallel.torch.record.trace import Entry, HookedCall
-from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
+from smdistributed.modelparallel.torch.tensors.nested import Path
 
 
 @dataclass(eq=False)

@@ -22,11 +22,11 @@ from torch import nn
 from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.record.holders import Holder
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.stored import Stored
 from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace, Way
+from smdistributed.modelparallel.torch.state.holders import Holder
 
 
 def watch(way: Way, trace: Trace, scene: Scene) -> None:

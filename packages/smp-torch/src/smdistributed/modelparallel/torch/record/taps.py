@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.record.growth import Growth
-from smdistributed.modelparallel.torch.record.nested import Path, follow
-from smdistributed.modelparallel.torch.record.reach import is_users
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.reach import is_users
+from smdistributed.modelparallel.torch.tensors.nested import Path, follow
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 

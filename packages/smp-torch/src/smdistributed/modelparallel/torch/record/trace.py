@@ -20,19 +20,19 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.ir import Graph, Value
-from smdistributed.modelparallel.torch.record.looks import Looks
-from smdistributed.modelparallel.torch.record.nested import Path
 from smdistributed.modelparallel.torch.record.regions import Region
-from smdistributed.modelparallel.torch.record.switches import Settings
 from smdistributed.modelparallel.torch.record.taps import Tap
-from smdistributed.modelparallel.torch.record.undo import Change
 from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.state.snapshot import Change
+from smdistributed.modelparallel.torch.state.switches import Settings
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import Path
 
 if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.record.carried import Carried
-    from smdistributed.modelparallel.torch.record.growth import Growth
     from smdistributed.modelparallel.torch.record.questions import Question
     from smdistributed.modelparallel.torch.record.stored import Stored
+    from smdistributed.modelparallel.torch.state.carried import Carried
+    from smdistributed.modelparallel.torch.state.growth import Growth
 
 
 class EntryKind(enum.Enum):

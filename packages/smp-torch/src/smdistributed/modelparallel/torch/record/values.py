@@ -13,15 +13,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.record.carried import Carried
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.looks import Looks
-from smdistributed.modelparallel.torch.record.nested import (
-    Path,
-    placeholders,
-    retemplate,
-    value_paths,
-)
 from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -32,6 +24,14 @@ from smdistributed.modelparallel.torch.record.trace import (
     EntryKind,
     Seen,
     Trace,
+)
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import (
+    Path,
+    placeholders,
+    retemplate,
+    value_paths,
 )
 
 _NODE_KINDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.compat.private.tensors import is_of_leaf
-from smdistributed.modelparallel.torch.record.nested import template, tensors_in, text
+from smdistributed.modelparallel.torch.tensors.nested import template, tensors_in, text
 
 
 @dataclass(frozen=True)

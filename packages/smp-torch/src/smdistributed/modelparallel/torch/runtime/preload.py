@@ -10,7 +10,7 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.importing import import_ahead
-from smdistributed.modelparallel.torch.record.caches import FunctionCaches
+from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 
 import_ahead()
 

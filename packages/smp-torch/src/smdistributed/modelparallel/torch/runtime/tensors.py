@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.containers import Container
-from smdistributed.modelparallel.torch.record.nested import take_apart
+from smdistributed.modelparallel.torch.tensors.nested import take_apart
 
 
 class TorchTensors:

@@ -26,7 +26,6 @@ from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
 from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
-from smdistributed.modelparallel.torch.record.nested import map_tensors
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures
@@ -44,6 +43,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
 )
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
 
 class EagerStep:

@@ -20,10 +20,10 @@ from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.record.ir import NodeKind
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 
 @dataclass

@@ -23,10 +23,6 @@ from smdistributed.modelparallel.common.microbatch import (
 from smdistributed.modelparallel.torch.compat.private.tensors import overlapping
 from smdistributed.modelparallel.torch.execute.links import Transfer
 from smdistributed.modelparallel.torch.model.distributed import models_of
-from smdistributed.modelparallel.torch.record.nested import (
-    map_tensors,
-    tensors_in,
-)
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.batch import (
@@ -41,6 +37,10 @@ from smdistributed.modelparallel.torch.stepping.batch import (
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 from smdistributed.modelparallel.torch.stepping.misfits import misfits_named
 from smdistributed.modelparallel.torch.stepping.moving import Mover
+from smdistributed.modelparallel.torch.tensors.nested import (
+    map_tensors,
+    tensors_in,
+)
 
 
 class StepInputs:

@@ -27,7 +27,6 @@ from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hoo
 from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
-from smdistributed.modelparallel.torch.record.nested import tensors_in
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -44,6 +43,7 @@ from smdistributed.modelparallel.torch.stepping.batch import (
 from smdistributed.modelparallel.torch.stepping.looking_ahead import LookingAhead, QuestionPlans
 from smdistributed.modelparallel.torch.stepping.placing import place_models
 from smdistributed.modelparallel.torch.stepping.tracing import Tracing
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from smdistributed.modelparallel.torch.plan.unit_profile import beside_modules, 
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.costs import Meter
 from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
-from smdistributed.modelparallel.torch.record.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -44,6 +43,7 @@ from smdistributed.modelparallel.torch.stepping.batch import MiniBatch, TensorKi
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.placing import kept_whole
 from smdistributed.modelparallel.torch.stepping.results import combine
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 
 
 class PlannedStep:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from smdistributed.modelparallel.torch.record.nested import take_apart
 from smdistributed.modelparallel.torch.stepping.output import StepOutput
+from smdistributed.modelparallel.torch.tensors.nested import take_apart
 
 
 def combine(

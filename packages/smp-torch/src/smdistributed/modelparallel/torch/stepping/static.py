@@ -12,11 +12,11 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
-from smdistributed.modelparallel.torch.record.nested import same, template, value_paths
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace import EntryKind
 from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch, Recalled
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
+from smdistributed.modelparallel.torch.tensors.nested import same, template, value_paths
 
 #: The Python of a static step runs in one of so many calls of a kind.
 CHECKED_EVERY = 100

@@ -27,11 +27,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     function_modes_left,
     is_watched_below,
 )
-from smdistributed.modelparallel.torch.record.nested import (
-    map_tensors,
-    same,
-    tensors_in,
-)
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.promises import keep
 from smdistributed.modelparallel.torch.tape.running import Keyed, Running, pairs, seeds
@@ -49,6 +44,11 @@ from smdistributed.modelparallel.torch.tape.tape import (
     RegionBegins,
     RegionEnds,
     filled,
+)
+from smdistributed.modelparallel.torch.tensors.nested import (
+    map_tensors,
+    same,
+    tensors_in,
 )
 
 _Drawing = Callable[[], contextlib.AbstractContextManager[None]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.record.nested import retemplate
 from smdistributed.modelparallel.torch.tape.promises import promise
 from smdistributed.modelparallel.torch.tape.tape import (
     Call,
@@ -20,6 +19,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     Tape,
     filled,
 )
+from smdistributed.modelparallel.torch.tensors.nested import retemplate
 
 
 class Promised:

@@ -40,15 +40,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_transforms,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
-from smdistributed.modelparallel.torch.record.nested import (
-    is_plain_value,
-    map_tensors,
-    opaque_objects,
-    placeholders,
-    template,
-    tensors_in,
-)
-from smdistributed.modelparallel.torch.record.turns import is_code_of_others
 from smdistributed.modelparallel.torch.tape.outside import place_of
 from smdistributed.modelparallel.torch.tape.promises import promise
 from smdistributed.modelparallel.torch.tape.running import seeds
@@ -70,6 +61,15 @@ from smdistributed.modelparallel.torch.tape.tape import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
+from smdistributed.modelparallel.torch.tensors.nested import (
+    is_plain_value,
+    map_tensors,
+    opaque_objects,
+    placeholders,
+    template,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _SET_DATA = torch.ops.aten.set_data.default
 #: Arguments that are neither tensors nor plain values, and have no state of their own.

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from smdistributed.modelparallel.torch.record.nested import placeholders, tensors_in
 from smdistributed.modelparallel.torch.tape.settings import Settings
 from smdistributed.modelparallel.torch.tape.tape import (
     Call,
@@ -27,6 +26,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     filled,
     numbers_in,
 )
+from smdistributed.modelparallel.torch.tensors.nested import placeholders, tensors_in
 
 
 def seeds(device_type: str) -> list[int]:

@@ -13,7 +13,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     is_any_autocast,
     read_backend_switches,
 )
-from smdistributed.modelparallel.torch.record.switches import (
+from smdistributed.modelparallel.torch.state.switches import (
     Autocast,
     autocast_of,
     default_dtype,

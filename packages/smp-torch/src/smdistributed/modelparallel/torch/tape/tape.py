@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.torch.record.nested import fill, placeholders
 from smdistributed.modelparallel.torch.tape.settings import Settings
+from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders
 
 
 class Made(NamedTuple):

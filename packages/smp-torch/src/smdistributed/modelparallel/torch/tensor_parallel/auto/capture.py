@@ -23,9 +23,9 @@ from smdistributed.modelparallel.torch.compat.transformers_runs import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import alone
-from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import copied_with
+from smdistributed.modelparallel.torch.tensors.reads import Reads
+from smdistributed.modelparallel.torch.trial.alone import alone
 
 #: Models of more numbers are not run for real to see how their modules are called.
 _MOST_FOR_REAL = 100_000_000

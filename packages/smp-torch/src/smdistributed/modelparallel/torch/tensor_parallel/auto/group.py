@@ -15,13 +15,19 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
+from smdistributed.modelparallel.torch.state.alike import are_alike
+from smdistributed.modelparallel.torch.state.seen import (
+    HOOKS,
+    MISSING,
+    SeenState,
+    value_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     LaneCall,
     agreed,
     exchanged,
     same_verdict,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
@@ -37,12 +43,6 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     Proof,
     RefutedError,
     prove,
-)
-from smdistributed.modelparallel.torch.tensor_parallel.auto.seen_state import (
-    HOOKS,
-    MISSING,
-    SeenState,
-    value_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template

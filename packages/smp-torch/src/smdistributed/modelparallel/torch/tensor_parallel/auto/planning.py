@@ -38,15 +38,11 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     sizes_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
-    SAME,
-    RefutedError,
-    alone,
-    prove,
-)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import SAME, RefutedError, prove
 from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.trial.alone import alone
 
 logger = logging.getLogger(__name__)
 

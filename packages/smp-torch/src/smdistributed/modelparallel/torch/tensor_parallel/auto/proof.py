@@ -18,16 +18,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.tensor_parallel.auto import state_reads
+from smdistributed.modelparallel.torch.state import reads as state_reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
@@ -38,11 +37,6 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
     tensors_kept_in,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
-from smdistributed.modelparallel.torch.tensor_parallel.auto.reads import Reads
-from smdistributed.modelparallel.torch.tensor_parallel.auto.rounding import (
-    Rounding,
-    Tolerance,
-)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -51,8 +45,13 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import (
     distributed_modules_in,
     taken,
 )
+from smdistributed.modelparallel.torch.tensors.reads import Reads
+from smdistributed.modelparallel.torch.trial.alone import alone
+from smdistributed.modelparallel.torch.trial.rounding import (
+    Rounding,
+    Tolerance,
+)
 
-_T = TypeVar("_T")
 #: How large the other numbers are: where functions are far from linear, and where most saturate.
 _LARGER = (8.0, 100.0)
 #: How often what rounding moves is measured.
@@ -378,16 +377,6 @@ def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]
     if not torch.equal(before, torch.get_rng_state()):
         raise RefutedError("it draws random numbers in another way than by dropout")
     return result, noted.shapes
-
-
-def alone(function: Callable[[], _T]) -> _T:
-    """Runs a function past all modes of torch, which belong to threads; draws nothing."""
-    state = torch.get_rng_state()
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(function).result()
-    finally:
-        torch.set_rng_state(state)
 
 
 class _Pretended(TensorGroup):

@@ -19,8 +19,8 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
-from smdistributed.modelparallel.torch.record.identities import Identities
-from smdistributed.modelparallel.torch.record.nested import is_plain_value
+from smdistributed.modelparallel.torch.state.identities import Identities
+from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 
 
 class Carried:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.record import holders
-from smdistributed.modelparallel.torch.record.growth import Growth, added_to, is_growth
-from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
-from smdistributed.modelparallel.torch.record.identities import Identities
-from smdistributed.modelparallel.torch.record.reach import OF_MODULES, Reach
+from smdistributed.modelparallel.torch.state import holders
+from smdistributed.modelparallel.torch.state.growth import Growth, added_to, is_growth
+from smdistributed.modelparallel.torch.state.holders import MISSING, Holder, Owner
+from smdistributed.modelparallel.torch.state.identities import Identities
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES, Reach
 
 #: What a change of is seen in other ways, or changes no number.
 _OWN_ATTRIBUTES = OF_MODULES | {""}

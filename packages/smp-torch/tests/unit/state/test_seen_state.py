@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto.seen_state import SeenState
+from smdistributed.modelparallel.torch.state.seen import SeenState
 
 
 class Settings:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import tensors_in
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 _Whose = TypeVar("_Whose")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.record import nested
+from smdistributed.modelparallel.torch.tensors import nested
 
 
 class Pair(NamedTuple):

@@ -11,8 +11,8 @@ import numpy
 import pytest
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.identities import Identities
-from smdistributed.modelparallel.torch.record.undo import Snapshot
+from smdistributed.modelparallel.torch.state.identities import Identities
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
 
 class Kept:

@@ -12,10 +12,10 @@ from recorded import Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.execute.deciding import known_changes
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.trial.deciding import known_changes
 
 WIDTH = 4
 drawing = StepRandom(torch.device("cpu")).drawing

@@ -14,8 +14,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.plan.segments import Plan
-from smdistributed.modelparallel.torch.record.nested import same, template
-from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate, keeps_state
+from smdistributed.modelparallel.torch.tensors.nested import same, template
+from smdistributed.modelparallel.torch.trial.turns import KeptTensors, differentiate, keeps_state
 
 WIDTH = 4
 

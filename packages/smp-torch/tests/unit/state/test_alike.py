@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto.alike import are_alike
-from smdistributed.modelparallel.torch.tensor_parallel.auto.state_reads import EVERYTHING, noted
+from smdistributed.modelparallel.torch.state.alike import are_alike
+from smdistributed.modelparallel.torch.state.reads import EVERYTHING, noted
 
 
 class Inner(nn.Linear):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.record.caches import FunctionCaches
+from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 
 
 @functools.lru_cache

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.compiled import is_made_by_torch
-from smdistributed.modelparallel.torch.record.nested import tensors_in
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
 
 #: Modules whose own statistics count as no state here: autograd keeps them, and does not use them
 #: where they change.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from smdistributed.modelparallel.torch.record.python_random import (
+from smdistributed.modelparallel.torch.state.python_random import (
     python_draws,
     python_random_kept,
 )

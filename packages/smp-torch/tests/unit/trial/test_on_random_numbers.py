@@ -7,8 +7,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smdistributed.modelparallel.torch.record.real_run import _is_equal, run_on_random_numbers
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
+from smdistributed.modelparallel.torch.trial.on_random_numbers import (
+    _is_equal,
+    run_on_random_numbers,
+)
 
 NAN, INF = float("nan"), float("inf")
 

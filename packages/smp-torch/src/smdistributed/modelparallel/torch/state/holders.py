@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
-from smdistributed.modelparallel.torch.record.identities import Identities
-from smdistributed.modelparallel.torch.record.writes import SMALL, writes_of
+from smdistributed.modelparallel.torch.state.identities import Identities
+from smdistributed.modelparallel.torch.tensors.writes import SMALL, writes_of
 
 MISSING = object()
 #: What is the same if it is equal; everything else if it is the same object.

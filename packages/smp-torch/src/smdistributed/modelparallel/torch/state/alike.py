@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto.state_reads import EVERYTHING
+from smdistributed.modelparallel.torch.state.reads import EVERYTHING
 
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _MISSING = object()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smdistributed.modelparallel.torch.record.made_up_names import MadeUp, made_up_in
+from smdistributed.modelparallel.torch.state.made_up_names import MadeUp, made_up_in
 
 SETTINGS: Any = None
 NAME = "scale"

@@ -1,38 +1,69 @@
-"""Trying out both passes of a leaf on fakes: whether those of several microbatches may take turns.
-
-See ``turns``.
-"""
+"""Trying out both passes of a module on fakes; see ``turns`` for what that is to show."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.record.holders import MISSING
-from smdistributed.modelparallel.torch.record.leaves import LeafRuns
-from smdistributed.modelparallel.torch.record.nested import tensors_in
-from smdistributed.modelparallel.torch.record.run_state import RunState
-from smdistributed.modelparallel.torch.record.turns import KeptTensors, differentiate
-from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
-from smdistributed.modelparallel.torch.record.values import Values
-from smdistributed.modelparallel.torch.record.writes import writes_of
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.holders import MISSING
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
+from smdistributed.modelparallel.torch.trial.turns import KeptTensors, differentiate
+
+
+class Run(Protocol):
+    """What a module did on fakes."""
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """The Python state that it changed, put back already."""
+
+    @property
+    def grown(self) -> Sequence[Growth]:
+        """What it added to containers that others see: not yet taken out."""
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """What it did, as text."""
+
+    @property
+    def read(self) -> Sequence[Any]:
+        """What it read that no recorded call made."""
+
+
+class Course(Protocol):
+    """How far a run on fakes is.
+
+    Attributes:
+        num_regions: how many checkpointed calls were made.
+        gradient_reads: how often a gradient was looked at.
+    """
+
+    num_regions: int
+    gradient_reads: int
+
+    def pausing(self) -> contextlib.AbstractContextManager[None]:
+        """Records nothing meanwhile."""
 
 
 class PassTrial:
-    """A forward pass, a backward pass, and the next forward pass of a leaf. Leaves no trace.
+    """A forward pass, a backward pass, and the next forward pass of a module. Leaves no trace.
 
     Args:
-        state: where the run is.
-        runs: runs leaves.
-        values: what stands for what.
-        leaf: it keeps state, or its backward pass runs code.
+        course: of the run.
+        module: it keeps state, or its backward pass runs code.
         arguments: of its call.
         call: makes it.
+        run: makes it, and tells what it did.
+        apart: inside, the module runs as if nobody had asked for it.
         hooks: on the gradients of its parameters, with these.
 
     Attributes:
@@ -44,26 +75,26 @@ class PassTrial:
 
     def __init__(
         self,
-        state: RunState,
-        runs: LeafRuns,
-        values: Values,
-        leaf: nn.Module,
+        course: Course,
+        module: nn.Module,
         arguments: Any,
         call: Callable[[], Any],
+        run: Callable[[Callable[[], Any]], Run],
+        apart: Callable[[], contextlib.AbstractContextManager[Any]],
         hooks: Sequence[tuple[torch.Tensor, Callable[[torch.Tensor], Any]]],
     ) -> None:
-        self._state = state
-        self._runs = runs
-        self._values = values
-        self._leaf = leaf
+        self._course = course
+        self._module = module
         self._arguments = arguments
         self._call = call
+        self._run = run
+        self._apart = apart
         self._hooks = hooks
         self.in_turn = ""
         self.changes: list[Change] = []
         self.rewrites = False
         #: What the next forward pass changes.
-        self._next: list[Change] = []
+        self._next: Sequence[Change] = []
 
     def run(self, *, keeps_state: bool, runs_code: bool) -> None:
         """Runs the passes.
@@ -85,24 +116,24 @@ class PassTrial:
                 growth.remove()
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._leaf.modules(), [hook for _, hook in self._hooks])
+        return Snapshot(self._module.modules(), [hook for _, hook in self._hooks])
 
     def _why(self, before: Snapshot, *, keeps_state: bool, runs_code: bool) -> str:
-        state = self._state
-        reads, regions = state.gradient_reads, state.num_regions
-        with self._runs.apart(self._values):
+        course = self._course
+        reads, regions = course.gradient_reads, course.num_regions
+        with self._apart():
             result = self._call()
-        computes_again = state.num_regions > regions
+        computes_again = course.num_regions > regions
         before.note_changes()
         writes_forward = before.has_written
-        with state.pausing():
+        with course.pausing():
             kept = KeptTensors(self._arguments, result)
             between = self._snapshot()
             ran_code, writes_back = self._differentiate(result)
             self.changes = between.note_changes()
             writes_back |= between.has_written
         reads_changes = self._reads_what_has_changed(between)
-        if state.gradient_reads > reads:
+        if course.gradient_reads > reads:
             return "its forward pass reads gradients, which the former microbatch has added to"
         if writes_forward:
             # Autograd keeps what stands for it on fakes, which nobody writes to.
@@ -127,9 +158,10 @@ class PassTrial:
             whether it runs code of the user's, and whether it writes to parameters or buffers.
         """
         own = [
-            (each, writes_of(each)) for each in (*self._leaf.parameters(), *self._leaf.buffers())
+            (each, writes_of(each))
+            for each in (*self._module.parameters(), *self._module.buffers())
         ]
-        ran_code = differentiate(self._leaf, self._arguments, result)
+        ran_code = differentiate(self._module, self._arguments, result)
         for parameter, hook in self._hooks:
             hook(torch.zeros_like(parameter))
         return ran_code, any(writes_of(each) != number for each, number in own)
@@ -137,7 +169,7 @@ class PassTrial:
     def _reads_what_has_changed(self, between: Snapshot) -> bool:
         """Runs the next forward pass, with what the backward pass has changed and without."""
         given = [(each, writes_of(each)) for each in tensors_in(self._arguments)]
-        behind = self._runs.run(self._values, self._leaf, self._call)
+        behind = self._run(self._call)
         self._next = behind.changes
         self.rewrites = any(
             writes_of(each) != state and version_of(each) == state[0] for each, state in given
@@ -146,10 +178,10 @@ class PassTrial:
             growth.remove()
         if not self.changes:
             return False
-        with self._state.pausing():
+        with self._course.pausing():
             for growth in between.put_back():
                 growth.remove()
-        ahead = self._runs.run(self._values, self._leaf, self._call)
+        ahead = self._run(self._call)
         for growth in ahead.grown:
             growth.remove()
         return (behind.lines, behind.read) != (ahead.lines, ahead.read)

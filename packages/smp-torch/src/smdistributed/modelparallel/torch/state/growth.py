@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.torch.record import holders
-from smdistributed.modelparallel.torch.record.holders import MISSING
+from smdistributed.modelparallel.torch.state import holders
+from smdistributed.modelparallel.torch.state.holders import MISSING
 
 
 class Growth(NamedTuple):

@@ -20,11 +20,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_recording,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
-from smdistributed.modelparallel.torch.record.nested import map_tensors
-from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
-from smdistributed.modelparallel.torch.record.writes import note_writes
-from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_on_trial
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
+from smdistributed.modelparallel.torch.tensors.writes import note_writes
 
 _SEED = 0
 
@@ -69,9 +67,6 @@ def run_on_random_numbers(
     with (
         past_recording(),
         past_dispatch_modes(),
-        # Peers may know what this rank records anew.
-        distributed_modules_on_trial(),
-        slices_as_they_are(),
         _same_numbers_everywhere(devices),
         # First: of a module with real parameters it would put those back too.
         _kept_tensors(module),

@@ -14,8 +14,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_function_modes
-from smdistributed.modelparallel.torch.record.reach import OF_MODULES
-from smdistributed.modelparallel.torch.record.undo import Change, Snapshot
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
 
 
 class known_changes:  # noqa: N801 - reads as a function

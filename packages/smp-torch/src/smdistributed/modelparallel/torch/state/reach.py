@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
-from smdistributed.modelparallel.torch.record import holders
-from smdistributed.modelparallel.torch.record.holders import MISSING, Holder, Owner
-from smdistributed.modelparallel.torch.record.made_up_names import MadeUp, made_up_in
-from smdistributed.modelparallel.torch.record.nested import is_plain_value
+from smdistributed.modelparallel.torch.state import holders
+from smdistributed.modelparallel.torch.state.holders import MISSING, Holder, Owner
+from smdistributed.modelparallel.torch.state.made_up_names import MadeUp, made_up_in
+from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 
 _ATOMS = (torch.dtype, logging.Handler)
 #: What is looked into by its items; one of a class of its own may have attributes besides.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.record.carried import Contents
+from smdistributed.modelparallel.torch.state.carried import Contents
 
 
 class Layer:

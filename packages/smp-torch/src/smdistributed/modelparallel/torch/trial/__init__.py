@@ -1,0 +1,1 @@
+"""What a call does, tried apart from the job."""
