@@ -66,7 +66,7 @@ SETTINGS = {
 }
 #: What CI runs in a setting that is not the machine's own: proofs of slices, which compare numbers.
 OTHER_MAKER_SMOKE = (
-    "packages/smp-torch/tests/unit/test_proof.py",
+    "packages/smp-torch/tests/unit/tensor_parallel/test_proof.py",
     "packages/smp-torch/tests/multiproc/test_auto.py",
     *("-k", "test_proof or qwen3"),
 )
@@ -309,7 +309,7 @@ def dev(session: nox.Session) -> None:
     install_packages(session, *PACKAGES, editable=True)
     place = Path(session.bin).relative_to(ROOT)
     tests = f"{place}/pytest packages/smp-torch/tests"
-    session.log(f"a unit test:              {tests}/unit/test_layout.py")
+    session.log(f"a unit test:              {tests}/unit/checkpoint/test_layout.py")
     session.log(f"one of several processes: {tests}/multiproc/test_scripts.py -m 'not slow'")
     session.log("style, types, imports:    nox -r -s lint typecheck imports")
 

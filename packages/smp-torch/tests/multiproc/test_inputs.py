@@ -20,7 +20,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.testing import Worlds
 from smdistributed.modelparallel.torch.execute.executor import Executor
-from smdistributed.modelparallel.torch.record import flops
+from smdistributed.modelparallel.torch.record.costs import flops
 from smdistributed.modelparallel.torch.stepping import eager, inputs
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.moving import DeviceCopies, Mover

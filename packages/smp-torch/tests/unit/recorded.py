@@ -14,14 +14,14 @@ from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, decide
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.random.keys import StepRandom
-from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
 from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.questions.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.trace import Trace, Way
-from smdistributed.modelparallel.torch.record.work import Operations
+from smdistributed.modelparallel.torch.record.trace.tree import Trace, Way
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 CPU = torch.device("cpu")

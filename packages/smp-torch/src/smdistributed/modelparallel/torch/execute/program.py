@@ -27,9 +27,9 @@ from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wa
 from smdistributed.modelparallel.torch.plan.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.plan.runs import runs_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.record.calls.regions import Again
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.regions import Again
-from smdistributed.modelparallel.torch.record.taps import Tap, tapped
+from smdistributed.modelparallel.torch.record.trace.taps import Tap, tapped
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.state.switches import (
     Autocast,

@@ -51,7 +51,7 @@ from smdistributed.modelparallel.torch.model.tracing import TracingOptions
 from smdistributed.modelparallel.torch.plan.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
-from smdistributed.modelparallel.torch.record.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone

@@ -8,7 +8,7 @@ from smdistributed.modelparallel.torch.model.compiled import CompiledModules
 from smdistributed.modelparallel.torch.model.holder import Holder
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.random.modules import RandomStreams
-from smdistributed.modelparallel.torch.record.costs import Draws, Profile
+from smdistributed.modelparallel.torch.record.costs.meter import Draws, Profile
 
 
 class DrawingModules:

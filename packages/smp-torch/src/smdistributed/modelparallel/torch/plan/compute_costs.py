@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
-from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.record.costs.work import Work
 
 #: What operations that are compiled as one move, of what each by itself moves, about.
 _MOVED_TOGETHER = 0.25

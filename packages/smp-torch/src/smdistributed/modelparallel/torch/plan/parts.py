@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes, rank_of_glue
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.replicated import sources
+from smdistributed.modelparallel.torch.record.trace.replicated import sources
 
 
 def on_one_rank(graph: Graph) -> Plan:

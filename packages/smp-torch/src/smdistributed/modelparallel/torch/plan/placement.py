@@ -23,7 +23,7 @@ from smdistributed.modelparallel.common.planning.partitioner import (
     partition,
 )
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.record.costs import ModuleProfile, Profile
+from smdistributed.modelparallel.torch.record.costs.meter import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule

@@ -12,8 +12,8 @@ from collections.abc import Container, Iterator, Sequence
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.record.calls.regions import Again, Region
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
-from smdistributed.modelparallel.torch.record.regions import Again, Region
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_BYTE
+from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.work import Work
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 

@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.plan.recomputing import check_recomputed
 from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
-from smdistributed.modelparallel.torch.record.replicated import sources
+from smdistributed.modelparallel.torch.record.trace.replicated import sources
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 

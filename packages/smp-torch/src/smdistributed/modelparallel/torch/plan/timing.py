@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
-from smdistributed.modelparallel.torch.record.costs import OF_WEIGHTS
-from smdistributed.modelparallel.torch.record.work import Layout, Operation
+from smdistributed.modelparallel.torch.record.costs.meter import OF_WEIGHTS
+from smdistributed.modelparallel.torch.record.costs.work import Layout, Operation
 from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders, tensors_in
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
 )
 from smdistributed.modelparallel.torch.compat.private.modes import without_function_modes
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, StepRandom
-from smdistributed.modelparallel.torch.record.costs import Draws
+from smdistributed.modelparallel.torch.record.costs.meter import Draws
 from smdistributed.modelparallel.torch.state.python_random import python_draws
 
 

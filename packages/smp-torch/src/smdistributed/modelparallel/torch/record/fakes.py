@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_subclass_functions,
 )
-from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHooks
+from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHooks
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 
 #: (module, name of a parameter or buffer in it)

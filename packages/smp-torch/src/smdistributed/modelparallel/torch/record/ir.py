@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.regions import Region
-from smdistributed.modelparallel.torch.record.taps import Tap
-from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.record.calls.regions import Region
+from smdistributed.modelparallel.torch.record.costs.work import Work
+from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import Path, equal, placeholders, text

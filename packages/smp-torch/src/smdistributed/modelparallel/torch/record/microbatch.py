@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
-from smdistributed.modelparallel.torch.record.ahead import Ahead
-from smdistributed.modelparallel.torch.record.constants import Constants
-from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.decisions import Decisions
-from smdistributed.modelparallel.torch.record.leaves import LeafRuns
-from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.pending import PendingNumber
-from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
+from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns
+from smdistributed.modelparallel.torch.record.leaves.spans import Span
+from smdistributed.modelparallel.torch.record.questions.ahead import Ahead
+from smdistributed.modelparallel.torch.record.questions.decisions import Decisions
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.spans import Span
-from smdistributed.modelparallel.torch.record.trace import Constant, Entry, Trace
-from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.record.trace.constants import Constants
+from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, Trace
+from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.switches import Positions, Settings, settings

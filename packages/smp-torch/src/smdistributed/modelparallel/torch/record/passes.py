@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.record.constants import Constants
-from smdistributed.modelparallel.torch.record.costs import Profile
-from smdistributed.modelparallel.torch.record.decisions import Decisions
+from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.ir import Graph
-from smdistributed.modelparallel.torch.record.pending import PendingNumber
-from smdistributed.modelparallel.torch.record.spans import Span
-from smdistributed.modelparallel.torch.record.stored import Stored
-from smdistributed.modelparallel.torch.record.trace import Entry, Trace, Way
+from smdistributed.modelparallel.torch.record.leaves.spans import Span
+from smdistributed.modelparallel.torch.record.questions.decisions import Decisions
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.trace.constants import Constants
+from smdistributed.modelparallel.torch.record.trace.stored import Stored
+from smdistributed.modelparallel.torch.record.trace.tree import Entry, Trace, Way
 from smdistributed.modelparallel.torch.state.carried import tensors_held
 from smdistributed.modelparallel.torch.tensors.nested import template
 

@@ -29,31 +29,35 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     is_of_fakes,
     quiet_fakes,
 )
-from smdistributed.modelparallel.torch.record import strays
-from smdistributed.modelparallel.torch.record.ahead import Ahead, depends_on_values, question_ahead
-from smdistributed.modelparallel.torch.record.attributes import Deed, LeafAttributes
-from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.decisions import Decisions
-from smdistributed.modelparallel.torch.record.interception import intercepted
-from smdistributed.modelparallel.torch.record.known_calls import KnownCalls
-from smdistributed.modelparallel.torch.record.leaf_calls import LeafCalls
-from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
-from smdistributed.modelparallel.torch.record.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.new_calls import NewCalls
-from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
-from smdistributed.modelparallel.torch.record.pending import PendingNumber
-from smdistributed.modelparallel.torch.record.questions import Question
-from smdistributed.modelparallel.torch.record.refusals import (
+from smdistributed.modelparallel.torch.record.calls.interception import intercepted
+from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
+from smdistributed.modelparallel.torch.record.calls.new import NewCalls
+from smdistributed.modelparallel.torch.record.calls.of_leaves import LeafCalls
+from smdistributed.modelparallel.torch.record.calls.refusals import (
     NowhereError,
     exchanges_stand_ins,
     hooks_stand_ins,
 )
-from smdistributed.modelparallel.torch.record.regions import Again, BuffersWatched
+from smdistributed.modelparallel.torch.record.calls.regions import Again, BuffersWatched
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
+from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
+from smdistributed.modelparallel.torch.record.leaves.spans import collapsed, leaf_spans
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
+from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
+from smdistributed.modelparallel.torch.record.questions.ahead import (
+    Ahead,
+    depends_on_values,
+    question_ahead,
+)
+from smdistributed.modelparallel.torch.record.questions.decisions import Decisions
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.spans import collapsed, leaf_spans
-from smdistributed.modelparallel.torch.record.trace import Entry, EntryKind, Trace, Way
-from smdistributed.modelparallel.torch.record.values import Values
+from smdistributed.modelparallel.torch.record.trace import strays
+from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
+from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,

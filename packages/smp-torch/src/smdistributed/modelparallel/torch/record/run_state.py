@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from smdistributed.modelparallel.torch.record.regions import Again, Region
+from smdistributed.modelparallel.torch.record.calls.regions import Again, Region
 from smdistributed.modelparallel.torch.state.snapshot import Change
 
 

@@ -14,10 +14,10 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
-from smdistributed.modelparallel.torch.record.gradient_hooks import GradientHook
 from smdistributed.modelparallel.torch.record.ir import Leaf
-from smdistributed.modelparallel.torch.record.taps import has_hooks_of_packages
-from smdistributed.modelparallel.torch.record.trace import Entry, Seen
+from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook
+from smdistributed.modelparallel.torch.record.trace.taps import has_hooks_of_packages
+from smdistributed.modelparallel.torch.record.trace.tree import Entry, Seen
 from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Change, Place, Snapshot

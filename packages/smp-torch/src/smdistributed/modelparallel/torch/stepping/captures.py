@@ -18,7 +18,7 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.backward import is_accumulation_kept
 from smdistributed.modelparallel.torch.execute.graphs import Graphs, graphs_of
-from smdistributed.modelparallel.torch.record.gradient_hooks import accumulation_hooks
+from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import accumulation_hooks
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
-from smdistributed.modelparallel.torch.record.modules import STEP_FUNCTION
+from smdistributed.modelparallel.torch.record.leaves.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.stepping.body_captures import BodyCaptures

@@ -24,13 +24,16 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.segments import Plan, cut
 from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
-from smdistributed.modelparallel.torch.record.decisions import GivenDecisions, OwnDecisions
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
 from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.questions.decisions import (
+    GivenDecisions,
+    OwnDecisions,
+)
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.trace import Trace, Way
+from smdistributed.modelparallel.torch.record.trace.tree import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import (
     Asked,

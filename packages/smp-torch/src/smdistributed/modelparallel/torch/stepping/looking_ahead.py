@@ -24,10 +24,13 @@ from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.plan.parts import on_one_rank, part_giving, parts_between
 from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.ahead import changed_slots, depends_on_values
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value
-from smdistributed.modelparallel.torch.record.questions import Question
+from smdistributed.modelparallel.torch.record.questions.ahead import (
+    changed_slots,
+    depends_on_values,
+)
+from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot

@@ -41,7 +41,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.recorder import Recorder
-from smdistributed.modelparallel.torch.record.trace import EntryKind
+from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.state.switches import without_autocast
 from smdistributed.modelparallel.torch.stepping.absent_gradients import AbsentGradients

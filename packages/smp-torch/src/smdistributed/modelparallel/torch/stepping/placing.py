@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.placement import Placement, called_in, decide
 from smdistributed.modelparallel.torch.plan.shapes import v_gains
-from smdistributed.modelparallel.torch.record.costs import Profile
+from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)

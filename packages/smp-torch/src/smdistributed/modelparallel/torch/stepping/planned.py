@@ -28,13 +28,13 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
 from smdistributed.modelparallel.torch.plan.unit_profile import beside_modules, unit_profile
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
-from smdistributed.modelparallel.torch.record.costs import Meter
-from smdistributed.modelparallel.torch.record.decisions import OwnDecisions
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.passes import Passed
+from smdistributed.modelparallel.torch.record.questions.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.trace import EntryKind, Trace
-from smdistributed.modelparallel.torch.record.work import Work
+from smdistributed.modelparallel.torch.record.trace.tree import EntryKind, Trace
 from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS

@@ -11,8 +11,8 @@ from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.plan.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.passes import Passed
-from smdistributed.modelparallel.torch.record.pending import PendingNumber
-from smdistributed.modelparallel.torch.record.replicated import evaluate_replicated
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated
 from smdistributed.modelparallel.torch.tensors.nested import fill
 
 

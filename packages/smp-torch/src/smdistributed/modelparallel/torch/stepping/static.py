@@ -13,7 +13,7 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.record.passes import Passed
-from smdistributed.modelparallel.torch.record.trace import EntryKind
+from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
 from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch, Recalled
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 from smdistributed.modelparallel.torch.tensors.nested import same, template, value_paths

@@ -11,9 +11,9 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.plan.timing import measure
-from smdistributed.modelparallel.torch.record.costs import Meter
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.work import Operations
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 

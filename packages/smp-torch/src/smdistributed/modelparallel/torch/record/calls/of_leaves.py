@@ -1,0 +1,489 @@
+"""Calls of modules: of leaves, of those that may turn out to be leaves, and of split ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
+from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
+from smdistributed.modelparallel.torch.record.costs.meter import Profile
+from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
+from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
+from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns, Watch, depends_on_others
+from smdistributed.modelparallel.torch.record.leaves.spans import Span, hooked_calls, inner_tensors
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber, plain
+from smdistributed.modelparallel.torch.record.trace.taps import (
+    call_hooks,
+    hooks_of_packages_removed,
+)
+from smdistributed.modelparallel.torch.record.trace.tree import (
+    Constant,
+    Entry,
+    EntryKind,
+    Seen,
+    Trace,
+)
+from smdistributed.modelparallel.torch.record.trace.values import Values
+from smdistributed.modelparallel.torch.state.carried import (
+    Carried,
+    CarriedObjects,
+    Contents,
+    copied,
+    give_state,
+    state_of,
+)
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.nested import (
+    containers_in,
+    fill,
+    map_tensors,
+    placeholders,
+    tensor_paths,
+    tensors_in,
+)
+from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
+from smdistributed.modelparallel.torch.trial.passes import PassTrial
+from smdistributed.modelparallel.torch.trial.turns import (
+    has_backward_hooks,
+    keeps_state,
+)
+
+
+class LeafCalls:
+    """Stands in for the calls of a model's modules.
+
+    Args:
+        context: of the recorder.
+        now: the microbatch.
+        known: calls that the trace has.
+        attributes: of the leaves.
+    """
+
+    def __init__(
+        self, context: Context, now: Microbatch, known: KnownCalls, attributes: LeafAttributes
+    ) -> None:
+        self._context = context
+        self._now = now
+        self._known = known
+        self._attributes = attributes
+        self._scene = context.scene
+        self._state = context.state
+        self._calls = context.calls
+
+    def call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
+        if module not in self._scene.names or self._state.paused:
+            return call(module, *args, **kwargs)
+        if self._state.leaf_depth:
+            return self._now.call_inside(call, module, *args, **kwargs)
+        if any(isinstance(each, PendingNumber) for each in (*args, *kwargs.values())):
+            args, kwargs = self._numbers_known(module, args, kwargs)
+        if module in self._scene.leaves:
+            self._scene.check_holding(module)
+            entry = self._known.match(EntryKind.LEAF, module, args, kwargs)
+            if entry is not None:
+                return self._answer(entry, call)
+            return self._new_leaf(call, module, args, kwargs)
+        if module in self._scene.open:
+            return self._open_call(call, module, args, kwargs)
+        self._scene.check_hooks(module)
+        if self._now.values is None:
+            return self._calls.follow(call, module, args, kwargs)
+        return self._calls.call(call, module, *args, **kwargs)
+
+    def _numbers_known(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns arguments with the numbers that are pending, where a module wants to know."""
+        if not self._scene.runs_with_values(module):
+            return args, kwargs
+        known = {name: plain(each) for name, each in kwargs.items()}
+        return tuple(map(plain, args)), known
+
+    def end(self, entry: Entry) -> None:
+        """Takes note that the call of a leaf is over."""
+        with self._state.pausing():
+            self._attributes.note_call(entry)
+        for module, name, tensor in entry.hidden:
+            self._attributes.hide(module, name, tensor)
+
+    # Known leaves
+
+    def _answer(self, entry: Entry, call: Callable[..., Any]) -> Any:
+        """Returns what a known call gives."""
+        now = self._now
+        self._known.go_on(entry)
+        if entry.seen is Seen.ALL:
+            self._run_again(call, entry)
+        else:
+            self._calls.count(entry.target)
+            now.grown += [each.again() for each in entry.left]
+        if entry.repeats and not now.look_as_after(entry):
+            with self._state.pausing():
+                for tensor in entry.changed:
+                    entry.looks[id(tensor)].give(tensor)
+        if entry.seen is Seen.HOOKS:
+            with self._state.pausing():
+                for each in entry.hooked:
+                    given = fill(each[1:], (Carried, Constant), now.given_for)
+                    call_hooks(each.module, *given)
+        self.end(entry)
+        if entry.effects:
+            with self._state.pausing():
+                for carried, effects in entry.effects:
+                    now.contents[carried].apply(effects)
+        return self._known.result(entry)
+
+    def _run_again(self, call: Callable[..., Any], entry: Entry) -> None:
+        """Runs a known leaf on fakes, for what code outside can see of it besides its result."""
+        now = self._now
+        with self._state.pausing(), self._attributes.shown_to(entry.target):
+            values = now.go_live()
+            args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), now.given_for)
+            again = functools.partial(now.call_inside, call, entry.target, *args, **kwargs)
+            run = now.leaf_runs.run(values, entry.target, again)
+        now.grown += run.grown
+        known: dict[Any, torch.Tensor] = dict(entry.inner.values())
+        made: dict[Any, torch.Tensor] = dict(run.inner.values())
+        known.update(entry.outputs)
+        made.update(tensor_paths(run.result))
+        for place in known.keys() & made.keys():
+            now.aliases[id(made[place])] = made[place], known[place]
+
+    # New leaves
+
+    def _new_leaf(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        now = self._now
+        with self._state.pausing():
+            values = now.go_live()
+            args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
+            entry = self._entry(module, args, kwargs)
+            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
+            measured = functools.partial(now.call_inside, call, module)
+            templates = entry.args, entry.kwargs
+            handed = self._handed(entry)
+            given = _items_given(args, kwargs)
+            with self._attributes.shown_to(module):
+                alike = None
+                if entry.held:
+                    alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
+                run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
+                now.grown += run.grown
+                entry.left = [each for each in run.grown if each.is_own]
+                watch.tell(entry)
+                entry.inner, entry.hooked = run.inner, run.hooked
+                entry.borrowed = self._borrowed(entry, run.borrowed)
+                self._complete(entry, run.result, run.changes, handed)
+            if (left := _left_behind(entry, given)) is not None:
+                raise left
+            if alike is not None and alike != run.lines:
+                raise depends_on_others(entry.name, templates)
+            self.settle(entry, call)
+            now.add(entry)
+            self.end(entry)
+        return run.result
+
+    def _entry(self, module: nn.Module, args: Any, kwargs: Any) -> Entry:
+        """Returns the entry of a leaf's call, before the call."""
+        now = self._now
+        name, where = self._scene.names[module] or "the model", self._calls.where()
+        entry = Entry(EntryKind.LEAF, module, name, where=where)
+        entry.args = now.template(tuple(args), f"{name} in {where}")
+        entry.kwargs = now.template(dict(kwargs), f"{name} in {where}")
+        entry.settings = self._context.settings()
+        entry.region = self._state.region
+        entry.modules = self._scene.inner_of(module)
+        entry.flags = self._scene.flags_of(module)
+        entry.refusal = gradient_lost(entry, tensors_in((args, kwargs)))
+        entry.held = [
+            (each, state_of(now.objects[each]))
+            for each in dict.fromkeys(placeholders((entry.args, entry.kwargs), Carried))
+        ]
+        return entry
+
+    def _handed(self, entry: Entry) -> dict[Carried, Contents]:
+        """Returns what is in the objects that a leaf is given, before its call."""
+        return {carried: Contents(self._now.objects[carried]) for carried, _ in entry.held}
+
+    def _complete(
+        self,
+        entry: Entry,
+        result: Any,
+        changes: Sequence[Change],
+        handed: Mapping[Carried, Contents],
+    ) -> None:
+        """Completes the entry of a leaf's call, after the call."""
+        self._now.keep_result(entry, result)
+        entry.effects = [
+            (carried, contents.effects())
+            for carried, contents in handed.items()
+            if not contents.is_current()
+        ]
+        entry.changes = list(changes)
+
+    def _borrowed(
+        self, entry: Entry, read: Iterable[torch.Tensor], made: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """Returns what a leaf has read that it is not given, and that no parameter or buffer is.
+
+        Args:
+            entry: of its call.
+            read: what it has read.
+            made: identities of what it has made itself.
+        """
+        if entry.held:
+            return []  # by way of objects with state, which are looked after
+        given = set(map(id, _tensors_given(entry)))
+        known = given.union(made, self._scene.slots)
+        return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
+
+    def note_borrowed(self, span: Span, log: Sequence[Entry]) -> None:
+        """Finds out what a module that has turned out to be a leaf has read that it is not given.
+
+        Args:
+            span: its call.
+            log: the entries of the microbatch.
+        """
+        inside = log[span.start : span.end]
+        made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
+        read = (each for entry in inside for each in _tensors_given(entry))
+        span.entry.borrowed = self._borrowed(span.entry, read, made)
+
+    # Modules that may turn out to be leaves
+
+    def _open_call(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls a module that may turn out to be a leaf."""
+        now = self._now
+        with self._state.pausing():
+            now.go_live()
+            assert now.new is not None
+            if any(now.fake(each) is not each for each in tensors_in((args, kwargs))):
+                # Else with the caller's own lists, which a module that is split may change.
+                args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
+            now.check_known((args, kwargs), self._calls.current.module)
+            entry = self._entry(module, args, kwargs)
+            before = [(each, copied(now.objects[each])) for each, _ in entry.held]
+            handed = self._handed(entry)
+            items = _items_given(args, kwargs)
+            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
+            snapshot = Snapshot(module.modules(), moved=self._scene.own_tensors)
+            possible = len(self._state.possible)
+            outer = now.span
+            span = Span(module, outer, len(now.new), entry, snapshot, call, before)
+            now.span = span
+            now.spans.append(span)
+        first = len(now.spans)
+        try:
+            with large_arrays_copied():
+                result = self._calls.call(call, module, *args, **kwargs)
+        except BaseException:
+            span.failed = True
+            raise
+        finally:
+            now.span = outer
+            span.end = len(now.new)
+        with self._state.pausing():
+            now.check_known(result, module)
+            watch.tell(entry)
+            changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
+            span.outputs = list(tensor_paths(result))
+            entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
+            self._complete(entry, result, changes, handed)
+            span.left_behind = _left_behind(entry, items)
+            entry.hooked = hooked_calls([span, *now.spans[first:]])
+        return result
+
+    def check_held(self, span: Span) -> None:
+        """Makes sure that a leaf does not depend on what another rank left in an object."""
+        now, entry = self._now, span.entry
+        assert now.values is not None
+        # The run that made the span has calls of its own.
+        call = functools.partial(now.call_inside, span.call, span.module)
+        fresh = CarriedObjects(Carried.stand_in)
+        for carried, before in span.before:
+            give_state(fresh(carried), before)
+        arguments = fill((entry.args, entry.kwargs), Carried, fresh)
+        with self._calls.uncounted():
+            lines = now.leaf_runs.run(
+                now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
+            ).lines
+        templates = entry.args, entry.kwargs
+        if lines != now.leaf_runs.run_on_copies(now.values, entry.target, call, templates):
+            raise depends_on_others(entry.name, templates)
+
+    # Aside
+
+    def settle(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out which state a leaf keeps, and what follows, when it is known to be one."""
+        if entry.asks:
+            self._explore(entry, call)
+        self._scene.settle(entry)
+        self._try_passes(entry, call)
+
+    def _explore(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out what a leaf that decides by an input changes for other numbers."""
+        leaf = entry.target
+        (args, kwargs), _ = self._call_again(call, entry)
+        with self._aside(leaf):
+            watch = Watch(self._context.meter, self._state, leaf, ())
+            snapshot = Snapshot(leaf.modules())
+            changes: list[Change] = []
+            # What is not made for random numbers decides by others.
+            with contextlib.suppress(Exception):
+                _, changes = self._calls.on_random_numbers(call, leaf, args, kwargs)
+            entry.changes += [*snapshot.note_changes(), *changes]
+            for growth in snapshot.put_back():
+                growth.remove()
+            watch.tell_state(entry)
+
+    def _try_passes(self, entry: Entry, call: Callable[..., Any]) -> None:
+        """Finds out whether the passes of several microbatches may take turns in a leaf."""
+        leaf, now = entry.target, self._now
+        if entry.recomputes or (entry.region is not None and entry.stateful):
+            entry.in_turn = "it is checkpointed, so its backward pass changes its state again"
+        changes = keeps_state(entry.stateful)
+        found = self._scene.hooks_in(leaf)
+        hooks = [(now.fake(hook.parameter), hook.function) for hook in found]
+        entry.runs_backward |= bool(hooks) or has_backward_hooks(leaf)
+        if any(hook.moment is not Moment.GRADIENT for hook in found):
+            entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
+            return
+        if any(hook.several for hook in found):
+            entry.in_turn = "its parameters have hooks of several gradients"
+            return
+        if not (changes or entry.runs_backward):
+            return
+        arguments, again = self._call_again(call, entry)
+        with self._aside(leaf):
+            assert now.values is not None
+            watch = Watch(self._context.meter, self._state, leaf, ())
+            trial = PassTrial(
+                self._state,
+                leaf,
+                arguments,
+                again,
+                functools.partial(now.leaf_runs.run, now.values, leaf),
+                functools.partial(now.leaf_runs.apart, now.values),
+                hooks,
+            )
+            trial.run(keeps_state=changes, runs_code=entry.runs_backward)
+            watch.tell_state(entry)
+            entry.in_turn = trial.in_turn or entry.in_turn
+            entry.rewrites = trial.rewrites
+            if changes and (entry.decides or not self._is_clear()):
+                # The trial shows one of its ways, and of some no backward pass.
+                entry.in_turn = "it keeps state and decides by its input"
+                entry.rewrites = True
+        # What is added to a log stays with the rank, and so does what only hooks see.
+        entry.changes = [
+            each
+            for each in trial.changes
+            if each.owner or (each.added is None and self._scene.is_seen_by_code(each))
+        ]
+        self._scene.settle(entry)
+
+    def _call_again(
+        self, call: Callable[..., Any], entry: Entry
+    ) -> tuple[tuple[Any, Any], Callable[[], Any]]:
+        """Returns the arguments of a leaf's call, and what makes it again."""
+
+        def stand_in(placeholder: Carried | Constant) -> Any:
+            if isinstance(placeholder, Constant):
+                return placeholder.tensor
+            return placeholder.stand_in()
+
+        args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), stand_in)
+        again = functools.partial(self._now.call_inside, call, entry.target, *args, **kwargs)
+        return (args, kwargs), again
+
+    def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
+        """Returns what the call of a leaf does now; None where fakes do not show it."""
+        leaf, now = entry.target, self._now
+        _, again = self._call_again(call, entry)
+        with self._aside(leaf):
+            assert now.values is not None
+            run = now.leaf_runs.run(now.values, leaf, again)
+            is_clear = self._is_clear()
+        for growth in run.grown:
+            growth.remove()
+        if not is_clear:
+            return None
+        read = [now.constants.given(e) if isinstance(e, Constant) else e for e in run.read]
+        return Deed(run.lines, read)
+
+    def _is_clear(self) -> bool:
+        """Whether all modules that were called since it began could run on fakes."""
+        return not any(each.opaque for each in self._calls.profile.modules.values())
+
+    @contextlib.contextmanager
+    def _aside(self, leaf: nn.Module) -> Iterator[None]:
+        """Runs a leaf for what it shows; such a run belongs to no microbatch."""
+        now = self._now
+        kept = now.values, now.leaf_runs, self._calls.profile
+        now.values = Values(self._scene, self._state, Trace([]), self._calls.where)
+        now.leaf_runs = LeafRuns(self._scene, self._state, self._calls, self._context.random)
+        self._calls.profile = Profile()
+        try:
+            with (
+                self._calls.uncounted(),
+                self._attributes.shown_to(leaf),
+                hooks_of_packages_removed(leaf),
+            ):
+                yield
+        finally:
+            now.values, now.leaf_runs, self._calls.profile = kept
+
+
+#: Lists and dicts with what was in them.
+_Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
+
+
+def _tensors_given(entry: Entry) -> Iterator[torch.Tensor]:
+    return placeholders((entry.args, entry.kwargs), torch.Tensor)
+
+
+def _items_given(args: Any, kwargs: Any) -> _Items:
+    """Returns the lists and dicts that a module is given; with ``**`` it gets a dict of its own."""
+    inside = containers_in((tuple(args), tuple(kwargs.values())))
+    return [(each, _items(each)) for each in inside]
+
+
+def _items(obj: list[Any] | dict[Any, Any]) -> list[Any]:
+    return list(obj) if isinstance(obj, list) else [part for item in obj.items() for part in item]
+
+
+def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
+    """Returns why what a module leaves for others is lost where it runs in another process."""
+    for obj, before in given:
+        now = _items(obj)
+        if len(before) != len(now) or not all(map(operator.is_, before, now)):
+            return UnsupportedError(
+                f"{entry.name} changes a {type(obj).__name__} that it is given, in {entry.where}; "
+                "nobody outside would see it, since modules that stay whole may run in another "
+                "process. Return what it adds, or give it an object of a class of your own that "
+                "holds it."
+            )
+    for _, tensor in entry.outputs:
+        own = vars(tensor).keys() - attributes_of(tensor)
+        if names := sorted(each for each in own if not each.startswith("_")):
+            return UnsupportedError(
+                f"{entry.name} sets the attribute {names[0]} on a tensor that it returns, in "
+                f"{entry.where}: a tensor goes to another partition without. Return it beside "
+                "the tensor."
+            )
+    return None

@@ -1,0 +1,1 @@
+"""What a step costs, counted while it runs on fakes."""

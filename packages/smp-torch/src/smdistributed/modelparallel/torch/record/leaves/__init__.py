@@ -1,0 +1,1 @@
+"""Modules that stay whole on one partition, run on fakes."""

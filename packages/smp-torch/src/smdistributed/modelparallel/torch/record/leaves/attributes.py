@@ -1,0 +1,304 @@
+"""Attributes of leaves that both they and other code use.
+
+All microbatches run their Python before any leaf runs for real. So code outside a leaf cannot see
+what the leaf makes of its attributes in this step, and what it sets is seen by all later calls
+alike. Where that would differ from one process, it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace.tree import Entry
+from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
+from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot, as_it_was
+from smdistributed.modelparallel.torch.tensors.nested import same
+
+_MISSING = object()
+
+
+def _shared(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} is changed by the module that has it, and read or set by code outside it, in the "
+        "forward of a module that is split over partitions or in the step function. Put these "
+        "modules on one partition, or keep that state inside one module (for a cache of "
+        "Transformers: use_cache=False)."
+    )
+
+
+def _unknown(name: str) -> Unknown:
+    """Returns what stands for something that a leaf will have made when it has run."""
+    return Unknown(functools.partial(_shared, name))
+
+
+def _changed(path: str, leaf: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path} is changed by code outside {leaf}, which can see it and has been called in this "
+        "step already. The Python of a step runs before its modules do, so all calls would see the "
+        "last value. Pass it as an argument, change it between two steps, or put the code that "
+        "changes it and the module on one partition."
+    )
+
+
+class Deed(NamedTuple):
+    """What the call of a leaf does.
+
+    Attributes:
+        lines: what it computes, as text, which does not tell tensors of one shape apart.
+        read: the tensors that it reads and has not made.
+    """
+
+    lines: list[str]
+    read: list[torch.Tensor]
+
+    def is_like(self, other: Deed) -> bool:
+        """Whether two calls do the same with the same numbers."""
+        return (
+            self.lines == other.lines
+            and len(self.read) == len(other.read)
+            and all(map(_are_equal, self.read, other.read))
+        )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if not _has_values(one) or not _has_values(other):
+        return False
+    with past_recording():
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be compared with another one."""
+    is_real = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return is_real and tensor.layout is torch.strided
+
+
+class LeafAttributes:
+    """Watches the attributes of leaves while microbatches run their Python.
+
+    Args:
+        scene: the models.
+        state: where the run is.
+        deed: runs the call of a leaf on fakes again and returns what it does; None where that does
+            not show.
+    """
+
+    def __init__(self, scene: Scene, state: RunState, deed: Callable[[Entry], Deed | None]) -> None:
+        self._scene = scene
+        self._state = state
+        self._deed = deed
+        self._called: dict[nn.Module, dict[Entry, None]] = {}
+        #: What code can see that backward passes will run, by the name of who gave it.
+        self._later: list[tuple[str, Snapshot]] = []
+        self._real: dict[tuple[nn.Module, str], Any] = {}
+        self._set: set[tuple[nn.Module, str]] = set()
+        self._hidden_growth: list[Growth] = []
+        self._entries: dict[nn.Module, dict[str, Any]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches; at the end every attribute is what it was."""
+        former = nn.Module.__setattr__
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            leaf = self._scene.leaf_of.get(module)
+            inside = self._state.leaf_depth or self._state.runs_for_real
+            if leaf is not None and not inside and name not in OF_MODULES:
+                self._check(leaf, module, name, value)
+            former(module, name, value)
+
+        # A run before the partition was known has left fakes, which it takes away itself.
+        self._entries = {
+            module: {
+                name: value
+                for name, value in vars(module).items()
+                if name not in OF_MODULES and not isinstance(value, FakeTensor)
+            }
+            for module in self._scene.leaf_of
+        }
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+        for module, name in self._scene.hidden:
+            self._hide(module, name, None)
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = former  # type: ignore[method-assign]
+            self._show(self._real)
+            self._real = {}
+            for growth in self._hidden_growth:
+                growth.remove()
+
+    def note_call(self, entry: Entry) -> None:
+        """Takes note that a leaf is called in this step.
+
+        Raises:
+            UnsupportedError: what it can see has changed since its first call in this step.
+        """
+        leaf = entry.target
+        if leaf not in self._called:
+            self._called[leaf] = {}
+            state = self._scene.states.get(leaf)
+            if state is None or state.differences():
+                self._scene.states[leaf] = self._scene.seen_by(leaf)
+        else:
+            self._refuse_difference(leaf)
+        self._called[leaf][entry] = None
+
+    def note_function(self, name: str, code: Callable[..., Any]) -> None:
+        """Takes note that code outside of leaves gives a function that a backward pass will run."""
+        self._later.append((name, Snapshot((), [code], moved=self._scene.own_tensors)))
+
+    def check(self) -> None:
+        """Makes sure that leaves will see what they would have seen when they were called.
+
+        Raises:
+            UnsupportedError: something has changed since.
+        """
+        for leaf in self._called:
+            self._refuse_difference(leaf)
+        for name, state in self._later:
+            if found := state.differences():
+                raise _changed(found[0].holder.path, f"the backward pass of {name}")
+        for module, entries in self._entries.items():
+            for name, value in entries.items():
+                if vars(module).get(name, _MISSING) is not value and (module, name) not in {
+                    *self._set,
+                    *self._real,
+                }:
+                    raise _changed(f"{type(module).__name__}.{name}", "its module")
+
+    def _refuse_difference(self, leaf: nn.Module) -> None:
+        state = self._scene.states[leaf]
+        # What it has put into containers of its own, it has put there itself.
+        own = {id(each.obj) for entry in self._called[leaf] for each in entry.left}
+        if self.refuse_difference(self._called[leaf], state, own):
+            self._scene.states[leaf] = self._scene.seen_by(leaf)
+
+    def refuse_difference(
+        self, entries: Iterable[Entry], state: Snapshot, apart_from: Collection[int] = ()
+    ) -> bool:
+        """Raises if what a leaf can see has changed since a snapshot, and matters to it.
+
+        Args:
+            entries: calls of the leaf.
+            state: what it could see.
+            apart_from: identities of what it changes itself.
+
+        Returns:
+            whether something has changed that does not matter.
+
+        Raises:
+            UnsupportedError: something has changed that does.
+        """
+        found = state.differences(apart_from)
+        if not found:
+            return False
+        for entry in entries:
+            now = before = None
+            # The leaf itself may fail, one way or the other. What its backward pass does with
+            # what it sees shows nowhere.
+            with contextlib.suppress(Exception):
+                if not entry.runs_backward:
+                    now = self._deed(entry)
+                    with as_it_was(found):
+                        before = self._deed(entry)
+            if now is None or before is None or not now.is_like(before):
+                raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
+        return True
+
+    def hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        """Hides an attribute that a leaf changes, and has changed now.
+
+        Args:
+            module: that has it.
+            name: of the attribute.
+            tensor: the fake that the leaf has left there; None if it is something else.
+        """
+        self._scene.hidden.add((module, name))
+        self._hide(module, name, tensor)
+
+    def hide_growth(self, grown: Sequence[Growth]) -> None:
+        """Hides what leaves have added to containers in a microbatch that is over."""
+        for growth in reversed(grown):
+            has_tensors = any(isinstance(each, torch.Tensor) for each in growth.added.values())
+            if has_tensors and not growth.is_own:
+                self._hidden_growth.append(
+                    growth.replaced(
+                        lambda: Unknown(
+                            functools.partial(_shared, "what a hook or a module has stored")
+                        )
+                    )
+                )
+            else:
+                growth.remove()
+
+    @contextlib.contextmanager
+    def shown_to(self, leaf: nn.Module) -> Iterator[None]:
+        """Lets a leaf see its attributes."""
+        own = {
+            place: value
+            for place, value in self._real.items()
+            if self._scene.leaf_of.get(place[0]) is leaf
+        }
+        with self._shown(own):
+            yield
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """Lets all leaves see their attributes."""
+        return self._shown(dict(self._real))
+
+    @contextlib.contextmanager
+    def _shown(self, own: dict[tuple[nn.Module, str], Any]) -> Iterator[None]:
+        hidden = {place: vars(place[0]).get(place[1], _MISSING) for place in own}
+        self._show(own)
+        try:
+            yield
+        finally:
+            self._show(hidden)
+
+    def _hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        entries = vars(module)
+        self._real.setdefault((module, name), entries.get(name, _MISSING))
+        entries[name] = (
+            Unknown(functools.partial(_shared, f"{type(module).__name__}.{name}"))
+            if tensor is None
+            else tensor
+        )
+
+    @staticmethod
+    def _show(values: dict[tuple[nn.Module, str], Any]) -> None:
+        for (module, name), value in values.items():
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+    def _check(self, leaf: nn.Module, module: nn.Module, name: str, value: Any) -> None:
+        text = f"{self._scene.names[module] or type(module).__name__}.{name}"
+        if (module, name) in self._real:
+            raise _shared(text)
+        if isinstance(value, FakeTensor) and self._scene.slots.get(id(value)) is None:
+            raise UnsupportedError(
+                f"{text} is set to a tensor of the step by code outside its module, which is "
+                "executed as a whole. Pass the tensor as an argument, or put both modules on one "
+                "partition."
+            )
+        if leaf in self._called and not same(
+            vars(module).get(name, _MISSING), value, lambda one, other: one is other
+        ):
+            raise _changed(text, "its module")
+        self._set.add((module, name))

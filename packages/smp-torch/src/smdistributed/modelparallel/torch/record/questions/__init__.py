@@ -1,0 +1,1 @@
+"""What Python asks about values while it runs on fakes, and who answers."""

@@ -1,0 +1,381 @@
+"""From a row of entries to a graph: what the tensors of a run on fakes stand for."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.run_state import RunState
+from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
+from smdistributed.modelparallel.torch.record.trace.taps import Tap
+from smdistributed.modelparallel.torch.record.trace.tree import (
+    Constant,
+    Entry,
+    EntryKind,
+    Seen,
+    Trace,
+)
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.looks import Looks
+from smdistributed.modelparallel.torch.tensors.nested import (
+    Path,
+    placeholders,
+    retemplate,
+    value_paths,
+)
+
+_NODE_KINDS = {
+    EntryKind.CALL: NodeKind.CALL,
+    EntryKind.QUESTION: NodeKind.CALL,
+    EntryKind.NUMBER: NodeKind.CALL,
+    EntryKind.LEAF: NodeKind.LEAF,
+}
+
+
+class Values:
+    """Writes a graph, entry by entry.
+
+    Args:
+        scene: the models, whose parameters and buffers are values too.
+        state: where the run is.
+        trace: of the run.
+        where: names the place where the run is, for messages.
+
+    Attributes:
+        graph: that is written at present; inside a leaf one of its own.
+        read: what calls have read that no recorded call made; inside a leaf by its calls.
+        borrowed: inside a leaf, what its calls have read of that code outside of it has made.
+        models: those whose parameters or buffers were read.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        state: RunState,
+        trace: Trace,
+        where: Callable[[], str],
+    ) -> None:
+        self.graph = Graph()
+        self.read: list[torch.Tensor | Constant] = []
+        self.borrowed: dict[int, torch.Tensor] = {}
+        self._outside: dict[int, Value] = {}
+        self.models: set[nn.Module] = set()
+        self._scene = scene
+        self._state = state
+        self._where = where
+        self._known: dict[int, Value] = {}
+        self._constants: dict[Constant, Value] = {}
+        #: By memory, the tensors that lie in it, with a value that each has stood for.
+        self._sharing: dict[int, list[tuple[torch.Tensor, Value]]] = collections.defaultdict(list)
+        # Identities above are only good while the tensors live.
+        self._alive: list[torch.Tensor] = []
+        #: Fakes that a leaf made and did not return -> where a replay finds them.
+        self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
+        self._trace = trace
+        self._inputs: list[tuple[torch.Tensor, Value]] = []
+        for position, fake in enumerate(trace.inputs):
+            node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
+            self._inputs.append((fake, self._bind(fake, node, ())))
+
+    def known(self) -> dict[int, Value]:
+        """Returns by the identity of a tensor what it stands for."""
+        return dict(self._known)
+
+    @property
+    def num_inputs(self) -> int:
+        """How many tensor arguments the microbatch has."""
+        return len(self._inputs)
+
+    # ------------------------------------------------------------------ writing
+
+    def take(self, entry: Entry) -> None:
+        """Writes what an entry computes; nothing if it computes no tensor."""
+        if entry.kind is EntryKind.BACKWARD:
+            self.graph.roots.append(self.of(entry.args[0]))
+            return
+        if entry.refusal and self._state.is_glue:
+            raise UnsupportedError(entry.refusal)
+        if not entry.outputs and not entry.changed and entry.kind is not EntryKind.LEAF:
+            return
+        if self._state.is_glue:
+            self._check_borrowed(entry)
+        settings = entry.settings
+        assert settings is not None
+        if self._state.is_glue:
+            if settings.saves_otherwise:
+                raise UnsupportedError(
+                    f"{entry} is called inside torch.autograd.graph.saved_tensors_hooks, or "
+                    "save_on_cpu, which reach no other process. Put the context into the forward "
+                    "of one module, or around the whole call of the step function."
+                )
+            for carried in placeholders((entry.args, entry.kwargs), Carried):
+                if carried.problem is not None:
+                    raise carried.problem
+        args, kwargs = self.arguments(entry.args), self.arguments(entry.kwargs)
+        kind = _NODE_KINDS[entry.kind]
+        inputs = list(placeholders((args, kwargs), Value))
+        if kind is NodeKind.CALL and not inputs:
+            kwargs |= _default_device(entry.outputs, kwargs)
+        node = self._node(
+            kind,
+            torch.Tensor.detach if entry.kind is EntryKind.NUMBER else entry.target,
+            entry.name,
+            args=args,
+            kwargs=kwargs,
+            grad_enabled=settings.grad_enabled,
+            autocast=settings.autocast,
+            switches=settings.switches,
+            default_dtype=settings.default_dtype,
+            modules=entry.modules,
+            flags=entry.flags,
+            draw=entry.draw,
+            region=entry.region,
+            work=entry.work,
+            stateful=entry.stateful,
+            decides=entry.decides,
+            in_turn=entry.in_turn,
+            rewrites=entry.rewrites,
+            values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
+            replicated=kind is NodeKind.CALL
+            and entry.draw is None
+            and all(value.replicated for value in inputs)
+            and not any(
+                entry.looks[id(tensor)].requires_grad
+                for tensor in (*(each for _, each in entry.outputs), *entry.changed)
+            ),
+        )
+        before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
+        for key, (tap, tensor) in entry.inner.items():
+            if tap.call is not None or key not in self._escaped:
+                self._escaped[key] = node, entry, tap, tensor
+        made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
+        made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
+        made += self._change(node, entry)
+        bound: set[int] = set()
+        for tensor, source in made:
+            if id(tensor) not in bound:
+                bound.add(id(tensor))
+                self._bind(tensor, node, source, entry.looks[id(tensor)])
+
+    def _check_borrowed(self, entry: Entry) -> None:
+        """Makes sure that a leaf runs where what it reads besides its arguments was kept.
+
+        Raises:
+            UnsupportedError: another rank has kept it.
+        """
+        for tensor in entry.borrowed:
+            value, escaped = self._known.get(id(tensor)), self._escaped.get(id(tensor))
+            if value is None and escaped is None:
+                continue
+            maker = escaped[0] if value is None and escaped is not None else value and value.node
+            assert isinstance(maker, Node)
+            home = self._scene.leaves.get(maker.target) if maker.kind is NodeKind.LEAF else None
+            if home is None or home.partition != self._scene.leaves[entry.target].partition:
+                raise UnsupportedError(
+                    f"{entry.name} reads a tensor of the step that it is not given: "
+                    f"{maker.name or 'the model'} has left it in an attribute, a container or a "
+                    "closure, in another process. Pass it as an argument, read it in code between "
+                    "modules, or put the modules on one partition."
+                )
+
+    def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
+        return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
+
+    def _bind(
+        self, tensor: torch.Tensor, node: Node, source: Any, looks: Looks | None = None
+    ) -> Value:
+        """Makes the value of one tensor of a node's result; None: it looks as at first."""
+        looks = self._trace.first_looks(tensor) if looks is None else looks
+        value = self.graph.bind(tensor, node, source, looks)
+        self._known[id(tensor)] = value
+        self._alive.append(tensor)
+        if tensor.layout is torch.strided:
+            self._sharing[storage_of(tensor)].append((tensor, value))
+        elif self._state.is_glue:
+            raise UnsupportedError(
+                f"{node.name} gives a tensor of layout {tensor.layout}, in code between modules: "
+                "only dense tensors go from one partition to another. Make and use sparse ones "
+                "inside one module that stays whole."
+            )
+        return value
+
+    def _change(self, node: Node, entry: Entry) -> list[tuple[torch.Tensor, Value]]:
+        """Notes that a node changes tensors in place.
+
+        Returns:
+            the other tensors that show the change and are computed again wherever they are read,
+            with the values that they stood for.
+        """
+        seen = []
+        for tensor in {id(tensor): tensor for tensor in entry.changed}.values():
+            old = self._known[id(tensor)]
+            sharing = [each for each in self._sharing[storage_of(tensor)] if each[1] is not old]
+            node.aliases += [value for _, value in sharing]
+            node.changes.append(old)
+            for value in (old, *node.aliases):
+                value.is_changed = True
+            for other, value in sharing:
+                if self._known.get(id(other)) is not value:
+                    continue
+                if value.replicated:
+                    seen.append((other, value))
+                else:
+                    # Whoever is on another partition reads it when the segment is over.
+                    value.requires_grad |= entry.looks[id(other)].requires_grad
+        return seen
+
+    def sharing(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns tensors and all others that lie in the same memory."""
+        found = {id(tensor): tensor for tensor in tensors}
+        for tensor in list(found.values()):
+            if tensor.layout is torch.strided:
+                found.update((id(each), each) for each, _ in self._sharing[storage_of(tensor)])
+        return list(found.values())
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Graph]:
+        """Writes a graph of its own meanwhile, and forgets it."""
+        graph, known, constants, read = self.graph, self._known, self._constants, self.read
+        outside, borrowed = self._outside, self.borrowed
+        self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
+        self.read, self._outside, self.borrowed = [], known, {}
+        self.graph.constants = list(graph.constants)
+        try:
+            yield self.graph
+        finally:
+            self.graph, self._known, self._constants, self.read = graph, known, constants, read
+            self._outside, self.borrowed = outside, borrowed
+
+    # ------------------------------------------------------------------ reading
+
+    def written_inputs(self) -> dict[int, Value]:
+        """Returns what the arguments that were changed in place have become, by position."""
+        return {
+            position: self._known[id(fake)]
+            for position, (fake, given) in enumerate(self._inputs)
+            if given.is_changed
+        }
+
+    def arguments(self, template: Any) -> Any:
+        """Returns a template with values in the places of fakes and constants."""
+        return retemplate(template, (torch.Tensor, Constant), self.of)
+
+    def is_stranger(self, tensor: torch.Tensor) -> bool:
+        """Whether no recorded call made a fake."""
+        return (
+            isinstance(tensor, FakeTensor)
+            and tensor.constant is None
+            and id(tensor) not in self._known
+            and id(tensor) not in self._scene.slots
+        )
+
+    def of(self, tensor: torch.Tensor | Constant) -> Value:
+        """Returns the value that a tensor of the run stands for.
+
+        Raises:
+            UnsupportedError: no recorded call made it.
+        """
+        if isinstance(tensor, Constant):
+            return self._of_constant(tensor)
+        known = self._known.get(id(tensor))
+        if known is not None:
+            if id(tensor) in self._outside:
+                self.borrowed[id(tensor)] = tensor
+            return known
+        if id(tensor) in self._scene.slots:
+            return self._of_slot(tensor)
+        made = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        self.read.append(tensor if made is None else made)
+        if made is None:
+            return self._of_stranger(tensor)
+        return self._bind(
+            tensor, self._node(NodeKind.CONSTANT, made, _text(made), replicated=True), ()
+        )
+
+    def _of_constant(self, constant: Constant) -> Value:
+        if constant not in self._constants:
+            self.read.append(constant)
+            node = self._node(
+                NodeKind.CONSTANT,
+                len(self._trace.inputs) + len(self.graph.constants),
+                str(constant),
+                replicated=True,
+            )
+            self.graph.constants.append(constant)
+            self._constants[constant] = self.graph.bind(
+                constant.tensor, node, (), Looks.of(constant.tensor)
+            )
+        return self._constants[constant]
+
+    def _of_slot(self, tensor: torch.Tensor) -> Value:
+        model, slot = self._scene.slots[id(tensor)]
+        self.models.add(model.model)
+        # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
+        # everywhere.
+        replicated = not isinstance(tensor, nn.Parameter) and slot[0] not in self._scene.leaf_of
+        node = self._node(NodeKind.ATTRIBUTE, slot, model.slot_name(slot), replicated=replicated)
+        return self._bind(tensor, node, ())
+
+    def _of_stranger(self, tensor: torch.Tensor) -> Value:
+        escaped = self._escaped.get(id(tensor))
+        if escaped is not None:
+            self.borrowed[id(tensor)] = tensor
+        if escaped is not None and not self._state.leaf_depth:
+            node, entry, tap, _ = escaped
+            node.taps.append(tap)
+            if tap.call is not None and entry.seen is Seen.NOTHING:
+                entry.seen = Seen.HOOKS if entry.hooked else Seen.ALL
+            return self._bind(tensor, node, tap)
+        if not self._state.is_glue:
+            return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
+        raise UnsupportedError(
+            f"a tensor of shape {tuple(tensor.shape)} appeared that no recorded call "
+            f"made, in {self._where()}: a hook, an attribute or a compiled function "
+            "carried it out of a module that is executed as a whole. Return it from that "
+            "module's forward, or put the modules that use it on one partition."
+        )
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the real tensor for one that is the same in every microbatch; else None."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = self.of(tensor)
+        if not value.replicated or any(
+            node.kind is NodeKind.INPUT or isinstance(node.target, int) for node in sources([value])
+        ):
+            return None
+        with past_recording():
+            real: torch.Tensor = evaluate_replicated(
+                lambda tensor: tensor, (value,), {}, (), attribute=self._scene.real_of
+            )
+        return real
+
+
+def _default_device(
+    outputs: Sequence[tuple[Path, torch.Tensor]], kwargs: dict[str, Any]
+) -> dict[str, torch.device]:
+    """Returns the device of a new tensor that was not asked for: torch's default at the time.
+
+    Replays, and evaluations past all function modes, must not depend on ``set_default_device``.
+    """
+    devices = {tensor.device for _, tensor in outputs if tensor.device.type != "cpu"}
+    if "device" in kwargs or len(devices) != 1:
+        return {}
+    return {"device": devices.pop()}
+
+
+def _text(tensor: torch.Tensor) -> str:
+    """Names a tensor, so that ranks which have different ones find out."""
+    with past_recording():
+        value = f" {tensor.tolist()}" if tensor.numel() == 1 and not tensor.is_meta else ""
+        return f"constant {tuple(tensor.shape)} {tensor.dtype}{value}"
