@@ -27,8 +27,8 @@ from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.switches import Autocast, Changes
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import Path, equal, placeholders, text
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 #: Constants up to this many elements are compared by value.
 _SMALL = 1 << 16
@@ -85,7 +85,7 @@ class Value:
         node: Node,
         source: Path | Value | Tap,
         tensor: torch.Tensor,
-        looks: Looks,
+        spec: TensorSpec,
     ) -> None:
         self.index = index
         self.node = node
@@ -95,9 +95,9 @@ class Value:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.replicated = node.replicated
         self.is_changed = False
-        self.shape = looks.shape
-        self.requires_grad = looks.requires_grad
-        self.order = tuple(sorted(range(len(looks.shape)), key=lambda dim: -looks.stride[dim]))
+        self.shape = spec.shape
+        self.requires_grad = spec.requires_grad
+        self.order = tuple(sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim]))
         self._is_in_order = self.order == tuple(range(len(self.order)))
         self._wire_shape = [self.shape[dim] for dim in self.order]
 
@@ -384,10 +384,10 @@ class Graph:
         return node
 
     def bind(
-        self, tensor: torch.Tensor, node: Node, source: Path | Value | Tap, looks: Looks
+        self, tensor: torch.Tensor, node: Node, source: Path | Value | Tap, spec: TensorSpec
     ) -> Value:
-        """Makes the value for one tensor of a node's result, and how that looks then."""
-        value = Value(self.num_values, node, source, tensor, looks)
+        """Makes the value for one tensor of a node's result, which has that spec then."""
+        value = Value(self.num_values, node, source, tensor, spec)
         self.num_values += 1
         node.outputs.append(value)
         return value

@@ -27,13 +27,13 @@ from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.switches import Positions, Settings, settings
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import (
     is_plain_value,
     template,
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Microbatch:
         contents: what is known to be in them.
         aliases: by id, fakes that a leaf has made anew, and those that stand for the same in the
             trace.
-        looks: by id, how tensors look now that calls have changed the looks of.
+        specs: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
         given: the question that was asked last without an entry for its answer, and the answer.
@@ -123,7 +123,7 @@ class Microbatch:
         self.objects: dict[Carried, Any] = {}
         self.contents: dict[Carried, Contents] = {}
         self.aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.looks: dict[int, Looks] = {}
+        self.specs: dict[int, TensorSpec] = {}
         self.grown: list[Growth] = []
         self.log: list[Entry] = []
         self.new: list[Entry] | None = None
@@ -147,14 +147,14 @@ class Microbatch:
 
     def look_as_after(self, entry: Entry) -> bool:
         """Takes note of how tensors look after a call; returns whether their fakes look so."""
-        self.looks.update(entry.looks)
+        self.specs.update(entry.specs)
         with self._context.state.pausing():  # else it is told what it should find
-            return all(entry.looks[id(each)] == Looks.of(each) for each in entry.changed)
+            return all(entry.specs[id(each)] == TensorSpec.of(each) for each in entry.changed)
 
     def requires_grad(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor requires a gradient now; its fake may know of a later moment."""
-        looks = self.looks.get(id(tensor)) or self.trace.first_looks(tensor)
-        return looks.requires_grad
+        spec = self.specs.get(id(tensor)) or self.trace.first_spec(tensor)
+        return spec.requires_grad
 
     def is_seeded(self) -> bool:
         """Whether the step has seeded torch's own generators and means those numbers."""
@@ -245,9 +245,9 @@ class Microbatch:
         assert self.values is not None
         entry.outputs = list(tensor_paths(result))
         seen = [tensor for _, tensor in entry.outputs] + self.values.sharing(entry.changed)
-        entry.looks = {id(tensor): Looks.of(tensor) for tensor in seen}
+        entry.specs = {id(tensor): TensorSpec.of(tensor) for tensor in seen}
         if entry.repeats:
-            self.looks.update(entry.looks)
+            self.specs.update(entry.specs)
         entry.is_fixed = _is_fixed(result)
         entry.result = result
         if not entry.is_fixed:

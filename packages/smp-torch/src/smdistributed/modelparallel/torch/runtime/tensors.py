@@ -25,7 +25,12 @@ class TorchTensors:
         return tuple(value.shape)
 
     def narrow(self, value: Any, axis: int, start: int, length: int) -> Any:
-        """The part of a tensor from ``start``, ``length`` long along ``axis``; a view."""
+        """The part of a tensor from ``start``, ``length`` long along ``axis``.
+
+        A view; of a sparse tensor, which has none, a copy.
+        """
+        if value.layout is not torch.strided:
+            return value.narrow_copy(axis, start, length)
         return value.narrow(axis, start, length)
 
     def take_apart(self, value: object) -> Container | None:

@@ -11,48 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.stepping.moving import NOTHING, Moved
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 #: Arguments by position and by keyword: of a step function, or of one microbatch.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """What a recording depends on of one tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorKind:
-        """Returns the kind of a tensor."""
-        return TensorKind(
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device.type,
-            tensor.requires_grad,
-        )
-
-    def fake(self, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-        """Returns a stand-in of this kind.
-
-        Args:
-            mode: of the fakes.
-            device: where the step runs; a tensor on the host is there all the same.
-        """
-        place = torch.device("cpu") if self.device_type == "cpu" else device
-        with mode:
-            fake = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
-        return fake.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -81,12 +45,12 @@ class CallKind:
     """What a recording depends on of a call, besides what its Python sees.
 
     Attributes:
-        tensors: the kinds of its tensor arguments, in order.
+        tensors: the specs of its tensor arguments, in order.
         overlapping: pairs of them, by position, that may share memory.
         state: training flags, grad mode and the like.
     """
 
-    tensors: tuple[TensorKind, ...]
+    tensors: tuple[TensorSpec, ...]
     overlapping: tuple[tuple[int, int], ...]
     state: State
 

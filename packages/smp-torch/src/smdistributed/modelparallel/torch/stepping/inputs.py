@@ -32,7 +32,6 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     MiniBatch,
     Recalled,
     State,
-    TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.first_rank import hear, say
 from smdistributed.modelparallel.torch.stepping.misfits import misfits_named
@@ -41,6 +40,7 @@ from smdistributed.modelparallel.torch.tensors.nested import (
     map_tensors,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 class StepInputs:
@@ -62,8 +62,8 @@ class StepInputs:
     def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
         """Returns what this rank was called with."""
         tensors = tensors_in((args, kwargs))
-        kinds = tuple(TensorKind.of(tensor) for tensor in tensors)
-        return CallKind(kinds, overlapping(tensors), self._state())
+        specs = tuple(_given(tensor) for tensor in tensors)
+        return CallKind(specs, overlapping(tensors), self._state())
 
     def _state(self) -> State:
         device = self._runtime.device.type
@@ -268,10 +268,27 @@ class StepInputs:
     def _stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Returns the arguments with fakes of rank 0's tensors in the places of its own."""
         mode, device = self._runtime.fake_mode, self._runtime.device
-        return _with_tensors(args, kwargs, [each.fake(mode, device) for each in kind.tensors])
+        with mode:
+            fakes = [each.empty(device) for each in kind.tensors]
+        return _with_tensors(args, kwargs, fakes)
 
-    def _device(self, kind: TensorKind) -> torch.device:
-        return torch.device("cpu") if kind.device_type == "cpu" else self._runtime.device
+    def _device(self, spec: TensorSpec) -> torch.device:
+        return spec.device if spec.device.type == "cpu" else self._runtime.device
+
+
+def _given(tensor: torch.Tensor) -> TensorSpec:
+    """Returns the spec of an argument, as every rank has it.
+
+    Raises:
+        UnsupportedError: it is not dense.
+    """
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"a step function got a tensor of layout {tensor.layout}: only dense tensors go from "
+            "one partition to another. Give it tensor.to_dense(), or its indices and values, and "
+            "make the sparse tensor inside one module."
+        )
+    return TensorSpec.of(tensor).on_every_rank
 
 
 def _are_in_their_places(batch: MiniBatch, tensors: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -41,12 +41,12 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     MiniBatch,
     Recalled,
     Round,
-    TensorKind,
 )
 from smdistributed.modelparallel.torch.stepping.looking_ahead import LookingAhead, QuestionPlans
 from smdistributed.modelparallel.torch.stepping.placing import place_models
 from smdistributed.modelparallel.torch.stepping.tracing import Tracing
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -361,13 +361,13 @@ class Lockstep:
         return self._scene[1]
 
     def _trace(self, batch: MiniBatch, call: Call) -> Trace:
-        kinds = tuple(TensorKind.of(tensor) for tensor in tensors_in(call))
-        key = (batch.header.kind.state, kinds)
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors_in(call))
+        key = (batch.header.kind.state, specs)
         trace = self._traces.get(key)
         if trace is None:
-            trace = self._traces[key] = Trace(
-                [kind.fake(self._runtime.fake_mode, self._runtime.device) for kind in kinds]
-            )
+            with self._runtime.fake_mode:
+                fakes = [each.empty(self._runtime.device) for each in specs]
+            trace = self._traces[key] = Trace(fakes)
         self._traces.move_to_end(key)
         return trace
 

@@ -39,11 +39,12 @@ from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.sharding.layout import is_cut
-from smdistributed.modelparallel.torch.stepping.batch import MiniBatch, TensorKind
+from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.placing import kept_whole
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 class PlannedStep:
@@ -176,8 +177,9 @@ class PlannedStep:
         )
         runtime.random.begin(batch.header.seed, rehearsal=True)
         runtime.random.enter_pass(0, backward=False)
-        kinds = [TensorKind.of(tensor) for tensor in tensors_in(call)]
-        trace = Trace([kind.fake(runtime.fake_mode, runtime.device) for kind in kinds])
+        specs = [TensorSpec.of(tensor) for tensor in tensors_in(call)]
+        with runtime.fake_mode:
+            trace = Trace([each.empty(runtime.device) for each in specs])
         with contextlib.ExitStack() as stack:
             if keeps:
                 hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor)

@@ -44,7 +44,7 @@ class Promised:
 
     def renew(self) -> None:
         """Makes new promises in place of those that were kept."""
-        self.promises = [promise(each) for each in self.tape.looks]
+        self.promises = [promise(each) for each in self.tape.specs]
         self.numbers = {id(each): number for number, each in enumerate(self.promises)}
         self.events = [self._with_promises(each) for each in self.tape.events]
         self.results = filled(self.tape.results, self._promise)

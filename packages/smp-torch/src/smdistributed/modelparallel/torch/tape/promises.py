@@ -9,7 +9,7 @@ import torch
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.tensors import become
-from smdistributed.modelparallel.torch.tape.tape import Looks
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 class _Unkept:
@@ -28,11 +28,11 @@ class _Unkept:
         )
 
 
-def promise(looks: Looks) -> torch.Tensor:
+def promise(spec: TensorSpec) -> torch.Tensor:
     """Returns a tensor without memory."""
-    made = torch.empty(0, dtype=looks.dtype, device=looks.device)
-    made.data = without_memory(tuple(looks.shape), looks.dtype, looks.device, _Unkept)
-    return made.requires_grad_() if looks.requires_grad else made
+    made = torch.empty(0, dtype=spec.dtype, device=spec.device)
+    made.data = without_memory(spec.shape, spec.dtype, spec.device, _Unkept)
+    return made.requires_grad_() if spec.requires_grad else made
 
 
 def keep(promised: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -51,7 +51,6 @@ from smdistributed.modelparallel.torch.tape.tape import (
     DrawBegins,
     DrawEnds,
     Earlier,
-    Looks,
     Made,
     OnHost,
     Own,
@@ -69,6 +68,7 @@ from smdistributed.modelparallel.torch.tensors.nested import (
     template,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _SET_DATA = torch.ops.aten.set_data.default
@@ -158,7 +158,7 @@ class Recording(TorchFunctionMode):
                 next(generator)
             self.tape.events.append(RegionBegins(stops_early((function, *args))))
             former, self._hooks = self._hooks, saved_tensors_hooks()
-            self._region = len(self.tape.looks)
+            self._region = len(self.tape.specs)
             try:
                 yield
             finally:
@@ -373,8 +373,8 @@ class Recording(TorchFunctionMode):
                 self._constant[found[1]] = version_of(each)
 
     def _make(self, tensor: torch.Tensor) -> None:
-        number, key = len(self.tape.looks), id(tensor)
-        self.tape.looks.append(Looks.of(tensor))
+        number, key = len(self.tape.specs), id(tensor)
+        self.tape.specs.append(TensorSpec.of(tensor))
         made = self._made
         forget = weakref.ref(tensor, lambda dead: made.pop(key, None))
         made[key] = forget, number, version_of(tensor), self._node_of(tensor)
@@ -471,7 +471,9 @@ class Recording(TorchFunctionMode):
 
 def _is_answered_without_memory(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a question is about how tensors look: what is in them, and where, is no constant."""
-    args, kwargs = map_tensors((tuple(args), dict(kwargs)), lambda each: promise(Looks.of(each)))
+    args, kwargs = map_tensors(
+        (tuple(args), dict(kwargs)), lambda each: promise(TensorSpec.of(each))
+    )
     try:
         function(*args, **kwargs)
     except Exception as error:

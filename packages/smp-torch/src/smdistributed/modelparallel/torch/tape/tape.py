@@ -10,6 +10,7 @@ import torch
 
 from smdistributed.modelparallel.torch.tape.settings import Settings
 from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 class Made(NamedTuple):
@@ -54,21 +55,6 @@ class Own(NamedTuple):
 
 #: What stands for what each pass has for itself; tensors from outside stand for themselves.
 REFERENCES = (Made, Earlier, OnHost, Own)
-
-
-class Looks(NamedTuple):
-    """What a promise needs to look like the tensor that it stands for."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Looks:
-        """Returns those of a tensor."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 @dataclass(eq=False, slots=True)
@@ -152,7 +138,7 @@ class Tape:
 
     Attributes:
         events: in order.
-        looks: of its tensors, by their numbers.
+        specs: of its tensors, by their numbers.
         num_given: how many of them are given to the pass.
         results: template of what the pass gives.
         outside: tensors that were neither given nor made, by identity.
@@ -162,7 +148,7 @@ class Tape:
     """
 
     events: list[Event] = field(default_factory=list)
-    looks: list[Looks] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
     num_given: int = 0
     results: Any = ()
     outside: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -25,8 +25,8 @@ from smdistributed.modelparallel.torch.record.microbatch import (
 )
 from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, opaque_objects, tensors_in
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 from smdistributed.modelparallel.torch.tensors.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import works_for_real
@@ -140,7 +140,7 @@ class NewCalls:
         entry.region = self._state.region
         tensors = tensors_in((args, kwargs))
         assert now.values is not None
-        looks = [(tensor, Looks.of(tensor)) for tensor in now.values.sharing(tensors)]
+        specs = [(tensor, TensorSpec.of(tensor)) for tensor in now.values.sharing(tensors)]
         states = [writes_of(tensor) for tensor in tensors]
         reading, writes = meter.reading(), meter.writes
         try:
@@ -166,8 +166,8 @@ class NewCalls:
             entry.draw = calls.current.next_draw(target)
         entry.work = meter.work_since(reading)
         entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
-        _check_out(entry, kwargs.get("out"), looks)
-        others = {id(tensor) for tensor, before in looks if now.trace.note_change(tensor, before)}
+        _check_out(entry, kwargs.get("out"), specs)
+        others = {id(tensor) for tensor, before in specs if now.trace.note_change(tensor, before)}
         entry.repeats = bool(others)
         entry.changed = [
             tensor
@@ -232,13 +232,13 @@ def _holds_arrays(obj: Any) -> bool:
     return any(type(each).__module__ == "numpy" for each in opaque_objects(obj))
 
 
-def _check_out(entry: Entry, out: Any, looks: Sequence[tuple[torch.Tensor, Looks]]) -> None:
+def _check_out(entry: Entry, out: Any, specs: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
     """Raises if a function has given the tensor another size that it was to write to.
 
     PyTorch is about to refuse that too, but for empty ones. Other microbatches have the old size.
     """
     written = {id(each) for each in tensors_in(out)}
-    for tensor, before in looks:
+    for tensor, before in specs:
         now = tuple(tensor.shape)
         if id(tensor) in written and 0 not in before.shape and now != before.shape:
             raise UnsupportedError(

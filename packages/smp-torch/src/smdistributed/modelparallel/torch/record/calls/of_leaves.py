@@ -134,7 +134,7 @@ class LeafCalls:
         if entry.repeats and not now.look_as_after(entry):
             with self._state.pausing():
                 for tensor in entry.changed:
-                    entry.looks[id(tensor)].give(tensor)
+                    entry.specs[id(tensor)].give(tensor)
         if entry.seen is Seen.HOOKS:
             with self._state.pausing():
                 for each in entry.hooked:

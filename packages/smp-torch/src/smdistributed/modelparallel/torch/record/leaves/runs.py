@@ -30,13 +30,13 @@ from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObje
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import (
     fill,
     placeholders,
     tensor_paths,
     tensors_in,
 )
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied, writes_of
 
 #: Tensors that a leaf makes besides its result, by id, and where a replay finds them.
@@ -221,7 +221,7 @@ class Watch:
         self._reading = meter.reading()
         tensors = tensors_in(arguments)
         self._tensors = [(each, writes_of(each)) for each in tensors]
-        self._looks = [Looks.of(each) for each in tensors]
+        self._specs = [TensorSpec.of(each) for each in tensors]
         self._own = [
             (inner, name, each, writes_of(each))
             for inner in module.modules()
@@ -239,7 +239,7 @@ class Watch:
         entry.asks = self._state.questions != self._questions
         entry.decides = entry.asks or self._state.real_runs != self._real_runs
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
-        entry.repeats = [Looks.of(each) for each, _ in self._tensors] != self._looks
+        entry.repeats = [TensorSpec.of(each) for each, _ in self._tensors] != self._specs
         if any(
             each.requires_grad and version_of(each) == version
             for each, (version, *_) in self._tensors

@@ -25,8 +25,8 @@ from smdistributed.modelparallel.torch.record.ir import Graph, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.snapshot import Change
 from smdistributed.modelparallel.torch.state.switches import Settings
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import Path
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.questions.question import Question
@@ -116,7 +116,7 @@ class Entry:
         is_fixed: the result itself can be given again: nobody can change it.
         outputs: the tensors in the result and where they stand.
         changed: tensors that it changes in place.
-        looks: by id, how the tensors look right after it that it gives or changes, and those that
+        specs: by id, how the tensors look right after it that it gives or changes, and those that
             share memory with what it changes.
         repeats: it changes the looks of fakes, so that it is done to them in each microbatch.
         draw, work, region: as in ``Node``.
@@ -156,7 +156,7 @@ class Entry:
     is_fixed: bool = True
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     changed: list[torch.Tensor] = field(default_factory=list)
-    looks: dict[int, Looks] = field(default_factory=dict)
+    specs: dict[int, TensorSpec] = field(default_factory=dict)
     repeats: bool = False
     draw: tuple[str, int, int] | None = None
     work: Work = field(default_factory=Work)
@@ -227,19 +227,19 @@ class Trace:
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.inputs = inputs
         self.start = Entry(EntryKind.START, name="the start of the step function")
-        self.metadata: dict[int, tuple[torch.Tensor, Looks]] = {}
+        self.metadata: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
 
-    def note_change(self, tensor: torch.Tensor, before: Looks) -> bool:
+    def note_change(self, tensor: torch.Tensor, before: TensorSpec) -> bool:
         """Takes note if a call has changed the looks of a fake; returns whether it has."""
-        if not isinstance(tensor, FakeTensor) or Looks.of(tensor) == before:
+        if not isinstance(tensor, FakeTensor) or TensorSpec.of(tensor) == before:
             return False
         self.metadata.setdefault(id(tensor), (tensor, before))
         return True
 
-    def first_looks(self, tensor: torch.Tensor) -> Looks:
+    def first_spec(self, tensor: torch.Tensor) -> TensorSpec:
         """Returns how a fake looks before any call has changed that."""
         known = self.metadata.get(id(tensor))
-        return Looks.of(tensor) if known is None else known[1]
+        return TensorSpec.of(tensor) if known is None else known[1]
 
     def put_back(self) -> None:
         """Gives fakes the looks that they have at the start of a way, where autograd lets it.
@@ -247,5 +247,5 @@ class Trace:
         A view of a tensor that was written to cannot forget that, and then the tensor must not.
         """
         shown = {storage_of(each) for each, _ in self.metadata.values() if each._is_view()}
-        for tensor, looks in self.metadata.values():
-            looks.give(tensor, forgets=storage_of(tensor) not in shown)
+        for tensor, spec in self.metadata.values():
+            spec.give(tensor, forgets=storage_of(tensor) not in shown)

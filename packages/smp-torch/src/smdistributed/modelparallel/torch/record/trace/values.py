@@ -26,13 +26,13 @@ from smdistributed.modelparallel.torch.record.trace.tree import (
     Trace,
 )
 from smdistributed.modelparallel.torch.state.carried import Carried
-from smdistributed.modelparallel.torch.tensors.looks import Looks
 from smdistributed.modelparallel.torch.tensors.nested import (
     Path,
     placeholders,
     retemplate,
     value_paths,
 )
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 _NODE_KINDS = {
     EntryKind.CALL: NodeKind.CALL,
@@ -150,7 +150,7 @@ class Values:
             and entry.draw is None
             and all(value.replicated for value in inputs)
             and not any(
-                entry.looks[id(tensor)].requires_grad
+                entry.specs[id(tensor)].requires_grad
                 for tensor in (*(each for _, each in entry.outputs), *entry.changed)
             ),
         )
@@ -165,7 +165,7 @@ class Values:
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
-                self._bind(tensor, node, source, entry.looks[id(tensor)])
+                self._bind(tensor, node, source, entry.specs[id(tensor)])
 
     def _check_borrowed(self, entry: Entry) -> None:
         """Makes sure that a leaf runs where what it reads besides its arguments was kept.
@@ -192,11 +192,11 @@ class Values:
         return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
 
     def _bind(
-        self, tensor: torch.Tensor, node: Node, source: Any, looks: Looks | None = None
+        self, tensor: torch.Tensor, node: Node, source: Any, spec: TensorSpec | None = None
     ) -> Value:
         """Makes the value of one tensor of a node's result; None: it looks as at first."""
-        looks = self._trace.first_looks(tensor) if looks is None else looks
-        value = self.graph.bind(tensor, node, source, looks)
+        spec = self._trace.first_spec(tensor) if spec is None else spec
+        value = self.graph.bind(tensor, node, source, spec)
         self._known[id(tensor)] = value
         self._alive.append(tensor)
         if tensor.layout is torch.strided:
@@ -231,7 +231,7 @@ class Values:
                     seen.append((other, value))
                 else:
                     # Whoever is on another partition reads it when the segment is over.
-                    value.requires_grad |= entry.looks[id(other)].requires_grad
+                    value.requires_grad |= entry.specs[id(other)].requires_grad
         return seen
 
     def sharing(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -313,7 +313,7 @@ class Values:
             )
             self.graph.constants.append(constant)
             self._constants[constant] = self.graph.bind(
-                constant.tensor, node, (), Looks.of(constant.tensor)
+                constant.tensor, node, (), TensorSpec.of(constant.tensor)
             )
         return self._constants[constant]
 
