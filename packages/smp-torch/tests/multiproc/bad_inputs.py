@@ -298,6 +298,7 @@ API: dict[str, Input] = {
         for name in ("FusedAdam", "FusedLamb", "FusedNovoGrad")
         for options in ({"lr": -1.0}, {"betas": (0.9,)}, {"eps": -1e-8}, {"weight_decay": -1.0})
     },
+    "a sparse batch": (_stepping(lambda m, x: m(x), ONES.to_sparse()), "to_dense"),
     # Inside a step.
     **{
         f"in a step: {name}": (_stepping(body), text)
