@@ -47,6 +47,12 @@ PLACES = {
         "SLOTS.factor",
         "SLOTS.factor = value",
     ),
+    "private slot": Place(
+        "class Hidden:\n    __slots__ = ('__factor',)\nHIDDEN = Hidden(); "
+        "HIDDEN._Hidden__factor = 1.0",
+        "HIDDEN._Hidden__factor",
+        "HIDDEN._Hidden__factor = value",
+    ),
     "class": Place("class Config:\n    factor = 1.0", "Config.factor", "Config.factor = value"),
     "metaclass": Place(
         "class Meta(type):\n    factor = 1.0\nclass Config(metaclass=Meta): pass",

@@ -96,11 +96,19 @@ def take_apart(value: Any) -> Container | None:
 
 def attributes_of(value: object) -> dict[str, Any]:
     """Returns the attributes that an instance has of its own, in slots too."""
-    found = dict(getattr(value, "__dict__", {}))
+    return slots_of(value) | dict(getattr(value, "__dict__", {}))
+
+
+def slots_of(value: object) -> dict[str, Any]:
+    """Returns what is in the slots of an instance, by the names that ``getattr`` takes.
+
+    A slot ``__x`` of class ``C`` is ``_C__x``. Slots that are empty are left out.
+    """
+    found: dict[str, Any] = {}
     for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            # Slots of a class, but not what classes written in C show of their own.
-            if isinstance(member, types.MemberDescriptorType) and "__slots__" in vars(kind):
+        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
+            # Not what classes written in C show of their own, which is no slot.
+            if isinstance(member, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):
                     found.setdefault(name, member.__get__(value))
     return found

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smdistributed.modelparallel.common.containers import attributes_of
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.state.identities import Identities
@@ -123,13 +124,7 @@ def state_of(obj: Any, depth: int = 8) -> Any:
 
 
 def _attributes(obj: Any, depth: int) -> Any:
-    found = dict(getattr(obj, "__dict__", ()))
-    for base in type(obj).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(obj, name):
-                found[name] = getattr(obj, name)
-    return [(name, state_of(item, depth - 1)) for name, item in found.items()]
+    return [(name, state_of(item, depth - 1)) for name, item in attributes_of(obj).items()]
 
 
 def copied(obj: Any) -> Any:

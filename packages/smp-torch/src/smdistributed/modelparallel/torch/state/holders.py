@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.containers import slots_of
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.tensors.writes import SMALL, writes_of
@@ -235,26 +236,12 @@ def _put_position(obj: io.IOBase, position: int | None) -> None:
         obj.seek(position)
 
 
-def _slots(obj: Any) -> list[str]:
-    return [
-        name
-        for base in type(obj).__mro__
-        for name in _names_of_slots(base.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    ]
-
-
-def _names_of_slots(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _read_slots(obj: Any) -> dict[str, Any]:
-    return {name: getattr(obj, name, MISSING) for name in _slots(obj)}
-
-
 def _refill_slots(obj: Any, items: dict[str, Any]) -> None:
+    now = slots_of(obj)
+    for name in now.keys() - items.keys():
+        object.__delattr__(obj, name)
     for name, value in items.items():
-        if value is not MISSING and getattr(obj, name, MISSING) is not value:
+        if now.get(name, MISSING) is not value:
             object.__setattr__(obj, name, value)
 
 
@@ -434,7 +421,7 @@ GENERATOR = Kind(_where_generator_is, None)
 PICKLED = Kind(_read_pickled, None)
 #: Where a file is read.
 STREAM = Kind(_position, _put_position)
-SLOTS = Kind(_read_slots, _refill_slots)
+SLOTS = Kind(slots_of, _refill_slots)
 CLASS = Kind(_read_class, _refill_class)
 CELL = Kind(_read_cell, _refill_cell)
 FUNCTION = Kind(_read_function, _refill_function)

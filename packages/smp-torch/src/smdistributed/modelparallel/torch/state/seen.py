@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.state.reads import EVERYTHING
 
 
@@ -47,8 +48,8 @@ class SeenState:
         self._modules = dict(module.named_modules())
         self._before: dict[Name, list[Any]] = {}
         self._read: Collection[Name] = ()
-        #: Where what counts is: containers, and what was in them when nothing was another.
-        self._places: list[tuple[Any, tuple[Any, ...]]] | None = None
+        #: The containers of what counts, when nothing was another.
+        self._places: Identities | None = None
         for owner, inner in self._modules.items():
             for attribute in (*vars(inner), *inner._modules):
                 if attribute not in _APART:
@@ -74,8 +75,7 @@ class SeenState:
     def changed(self) -> list[Name]:
         """Returns what is another now of what counts."""
         # Asked at each call of a layer: containers that are as they were need no walk.
-        places = self._places
-        if places is not None and all(_is_as_it_was(*place) for place in places):
+        if self._places is not None and self._places.are_current():
             return []
         found = [
             each
@@ -86,7 +86,7 @@ class SeenState:
             self._places = self._places_now()
         return found
 
-    def _places_now(self) -> list[tuple[Any, tuple[Any, ...]]]:
+    def _places_now(self) -> Identities:
         containers: dict[int, Any] = {}
         for owner in dict.fromkeys(owner for owner, _ in self._read):
             module = self._modules[owner]
@@ -101,7 +101,11 @@ class SeenState:
             else:
                 value = _value(module, attribute)
                 containers.update((id(each), each) for each in _containers_in(value, set()))
-        return [(each, _items(each)) for each in containers.values()]
+        found = containers.values()
+        return Identities(
+            [each for each in found if isinstance(each, Mapping)],
+            [each for each in found if not isinstance(each, Mapping)],
+        )
 
 
 def value_of(module: nn.Module, attribute: str) -> Any:
@@ -166,11 +170,6 @@ def _container(value: Any) -> Any:
 def _items(container: Any) -> tuple[Any, ...]:
     is_dict = isinstance(container, Mapping)
     return (*container, *container.values()) if is_dict else tuple(container)
-
-
-def _is_as_it_was(container: Any, before: tuple[Any, ...]) -> bool:
-    now = _items(container)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _is_of_script(kind: type) -> bool:
