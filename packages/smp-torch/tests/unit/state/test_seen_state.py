@@ -20,6 +20,18 @@ class Settings:
         self.inner = {"factors": [1.0, 2.0]}
 
 
+class Slots:
+    """Keeps what a module reads where no ``__dict__`` shows it."""
+
+    __slots__ = ("__scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.__scale = scale
+
+    def change(self) -> None:
+        self.__scale += 1
+
+
 class Inner(nn.Module):
     """Has state of several kinds."""
 
@@ -31,6 +43,7 @@ class Inner(nn.Module):
         self.items = [1.0]
         self.pair = (1.0, [2.0])
         self.settings = Settings()
+        self.slots = [Slots(1.0)]
         self.act: nn.Module = nn.ReLU()
         self.calls = 0
 
@@ -44,7 +57,7 @@ class Outer(nn.Module):
 
 
 READ = {
-    *(("inner", name) for name in ("factor", "items", "pair", "settings", "act", "kind")),
+    *(("inner", name) for name in ("factor", "items", "pair", "settings", "slots", "act", "kind")),
     *(("inner", "_forward_hooks"), ("", "inner")),
 }
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -52,6 +65,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "items": lambda inner: inner.items.append(2.0),
     "pair": lambda inner: inner.pair[1].append(2.0),
     "settings": lambda inner: inner.settings.inner["factors"].pop(),
+    "slots": lambda inner: inner.slots[0].change(),
     "act": lambda inner: setattr(inner, "act", nn.GELU()),
     "kind": lambda inner: setattr(inner, "kind", "other"),
     "_forward_hooks": lambda inner: inner.register_forward_hook(lambda *_: None),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.containers import slots_of
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.state.reads import EVERYTHING
 
@@ -88,6 +89,7 @@ class SeenState:
 
     def _places_now(self) -> Identities:
         containers: dict[int, Any] = {}
+        slots: list[tuple[Any, str]] = []
         for owner in dict.fromkeys(owner for owner, _ in self._read):
             module = self._modules[owner]
             spaces = [vars(kind) for kind in type(module).__mro__ if _is_of_script(kind)]
@@ -101,10 +103,12 @@ class SeenState:
             else:
                 value = _value(module, attribute)
                 containers.update((id(each), each) for each in _containers_in(value, set()))
+                slots += _slots_in(value, set())
         found = containers.values()
         return Identities(
             [each for each in found if isinstance(each, Mapping)],
             [each for each in found if not isinstance(each, Mapping)],
+            slots,
         )
 
 
@@ -137,27 +141,48 @@ def _value(module: nn.Module, attribute: str) -> Any:
 
 def _objects_in(value: Any, around: set[int]) -> Iterator[Any]:
     yield value
-    container = _container(value)
-    if container is None or id(value) in around:
+    if id(value) in around:
         return
     around = {*around, id(value)}
-    for each in _items(container):
+    for each in _inside(value):
         yield from _objects_in(each, around)
 
 
-def _containers_in(value: Any, seen: set[int]) -> Iterator[Any]:
+def _inside(value: Any) -> tuple[Any, ...]:
+    """Returns the objects in a container or an object, if they count; names and keys too."""
     container = _container(value)
-    if container is None or id(container) in seen:
+    inner = () if container is None else _items(container)
+    return (*inner, *_items(_slots(value)))
+
+
+def _containers_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen:
         return
-    seen.add(id(container))
-    if not isinstance(container, tuple | frozenset):
+    seen.add(id(value))
+    container = _container(value)
+    if container is not None and not isinstance(container, tuple | frozenset):
         yield container
-    for each in _items(container):
+    for each in _inside(value):
         yield from _containers_in(each, seen)
 
 
+def _slots_in(value: Any, seen: set[int]) -> Iterator[tuple[Any, str]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for name in _slots(value):
+        yield value, name
+    for each in _inside(value):
+        yield from _slots_in(each, seen)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    is_whole = isinstance(value, _WHOLE) or _is_of_library(value)
+    return {} if is_whole else slots_of(value)
+
+
 def _container(value: Any) -> Any:
-    """Returns where an object keeps others that count; None if nowhere."""
+    """Returns where an object keeps others that count; None if nowhere, or in slots."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, dict | list | tuple | set | frozenset):
