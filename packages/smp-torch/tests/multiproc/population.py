@@ -53,6 +53,58 @@ PLACES = {
         "HIDDEN._Hidden__factor",
         "HIDDEN._Hidden__factor = value",
     ),
+    "hidden slot": Place(
+        "class Base:\n    __slots__ = ('factor',)\n"
+        "class Slots(Base):\n    __slots__ = ('factor',)\n"
+        "SLOTS = Slots(); Base.factor.__set__(SLOTS, 1.0)",
+        "Base.factor.__get__(SLOTS)",
+        "Base.factor.__set__(SLOTS, value)",
+    ),
+    "queue": Place(
+        "import queue\nQUEUE = queue.SimpleQueue(); QUEUE.put(1.0)\n"
+        "def first():\n    found = QUEUE.get(); QUEUE.put(found); return found",
+        "first()",
+        "QUEUE.get(), QUEUE.put(value)",
+    ),
+    "mapped memory": Place(
+        "import mmap, struct\nMEMORY = mmap.mmap(-1, 8); MEMORY[:8] = struct.pack('d', 1.0)",
+        "struct.unpack('d', MEMORY[:8])[0]",
+        "MEMORY[:8] = struct.pack('d', value)",
+    ),
+    "pointer of C": Place(
+        "import ctypes\nPOINTER = ctypes.pointer(ctypes.c_double(1.0))",
+        "POINTER.contents.value",
+        "POINTER.contents.value = value",
+    ),
+    "read-only view of an array": Place(
+        "import numpy\nTABLE = numpy.ones(2); VIEW = TABLE[1:].view()\n"
+        "VIEW.flags.writeable = False",
+        "float(VIEW[0])",
+        "TABLE[1] = value",
+    ),
+    "array of a class of one's own": Place(
+        "import numpy\nclass Array(numpy.ndarray): pass\nARRAY = numpy.ones(1).view(Array)",
+        "float(ARRAY[0])",
+        "ARRAY[0] = value",
+    ),
+    "attribute of a parameter": Place(
+        "def tensor(net): return (net if hasattr(net, 'weight') else net.third).weight",
+        "getattr(tensor(self), 'factor', 1.0)",
+        "tensor(target).factor = value",
+    ),
+    "name of a class": Place(
+        "class Kind: pass",
+        "0.1 * len(Kind.__name__)",
+        "Kind.__name__ = 'K' * (int(abs(value) * 4) + 1)",
+    ),
+    "module of others": Place(
+        "import textwrap; textwrap.factor = 1.0", "textwrap.factor", "textwrap.factor = value"
+    ),
+    "settings in a cache": Place(
+        "import functools\n@functools.lru_cache\ndef settings(): return {'factor': 1.0}",
+        "settings()['factor']",
+        "settings()['factor'] = value",
+    ),
     "class": Place("class Config:\n    factor = 1.0", "Config.factor", "Config.factor = value"),
     "metaclass": Place(
         "class Meta(type):\n    factor = 1.0\nclass Config(metaclass=Meta): pass",

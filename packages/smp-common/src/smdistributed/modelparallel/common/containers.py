@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -102,16 +102,22 @@ def attributes_of(value: object) -> dict[str, Any]:
 def slots_of(value: object) -> dict[str, Any]:
     """Returns what is in the slots of an instance, by the names that ``getattr`` takes.
 
-    A slot ``__x`` of class ``C`` is ``_C__x``. Slots that are empty are left out.
+    A slot ``__x`` of class ``C`` is ``_C__x``. Slots that are empty are left out, and those that a
+    subclass has hidden by one of the same name.
     """
     found: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
-            # Not what classes written in C show of their own, which is no slot.
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):
-                    found.setdefault(name, member.__get__(value))
+    for slot in slots_in(type(value)):
+        with contextlib.suppress(AttributeError):
+            found.setdefault(slot.__name__, slot.__get__(value))
     return found
+
+
+def slots_in(kind: type) -> Iterator[types.MemberDescriptorType]:
+    """Yields the slots that instances of a class have, those of the class itself first."""
+    for base in kind.__mro__:
+        if "__slots__" in vars(base):  # what classes written in C show of their own is no slot
+            members = vars(base).values()
+            yield from (each for each in members if isinstance(each, types.MemberDescriptorType))
 
 
 def _numbered(values: Any) -> dict[Any, Any]:

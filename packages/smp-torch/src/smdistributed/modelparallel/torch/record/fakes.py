@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHooks
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
+from smdistributed.modelparallel.torch.tensors.spec import attributes_shown, show_attributes
 
 #: (module, name of a parameter or buffer in it)
 Slot = tuple[nn.Module, str]
@@ -181,11 +182,13 @@ class FakeModel:
             if fake.requires_grad is not tensor.requires_grad:
                 fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
+            show_attributes(fake, attributes_shown(tensor))
         self.slice_guard.behind = self.behind
         try:
             yield
         finally:
             for tensors, slot, tensor in real:
+                show_attributes(tensor, attributes_shown(self.real[id(tensor)]))
                 tensors[slot] = tensor
             self.real, self.behind = {}, {}
             self.slice_guard.behind = {}

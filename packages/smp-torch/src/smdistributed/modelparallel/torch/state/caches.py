@@ -41,6 +41,26 @@ class FunctionCaches:
                 cached.cache_clear()
 
 
+def results_in(cached: Any) -> Iterator[Any]:
+    """Yields what a cache holds; its own entries, which no one sees, are left out.
+
+    A function that is cached may make an object once for all who ask, such as settings.
+    """
+    own = getattr(cached, "__dict__", None)
+    found = [
+        each for each in gc.get_referents(cached) if each is not own and not isinstance(each, type)
+    ]
+    if cached.cache_info().maxsize is None:
+        found = [value for each in found if isinstance(each, dict) for value in each.values()]
+    # A cache of a limited size has results in a list, whose elements are in a dict.
+    yield from (each for each in found if not _is_of_functools(each))
+
+
+def _is_of_functools(obj: Any) -> bool:
+    values = obj.values() if isinstance(obj, dict) else (obj,)
+    return any(type(each).__module__ == "functools" for each in values)
+
+
 class _Caches:
     """All caches of this process.
 

@@ -7,8 +7,11 @@ a cell, a generator of random numbers. For each kind there is a pair of function
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
+import ctypes
 import functools
+import gc
 import io
 import operator
 import pickle
@@ -22,15 +25,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.containers import slots_of
+from smdistributed.modelparallel.common.containers import slots_in
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.state.identities import Identities
+from smdistributed.modelparallel.torch.tensors.spec import attributes_shown, show_attributes
 from smdistributed.modelparallel.torch.tensors.writes import SMALL, writes_of
 
 MISSING = object()
 #: What is the same if it is equal; everything else if it is the same object.
 _BY_VALUE = (str, bytes, bool, int, float, complex, set, frozenset, types.NoneType)
 _OWN_PACKAGE = __name__.partition(".")[0]
+#: What an object written in C may refer to, and what is in it is not its own.
+_NOT_LOOKED_INTO = (
+    *(type, types.ModuleType, types.FrameType),
+    *(types.TracebackType, types.CodeType),
+)
+#: Memory of other libraries is compared up to that size: files are mapped, too.
+_MOST_BYTES = 1 << 20
 #: What Python itself leaves in classes, sooner or later.
 _KEPT_BY_PYTHON = frozenset(
     {"__slotnames__", "__doc__", "__annotations__", "__annotations_cache__", "_abc_impl"}
@@ -215,13 +226,52 @@ def _comparable(part: Any) -> Any:
     return part if isinstance(part, _BY_VALUE) else [part]
 
 
-def is_pickled_by_python(kind: type) -> bool:
-    """Whether Python's own C code says how instances are pickled: their attributes are not all."""
+def _says_how_it_is_pickled(kind: type) -> bool:
+    """Whether a class of Python's own, written in C, says how its instances are pickled.
+
+    Then that is all of their state. What says it elsewhere may run code for long, or not at all.
+    """
     for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
         says = next((base for base in kind.__mro__ if name in vars(base)), object)
         if says is not object and not isinstance(vars(says)[name], types.FunctionType):
             return says.__module__.partition(".")[0] in sys.stdlib_module_names
     return False
+
+
+def is_closed(kind: type) -> bool:
+    """Whether instances have state that is no attribute: more memory than attributes take."""
+    num_slots = sum(1 for _ in slots_in(kind))
+    # Offsets of what lies before an object are negative.
+    num_fields = num_slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    size = object.__basicsize__ + num_fields * ctypes.sizeof(ctypes.c_void_p)
+    return kind.__basicsize__ > size or kind.__itemsize__ > 0
+
+
+def objects_in_closed(obj: Any) -> list[Any]:
+    """Returns the objects that one refers to whose class is written in C, but for its class."""
+    own = getattr(obj, "__dict__", None)
+    return [
+        each
+        for each in gc.get_referents(obj)
+        if each is not own and not isinstance(each, _NOT_LOOKED_INTO)
+    ]
+
+
+def _read_closed(obj: Any) -> tuple[Any, ...]:
+    """Returns what shows of an object whose class is written in C, if it changes."""
+    kind = type(obj)
+    moves = hasattr(kind, "__next__") and not isinstance(kind.__next__, types.FunctionType)
+    pickled = _read_pickled(obj) if moves or _says_how_it_is_pickled(kind) else None
+    return pickled, _read_buffer(obj), objects_in_closed(obj)
+
+
+def _read_buffer(obj: Any) -> bytes:
+    """Returns the memory that an object shows; of much memory nothing."""
+    try:
+        with memoryview(obj) as view:
+            return view.tobytes() if view.nbytes <= _MOST_BYTES else b""
+    except (TypeError, ValueError, BufferError):  # it shows none, or is closed
+        return b""
 
 
 def _position(obj: io.IOBase) -> int | None:
@@ -236,24 +286,36 @@ def _put_position(obj: io.IOBase, position: int | None) -> None:
         obj.seek(position)
 
 
-def _refill_slots(obj: Any, items: dict[str, Any]) -> None:
-    now = slots_of(obj)
-    for name in now.keys() - items.keys():
-        object.__delattr__(obj, name)
-    for name, value in items.items():
-        if now.get(name, MISSING) is not value:
-            object.__setattr__(obj, name, value)
+def _read_slots(obj: Any) -> dict[Any, Any]:
+    found = {}
+    for slot in slots_in(type(obj)):
+        with contextlib.suppress(AttributeError):  # it is empty
+            found[slot] = slot.__get__(obj)
+    return found
+
+
+def _refill_slots(obj: Any, items: dict[Any, Any]) -> None:
+    for slot in _read_slots(obj).keys() - items.keys():
+        slot.__delete__(obj)
+    for slot, value in items.items():
+        slot.__set__(obj, value)
+
+
+#: What classes have elsewhere than in their namespace.
+_OF_CLASSES = ("__name__", "__qualname__", "__bases__")
 
 
 def _read_class(kind: type) -> dict[str, Any]:
-    return {key: value for key, value in vars(kind).items() if key not in _KEPT_BY_PYTHON}
+    found = {key: value for key, value in vars(kind).items() if key not in _KEPT_BY_PYTHON}
+    return found | {name: getattr(kind, name) for name in _OF_CLASSES}
 
 
 def _refill_class(kind: type, items: dict[str, Any]) -> None:
     for key in _read_class(kind).keys() - items.keys():
         type.__delattr__(kind, key)
+    now = _read_class(kind)
     for key, value in items.items():
-        if vars(kind).get(key, MISSING) is not value:
+        if now.get(key, MISSING) is not value:
             type.__setattr__(kind, key, value)
 
 
@@ -269,7 +331,7 @@ def _refill_cell(cell: types.CellType, value: Any) -> None:
         cell.cell_contents = value
 
 
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__")
 
 
 def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
@@ -277,7 +339,8 @@ def _read_function(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def _refill_function(function: types.FunctionType, parts: tuple[Any, ...]) -> None:
-    function.__code__, function.__defaults__, function.__kwdefaults__ = parts
+    for name, part in zip(_OF_FUNCTIONS, parts, strict=True):
+        setattr(function, name, part)
 
 
 def _read_variable(variable: contextvars.ContextVar[Any]) -> Any:
@@ -373,8 +436,11 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
         obj, before = holder.obj, holder.before
         if holder.read is DICT.read:
             mappings.append(obj)
+        elif holder.read is FAKE.read:
+            mappings.append(vars(obj))
         elif holder.read is CLASS.read:
             mappings.append(vars(obj))
+            attributes += [(obj, name) for name in _OF_CLASSES]
         elif holder.read is LIST.read:
             sequences.append(obj)
         elif holder.read is FUNCTION.read:
@@ -395,6 +461,8 @@ FACTORY = Kind(
     lambda obj, before: setattr(obj, "default_factory", before["default_factory"]),
 )
 DICT = Kind(_read_dict, _refill_dict)
+#: What a script has put on a fake, as on the parameter that it stands for.
+FAKE = Kind(attributes_shown, show_attributes)
 #: The attributes of an object of the library.
 SHOWN = Kind(_read_shown, _refill_shown)
 #: Which names a namespace has, but for those that Python itself puts there.
@@ -417,11 +485,11 @@ OLDER_NUMPY_GENERATOR = Kind(_read_older_generator, _put_older_generator)
 #: Of Python's module of that name.
 RANDOM = Kind(_get_state, _set_state)
 GENERATOR = Kind(_where_generator_is, None)
-#: Of an object that is not written in Python: an iterator, a ``bytearray``, an exception.
-PICKLED = Kind(_read_pickled, None)
+#: Of an object that is not written in Python: an iterator, a queue, mapped memory, an exception.
+CLOSED = Kind(_read_closed, None)
 #: Where a file is read.
 STREAM = Kind(_position, _put_position)
-SLOTS = Kind(slots_of, _refill_slots)
+SLOTS = Kind(_read_slots, _refill_slots)
 CLASS = Kind(_read_class, _refill_class)
 CELL = Kind(_read_cell, _refill_cell)
 FUNCTION = Kind(_read_function, _refill_function)

@@ -27,9 +27,11 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.state import holders
+from smdistributed.modelparallel.torch.state.caches import results_in
 from smdistributed.modelparallel.torch.state.holders import MISSING, Holder, Owner
 from smdistributed.modelparallel.torch.state.made_up_names import MadeUp, made_up_in
 from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
+from smdistributed.modelparallel.torch.tensors.spec import attributes_shown
 
 _ATOMS = (torch.dtype, logging.Handler)
 #: What is looked into by its items; one of a class of its own may have attributes besides.
@@ -203,7 +205,13 @@ class Reach:
         elif isinstance(obj, _VIEWS):
             self._pending += [(shown, owner, path) for shown in gc.get_referents(obj)]
         elif isinstance(obj, torch.Tensor):
-            if not isinstance(obj, FakeTensor) and id(obj) not in self._moved:
+            if isinstance(obj, FakeTensor):
+                self._hold(holders.FAKE, obj, owner, path)
+                self._pending += [
+                    (value, owner, f"{path}.{name}")
+                    for name, value in attributes_shown(obj).items()
+                ]
+            elif id(obj) not in self._moved:
                 self._hold(holders.TENSOR, obj, owner, path)
         elif isinstance(obj, weakref.ref):
             add((obj(), owner, path))
@@ -237,8 +245,11 @@ class Reach:
         elif isinstance(obj, memoryview):
             add((obj.obj, owner, path))
         else:
-            if _is_closed(type(obj)):
-                self._hold(holders.PICKLED, obj, owner, path)
+            if isinstance(obj, functools._lru_cache_wrapper):
+                self._pending += [(each, owner, path) for each in results_in(obj)]
+            elif holders.is_closed(type(obj)):
+                self._hold(holders.CLOSED, obj, owner, path)
+                self._pending += [(each, owner, path) for each in holders.objects_in_closed(obj)]
             self._attributes(obj, owner, path)
             self._class(type(obj))
 
@@ -261,8 +272,8 @@ class Reach:
         slots = holders.SLOTS.read(obj)
         if slots:
             self._hold(holders.SLOTS, obj, owner, path)
-            for key, value in slots.items():
-                self._pending.append((value, owner, f"{path}.{key}"))
+            for slot, value in slots.items():
+                self._pending.append((value, owner, f"{path}.{slot.__name__}"))
 
     def _numpy(self, obj: Any, owner: Owner | None, path: str) -> None:
         flags = getattr(obj, "flags", None)
@@ -272,6 +283,8 @@ class Reach:
                 self._pending += [(value, owner, path) for value in obj.flat]
             else:
                 self._hold(holders.ARRAY, obj, owner, path)
+        elif hasattr(obj, "strides"):
+            self._pending.append((obj.base, owner, path))  # it shows what others write
         elif hasattr(obj, "bit_generator"):
             self._hold(holders.NUMPY_GENERATOR, obj, owner, path)
         elif isinstance(obj, _older_generator()) and obj is not _generator_of_numpy():
@@ -342,12 +355,31 @@ class Reach:
                 self._pending.append((value, None, name))
             elif is_users(value.__name__):
                 self._named_module(value, names, name)
+            else:
+                self._patched_module(value, names, name)
 
     def _named_module(self, module: types.ModuleType, names: frozenset[str], path: str) -> None:
         if (module, names) not in self._named_modules:
             self._named_modules[module, names] = None
             self._hold(holders.names(names), vars(module), None, path)
             self._entries(vars(module), names, path)
+
+    def _patched_module(self, module: types.ModuleType, names: frozenset[str], path: str) -> None:
+        """Takes what code names in a module of others, whose own state is not looked into.
+
+        A script may put something there, or replace a function.
+        """
+        key = (id(vars(module)), tuple(sorted(names)))
+        if key in self._namespaces:
+            return
+        self._namespaces.add(key)
+        space = vars(module)
+        # Modules come in when others import them.
+        here = names & space.keys()
+        if found := tuple(sorted(e for e in here if type(space[e]) is not types.ModuleType)):
+            self._hold(holders.entries(found), space, None, path)
+        if "__getattr__" not in space:  # else it imports, or makes, things when they are named
+            self._hold(holders.names(names - space.keys()), space, None, path)
 
 
 def _attributes_of(obj: Any) -> holders.Kind:
@@ -374,13 +406,6 @@ def _generator_of_numpy() -> Any:
     return sys.modules["numpy"].random.rand.__self__
 
 
-def _is_closed(kind: type) -> bool:
-    """Whether instances keep state where no attribute shows it."""
-    moves = getattr(kind, "__next__", None)
-    is_iterator = moves is not None and not isinstance(moves, types.FunctionType)
-    return is_iterator or holders.is_pickled_by_python(kind)
-
-
 def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -397,5 +422,5 @@ def is_users(module: str) -> bool:
         package in sys.stdlib_module_names and package != "__main__"
     ):
         return False
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" not in file
+    file: object = getattr(sys.modules.get(module), "__file__", None)
+    return not (isinstance(file, str) and "site-packages" in file)

@@ -106,6 +106,7 @@ class Snapshot:
             for holder in self._holders
             if holder.owner is None
             or holder.owner.attribute not in _OWN_ATTRIBUTES
+            or holder.read is holders.FAKE.read
             or (holder.owner.attribute == "" and holder.owner.module not in modules)
         ]
         #: Of these, once nothing was another: what is compared in one go, and the rest.
@@ -124,7 +125,7 @@ class Snapshot:
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""
-        return [each.obj for each in self._holders if isinstance(each.obj, torch.Tensor)]
+        return [each.obj for each in self._holders if each.read is holders.TENSOR.read]
 
     def places(self) -> set[Place]:
         """Returns where all of it is."""
@@ -133,7 +134,7 @@ class Snapshot:
     @property
     def has_written(self) -> bool:
         """Whether a tensor outside of modules' parameters and buffers was found to have changed."""
-        return any(isinstance(holder.obj, torch.Tensor) for holder, _ in self._changed)
+        return any(holder.read is holders.TENSOR.read for holder, _ in self._changed)
 
     @property
     def changed(self) -> set[int]:

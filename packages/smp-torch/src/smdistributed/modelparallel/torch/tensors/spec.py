@@ -7,9 +7,40 @@ arguments.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+
+from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def attributes_shown(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes that a script has given a tensor, or a fake."""
+    if not (given := vars(tensor)):
+        return given
+    own = attributes_of(tensor)
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in own and not _is_of_library(value)
+    }
+
+
+def _is_of_library(value: Any) -> bool:
+    return str(type(value).__module__).startswith(_OWN_PACKAGE)
+
+
+def show_attributes(tensor: torch.Tensor, items: Mapping[str, Any]) -> None:
+    """Gives a tensor, or a fake, the attributes of another one, and no more."""
+    before = attributes_shown(tensor)
+    if before.keys() == items.keys() and all(value is items[key] for key, value in before.items()):
+        return
+    for name in before.keys() - items.keys():
+        del vars(tensor)[name]
+    vars(tensor).update(items)
 
 
 class TensorSpec(NamedTuple):

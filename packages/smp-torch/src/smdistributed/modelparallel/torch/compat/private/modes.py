@@ -97,7 +97,7 @@ def attributes_of(tensor: torch.Tensor) -> frozenset[str]:
 @functools.lru_cache(maxsize=1)  # it keeps the mode alive
 def _attributes_of_fakes(mode: FakeTensorMode) -> frozenset[str]:
     with _disable_current_modes(), mode:
-        return frozenset(vars(torch.empty(0)))
+        return frozenset(vars(torch.nn.Parameter(torch.empty(0))))  # that it is one, too
 
 
 def computes_on_fakes() -> bool:
