@@ -415,11 +415,17 @@ def slurm(session: nox.Session) -> None:
 
 
 @nox.session
-def launch(session: nox.Session) -> None:
+@nox.parametrize("sdk", ["2", "3"])
+def launch(session: nox.Session, sdk: str) -> None:
     """Try smp-launch with real programs around it: toolkit, SDK, boto3, an object store."""
-    install_groups(session, "test", "services")
-    install_packages(session, "smp-common", "smp-launch")
-    session.run("pytest", *suites("services"), *session.posargs, env=ONE_THREAD)
+    if sdk == "2":
+        install_groups(session, "test", "services")
+        install_packages(session, "smp-common", "smp-launch")
+        session.run("pytest", *suites("services"), *session.posargs, env=ONE_THREAD)
+    else:
+        install_groups(session, "test", "services-3")
+        install_packages(session, "smp-common", "smp-torch", "smp-launch")
+        session.run("pytest", *suites("sdk3"), *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

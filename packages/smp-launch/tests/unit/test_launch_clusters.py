@@ -66,8 +66,9 @@ def test_torchrun_runs_on_each_host() -> None:
     words = first.starter[1:]
     assert words[:2] == ("-m", "torch.distributed.run")
     assert {"--nnodes=2", "--nproc-per-node=4", "--master-addr=n1", "--node-rank=0"} < set(words)
-    assert second.starter[:-1] == first.starter[:-1], "all meet at one port"
-    assert second.starter[-1] == "--node-rank=1"
+    assert second.starter[:-2] == first.starter[:-2], "all meet at one port"
+    assert words[-1] == "--", "what follows is the script's, whatever it is called"
+    assert second.starter[-2] == "--node-rank=1"
     assert not first.variables
     chosen = {**values, "sagemaker_torch_distributed_processes_per_host": 2}
     (alone,) = clusters.roles(chosen, [""], 0)

@@ -20,7 +20,7 @@ from smdistributed.modelparallel.launch.backends.local import LocalBackend
 from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
-from smdistributed.modelparallel.launch.job import contract, folder, logs, metrics, status
+from smdistributed.modelparallel.launch.job import contract, folder, logs, metrics, status, trainer
 from smdistributed.modelparallel.launch.job.code import Code
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
@@ -173,7 +173,8 @@ class Session:
             ConfigError: the document breaks rules, or there is a job of this name.
             StorageError: data is missing, or results cannot be written.
         """
-        job = document.read(request)
+        given = document.read(request)
+        job = trainer.settled(given, self.root)
         image = parse_image(job.algorithm_specification.training_image or "")
         values, hosts = names.decode(job.hyper_parameters), job.resource_config
         if not values.get(names.SUBMIT_DIRECTORY):
@@ -191,7 +192,7 @@ class Session:
         places.make_root(self.root)
         places.check_writable(places.locate(job.output_data_config.s3_output_path, self.root))
         backend = _BACKENDS[self.backend]
-        with folder.created(self.root, job, status.new(base.about(backend))) as created:
+        with folder.created(self.root, given, status.new(base.about(backend))) as created:
             if code is not None:
                 self._ship(code, contract.values(created, job)[names.SUBMIT_DIRECTORY])
             backend.submit(created)

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.launch.api.hosting import Hosting
 from smdistributed.modelparallel.launch.exceptions import UnknownEndpointError, UnknownJobError
 from smdistributed.modelparallel.launch.job import folder
+from smdistributed.modelparallel.launch.job.contract import host_names
 from smdistributed.modelparallel.launch.session import Session
 
 _ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/"
@@ -86,7 +87,10 @@ class Operations:
 
     def _streams(self, body: dict[str, Any]) -> dict[str, Any]:
         job = self._session.job(body["logStreamNamePrefix"].partition("/")[0])
-        names = sorted(path.stem for path in job.logs.glob("algo-*.log"))
+        found = {path.stem for path in job.logs.glob("algo-*.log")}
+        # Clients wait for one of each host, and all may print into the first one's.
+        hosts = host_names(job.request().resource_config.instance_count) if found else ()
+        names = sorted(found.union(hosts))
         return {"logStreams": [{"logStreamName": f"{job.name}/{name}"} for name in names]}
 
     def _events(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -96,9 +100,11 @@ class Operations:
         logs = {path.stem: path for path in job.logs.glob("algo-*.log")}
         token = body.get("nextToken", "f/0")
         start = int(token.rpartition("/")[2])
-        with logs[host].open("rb") as log:
-            log.seek(start)
-            data = log.read(_MOST_BYTES)
+        data = b""
+        if host in logs:
+            with logs[host].open("rb") as log:
+                log.seek(start)
+                data = log.read(_MOST_BYTES)
         if not job.status().is_final:
             data = data[: data.rfind(b"\n") + 1]
         lines = data.decode(errors="replace").splitlines()

@@ -124,7 +124,6 @@ def serving(session: Session, port: int = 0) -> Iterator[dict[str, str]]:
         the variables that point a program at this server.
     """
     secret = Secret.new()
-    caller.make_role()
     server = make_server(
         "127.0.0.1", port, _Door(session, secret), threaded=True, request_handler=_Quiet
     )

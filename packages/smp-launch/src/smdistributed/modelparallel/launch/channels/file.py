@@ -64,7 +64,7 @@ def check(channel: Channel, root: Path, mode: str, num_hosts: int = 1) -> None:
             ConfigWarning,
             stacklevel=4,
         )
-    location = locate(_address(channel), root)
+    location = locate(address_of(channel), root)
     if location.local is None or _is_manifest(channel):
         return
     if not _matches(location.local):
@@ -97,7 +97,7 @@ def fill(
     Raises:
         StorageError: data is missing or cannot be read.
     """
-    location = locate(_address(channel), root)
+    location = locate(address_of(channel), root)
     folder = location.local
     is_whole = not _is_manifest(channel) and not (is_dealt(channel) and share.num_hosts > 1)
     if mode == "FastFile" and folder is not None and folder.is_dir() and is_whole:
@@ -128,7 +128,7 @@ def entries_of(channel: Channel, root: Path, share: Share = _ALONE) -> list[Entr
     Raises:
         StorageError: there are none, or fewer than hosts to deal them out to.
     """
-    location = locate(_address(channel), root)
+    location = locate(address_of(channel), root)
     found = list(_entries(channel, location, root))
     if not found:
         raise StorageError(
@@ -156,7 +156,12 @@ def is_dealt(channel: Channel) -> bool:
     return "ShardedByS3Key" in dealt
 
 
-def _address(channel: Channel) -> str:
+def address_of(channel: Channel) -> str:
+    """Returns where the data of a channel is.
+
+    Raises:
+        StorageError: it is on a file system that is not here.
+    """
     source = channel.data_source
     if source.s3_data_source is not None:
         return source.s3_data_source.s3_uri

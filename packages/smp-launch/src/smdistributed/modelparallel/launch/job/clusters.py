@@ -62,13 +62,24 @@ def roles(values: Mapping[str, Any], nodes: Sequence[str], num_gpus: int) -> lis
     return [Role(index, "", python, {}) for index in range(count)]
 
 
+def meeting_point(nodes: Sequence[str]) -> dict[str, str]:
+    """Returns the variables by which scripts of a ``ModelTrainer`` find the first host.
+
+    Args:
+        nodes: the name of each host's node; empty where all hosts are this machine.
+    """
+    return {"SM_MASTER_ADDR": nodes[0] or _HERE, "SM_MASTER_PORT": str(_free_ports(1)[0])}
+
+
 def _torchrun(nodes: Sequence[str], processes: int | None, num_gpus: int) -> list[Role]:
     common = (
         *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}"),
         f"--nproc-per-node={processes or max(1, num_gpus)}",
         *(f"--master-addr={nodes[0] or _HERE}", f"--master-port={_free_ports(1)[0]}"),
     )
-    return [Role(rank, "", (*common, f"--node-rank={rank}"), {}) for rank in range(len(nodes))]
+    # After two dashes: else torchrun takes the script's arguments that begin like its own.
+    starters = [(*common, f"--node-rank={rank}", "--") for rank in range(len(nodes))]
+    return [Role(rank, "", starter, {}) for rank, starter in enumerate(starters)]
 
 
 def _parameter_servers(nodes: Sequence[str], python: tuple[str, ...]) -> list[Role]:

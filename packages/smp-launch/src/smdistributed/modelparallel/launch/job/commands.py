@@ -63,33 +63,25 @@ def commands_of(
         ConfigError: the script cannot be run.
     """
     values = contract.values(folder, request)
-    program = str(values.get(names.PROGRAM, ""))
-    script = folder.code / program
-    if not program or not script.resolve().is_relative_to(folder.code.resolve()):
-        raise ConfigError(
-            f"{names.PROGRAM} must be a file of the code; got {program!r}: name the script."
-        )
-    if not script.is_file():
-        raise ConfigError(f"{names.PROGRAM} must be a file of the code; there is no {program}.")
-    words = contract.arguments(names.of_script(values))
+    own_starter, words = _what_runs(folder, values)
     count = request.resource_config.instance_count
     nodes = _nodes(count, environ)
     gpus = contract.usable_gpus(environ)
     hosts = contract.hosts(count, gpus, share_a_machine=not nodes[0])
     commands = _feeders(folder, request, nodes, environ)
+    meeting = clusters.meeting_point(nodes) if names.DRIVER in values else {}
     if values.get(names.MPI_ENABLED):
-        launcher = _smprun(values, count, request, grace_seconds)
-        started = (sys.executable, *launcher, program, *words)
-        own = _environ(folder, request, hosts[0], environ)
+        launcher = _smprun(values, hosts, request, grace_seconds)
+        started = (sys.executable, *launcher, *words)
+        own = {**_environ(folder, request, hosts[0], environ), **meeting}
         if others := contract.differing(folder, request, hosts):
             own[HOSTS_VARIABLE] = json.dumps(others)
         ranks = Command(hosts[0].name, started, own, folder.code, _SMPRUN_SECONDS)
         return [*commands, ranks]
     for role in clusters.roles(values, nodes, hosts[0].num_gpus):
         host, node = hosts[role.host], nodes[role.host]
-        starter = ("/bin/sh",) if script.suffix == ".sh" else role.starter
-        own = {**_environ(folder, request, host, environ), **role.variables}
-        whole = (*_reach(node), *starter, program, *words)
+        own = {**_environ(folder, request, host, environ), **meeting, **role.variables}
+        whole = (*_reach(node), *(own_starter or role.starter), *words)
         if not node:
             # Steps of Slurm are ended by Slurm, and ranks by smprun.
             whole = warden.guarded(whole, grace_seconds)
@@ -124,10 +116,36 @@ def _reach(node: str) -> tuple[str, ...]:
     return (*step, f"--nodelist={node}")
 
 
+def _what_runs(
+    folder: JobFolder, values: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the words of a shell, where that is what starts it; and the script and its arguments.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    if command := values.get(names.COMMAND):
+        return ("/bin/bash", "-e", "-c"), (str(command),)
+    program = str(values.get(names.PROGRAM, ""))
+    script = folder.code / program
+    if not program or not script.resolve().is_relative_to(folder.code.resolve()):
+        raise ConfigError(
+            f"{names.PROGRAM} must be a file of the code; got {program!r}: name the script."
+        )
+    if not script.is_file():
+        raise ConfigError(f"{names.PROGRAM} must be a file of the code; there is no {program}.")
+    shell = ("/bin/sh",) if script.suffix == ".sh" else ()
+    return shell, (program, *contract.arguments(values))
+
+
 def _smprun(
-    values: Mapping[str, Any], num_hosts: int, request: TrainingJob, grace_seconds: float
+    values: Mapping[str, Any],
+    hosts: Sequence[contract.Host],
+    request: TrainingJob,
+    grace_seconds: float,
 ) -> tuple[str, ...]:
-    num_ranks = num_hosts * int(values.get(names.MPI_PROCESSES, 1))
+    each = values.get(names.MPI_PROCESSES, 1) or max(1, hosts[0].num_gpus)
+    num_ranks = len(hosts) * int(each)
     image = parse_image(request.algorithm_specification.training_image or "")
     options = [f"--framework={image.framework or 'pytorch'}", f"--grace={grace_seconds:g}"]
     if given := values.get(names.MPI_OPTIONS):
@@ -144,5 +162,7 @@ def _environ(
     readers = [str(_READERS)] if feeding.piped(request) else []
     installed = [str(folder.packages)] if folder.packages.is_dir() else []
     path = [str(folder.code), *installed, *filter(None, [environ.get("PYTHONPATH")]), *readers]
-    own = contract.environment(folder, request, host)
-    return {**inherited, "PYTHONPATH": os.pathsep.join(path), **own}
+    # What a shell calls python is this one, and its tools are those beside it.
+    programs = [str(Path(sys.executable).parent), *filter(None, [environ.get("PATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(path), "PATH": os.pathsep.join(programs)}
+    return {**inherited, **found, **contract.environment(folder, request, host)}

@@ -17,6 +17,7 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.channels.file import is_dealt
+from smdistributed.modelparallel.launch.job import trainer
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
@@ -102,8 +103,14 @@ def values(folder: JobFolder, request: TrainingJob) -> dict[str, Any]:
     return {key: folder.inside(v) if isinstance(v, str) else v for key, v in decoded.items()}
 
 
-def arguments(user: Mapping[str, Any]) -> list[str]:
-    """Returns the script's arguments: ``--name value``, sorted; a dictionary as ``a=1,b=2``."""
+def arguments(all_values: Mapping[str, Any]) -> list[str]:
+    """Returns the script's arguments: ``--name value``, sorted; a dictionary as ``a=1,b=2``.
+
+    Those of a ``ModelTrainer`` are as it writes them.
+    """
+    user = names.of_script(all_values)
+    if names.DRIVER in all_values:
+        return trainer.arguments(user)
     words = []
     for name, value in sorted(user.items()):
         if isinstance(value, Mapping):
@@ -142,7 +149,7 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
         "SM_NUM_GPUS": host.num_gpus,
         "SM_NUM_NEURONS": 0,
         "SM_HPS": user,
-        "SM_USER_ARGS": arguments(user),
+        "SM_USER_ARGS": arguments(all_values),
         "SM_USER_ENTRY_POINT": training["user_entry_point"],
         "SM_MODULE_NAME": training["module_name"],
         "SM_MODULE_DIR": training["module_dir"],
@@ -169,6 +176,10 @@ def environment(folder: JobFolder, request: TrainingJob, host: Host) -> dict[str
         (f"SM_CHANNEL_{name.upper()}", path)
         for name, path in training["channel_input_dirs"].items()
     )
+    if names.DRIVER in all_values:
+        fixed |= trainer.variables(
+            all_values, folder.data, folder.output, host.all_names, host.name
+        )
     if host.own_gpus is not None:
         fixed["CUDA_VISIBLE_DEVICES"] = ",".join(host.own_gpus)
     fixed.update((f"SM_HP_{name.upper()}", value) for name, value in user.items())
@@ -195,11 +206,13 @@ def differing(
             if base != shared:
                 own = found.setdefault(host.name, {})
                 own[f"SM_CHANNEL_{channel.channel_name.upper()}"] = str(base)
-    for host in others:
+    for rank, host in enumerate(others, 1):
+        own = found.setdefault(host.name, {})
         if host.own_gpus:
-            own = found.setdefault(host.name, {})
             own["CUDA_VISIBLE_DEVICES"] = ",".join(host.own_gpus)
-    return found
+        if names.DRIVER in request.hyper_parameters:
+            own["SM_CURRENT_HOST_RANK"] = str(rank)
+    return {name: own for name, own in found.items() if own}
 
 
 def _training_environment(

@@ -16,14 +16,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-_PLACE = "/opt/ml"
+PLACE = "/opt/ml"
 _NAMES = Path("/etc/hosts")
 _HERE = "127.0.0.1"
 _SUFFIXES = (".py", ".sh", ".json", ".yaml", ".yml")
 _MOST_BYTES = 1 << 20
 _LIMIT_SECONDS = 10.0
 #: The empty folder stays: it is where the job's folder is put, in the namespace of its processes.
-_SHOW_FOLDER = f'mkdir -p {_PLACE} && mount --bind "$0" {_PLACE}'
+_SHOW_FOLDER = f'mkdir -p {PLACE} && mount --bind "$0" {PLACE}'
 _SHOW_NAMES = f'mount --bind "$0/input/config/hosts" {_NAMES}'
 
 
@@ -31,7 +31,7 @@ def are_in(code: Path) -> bool:
     """Tells whether the text of a script, or of what is shipped with it, names the place."""
     texts = (path for path in code.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
     return any(
-        _PLACE in path.read_text(encoding="utf-8", errors="replace")
+        PLACE in path.read_text(encoding="utf-8", errors="replace")
         for path in texts
         if path.stat().st_size <= _MOST_BYTES
     )

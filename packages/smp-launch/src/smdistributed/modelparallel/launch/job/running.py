@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -25,6 +26,11 @@ _TAIL_LINES = 30
 #: What others have after the first failure.
 _SOON_SECONDS = 10.0
 _VERDICT = "smprun: "
+#: What torchrun says last of the process that failed first, and of an error that it was not told.
+_ROOT_CAUSE = "Root Cause"
+_FACT = re.compile(r"\s*(rank|exitcode|traceback)\s*: (.*)")
+_TAGGED = re.compile(r"\[rank(\d+)\]: (.*)")
+_NOT_TOLD = "To enable traceback"
 
 Ending = Literal["completed", "failed", "stopped", "timeout", "interrupted"]
 
@@ -51,6 +57,7 @@ class _Process:
         self.host = command.host
         self.serves = command.serves
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._errors: dict[str, str] = {}
         self._lines = LineAssembler()
         self._log: BinaryIO = log.open("ab", buffering=0)
         self.process = subprocess.Popen(
@@ -79,6 +86,8 @@ class _Process:
             text = line.decode(errors="replace")
             if text.strip():
                 self.tail.append(text)
+                if tagged := _TAGGED.match(text):
+                    self._errors[tagged[1]] = tagged[2]
                 on_line(text)
         return bool(data)
 
@@ -93,8 +102,29 @@ class _Process:
         if verdicts:
             return verdicts[-1]
         how = f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
-        last = next(reversed(self.tail), "")
+        last = _root_cause(list(self.tail), self._errors) or next(reversed(self.tail), "")
         return f"{self.host}: {last} ({how})" if last else f"{self.host}: {how}"
+
+
+def _root_cause(lines: Sequence[str], errors: Mapping[str, str]) -> str:
+    """Returns which process failed first, and how, where torchrun says so; else nothing.
+
+    Args:
+        lines: the last ones of a log.
+        errors: rank -> the last line that PyTorch has tagged with it.
+    """
+    start = next((i for i, line in enumerate(lines) if line.startswith(_ROOT_CAUSE)), len(lines))
+    facts: dict[str, str] = {}
+    for line in lines[start:]:
+        if found := _FACT.fullmatch(line):
+            facts[found[1]] = found[2]
+        elif "traceback" in facts and not line.startswith("="):
+            # Of more lines the last one is the error.
+            facts["traceback"] = line.strip()
+    if "traceback" not in facts or _NOT_TOLD not in facts["traceback"]:
+        return facts.get("traceback", "")
+    rank = facts.get("rank", "").partition(" ")[0]
+    return f"rank {rank}: {errors.get(rank, 'failed')}"
 
 
 class Run:

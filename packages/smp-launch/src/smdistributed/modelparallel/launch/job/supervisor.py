@@ -28,6 +28,7 @@ from smdistributed.modelparallel.launch.job import (
     literal_paths,
     requirements,
     results,
+    trainer,
 )
 from smdistributed.modelparallel.launch.job.checkpoints import Keeper
 from smdistributed.modelparallel.launch.job.commands import Command, commands_of
@@ -39,7 +40,7 @@ from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request.document import Channel
 from smdistributed.modelparallel.launch.request.naming import parse_image
 from smdistributed.modelparallel.launch.storage.places import locate
-from smdistributed.modelparallel.launch.storage.transfer import download
+from smdistributed.modelparallel.launch.storage.transfer import download, download_all
 
 #: What processes have between SIGTERM and their end, in seconds.
 GRACE_VARIABLE = "SMP_STOP_GRACE_SECONDS"
@@ -84,7 +85,8 @@ class Supervisor:
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
-        self._request = folder.request()
+        self._given = folder.request()
+        self._request = self._given
         self._status: Status = folder.status()
         self._is_signalled = False
         self._keepers: list[Keeper] = []
@@ -109,17 +111,20 @@ class Supervisor:
     def _run(self) -> Outcome:
         self._enter("Downloading", "Preparing code and data")
         self._folder.clear()
-        self._fetch_code()
+        self._request = trainer.settled(self._given, self._folder.root)
+        values = contract.values(self._folder, self._request)
+        self._fetch_code(str(values.get(names.SUBMIT_DIRECTORY, "")))
         count = self._request.resource_config.instance_count
         host, *_ = contract.hosts(count, contract.usable_gpus(), share_a_machine=True)
-        for name, content in contract.config_files(self._request, host).items():
+        for name, content in contract.config_files(self._given, host).items():
             (self._folder.config / name).write_text(json.dumps(content), encoding="utf-8")
         for channel in self._request.input_data_config:
             self._fill(channel)
         self._check_for_stop()
         log = self._folder.logs / "algo-1.log"
-        if count := requirements.install(self._folder, log, self._check_for_stop):
-            self._say(f"{count} distributions of {requirements.NAME} are installed for this job")
+        listed = requirements.listed(values)
+        if count := requirements.install(self._folder, listed, log, self._check_for_stop):
+            self._say(f"{count} distributions of {listed} are installed for this job")
         grace = grace_seconds(os.environ)
         commands = commands_of(self._folder, self._request, grace, os.environ)
         for name in ("checkpoints", "output/intermediate"):
@@ -158,6 +163,11 @@ class Supervisor:
             if base in done:
                 continue
             done.add(base)
+            if channel.channel_name == trainer.CODE and self._request is not self._given:
+                # It is there already, as copies: a script may write beside itself.
+                base.parent.mkdir(parents=True, exist_ok=True)
+                base.symlink_to(Path("../..", self._folder.code.name), target_is_directory=True)
+                continue
             if mode == "Pipe":
                 pipe.make(base, 0)
                 continue
@@ -169,23 +179,25 @@ class Supervisor:
         """Puts the folder, and names of hosts, where the script looks for them, if it can be."""
         is_alone = not slurm.is_inside(os.environ)
         count = self._request.resource_config.instance_count
-        names = contract.host_names(count) if is_alone and count > 1 else ()
-        has_place = literal_paths.are_in(self._folder.code)
-        if not (has_place or names):
+        aliases = contract.host_names(count) if is_alone and count > 1 else ()
+        values = contract.values(self._folder, self._request)
+        command = str(values.get(names.COMMAND, ""))
+        has_place = literal_paths.PLACE in command or literal_paths.are_in(self._folder.code)
+        if not (has_place or aliases):
             return commands
         if not is_alone or not literal_paths.can_be_shown():
             if has_place:
                 self._say("the script names /opt/ml, which is not there: use the variables SM_*")
-            if names:
+            if aliases:
                 self._say(
-                    f"{names[0]} and the like are no addresses here: 127.0.0.1 is all of them"
+                    f"{aliases[0]} and the like are no addresses here: 127.0.0.1 is all of them"
                 )
             return commands
         path = self._folder.path
         return [
             dataclasses.replace(
                 command,
-                words=literal_paths.shown(path, command.words, has_place=has_place, names=names),
+                words=literal_paths.shown(path, command.words, has_place=has_place, names=aliases),
             )
             for command in commands
         ]
@@ -213,14 +225,15 @@ class Supervisor:
         # Its files grow line by line, and are read while they do.
         yield Keeper(place, locate(address, self._folder.root), self._say, grows=True)
 
-    def _fetch_code(self) -> None:
-        values = contract.values(self._folder, self._request)
-        address = str(values.get(names.SUBMIT_DIRECTORY, ""))
+    def _fetch_code(self, address: str) -> None:
+        """Unpacks the archive of the code, or copies the folder that it is in."""
         source = locate(address, self._folder.root)
         if path := source.local:
-            # A folder is what the SDK names in its local mode.
             take = shutil.copytree if path.is_dir() else code.unpack
             take(path, self._folder.code)
+            return
+        if not address.endswith(".gz"):
+            download_all(source, self._folder.code)
             return
         archive = self._folder.path / "source.tar.gz"
         download(source, archive)

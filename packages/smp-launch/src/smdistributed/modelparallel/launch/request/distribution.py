@@ -107,17 +107,19 @@ def check_world(values: Mapping[str, Any], framework: Framework, instance_count:
     if not isinstance(parameters, Mapping) or not parameters:
         return
     variables = {LAUNCH_VARIABLE: json.dumps(parameters)}
-    if values.get(names.MPI_ENABLED):
-        processes = int(values.get(names.MPI_PROCESSES, 1))
-        settings.check(framework, variables, processes * instance_count, processes)
-        return
+    is_joined = values.get(names.MPI_ENABLED)
     has_starter = any(values.get(name) for name, _ in _STARTERS.values())
-    # A shell script may start the processes of its host itself.
-    if (
-        instance_count > 1
-        and not has_starter
-        and not str(values.get(names.PROGRAM)).endswith(".sh")
-    ):
+    if is_joined or has_starter:
+        processes = (
+            values.get(names.MPI_PROCESSES, 1) if is_joined else values.get(names.TORCH_PROCESSES)
+        )
+        # Else it is one for each GPU, which those who run the job know.
+        if processes:
+            settings.check(framework, variables, int(processes) * instance_count, int(processes))
+        return
+    # A shell may start the processes of its host itself.
+    is_script = not str(values.get(names.PROGRAM)).endswith(".sh") and names.COMMAND not in values
+    if instance_count > 1 and is_script:
         try:
             settings.check(framework, variables, 1, 1)
         except ConfigError as error:

@@ -32,6 +32,12 @@ TORCH_DDP = "sagemaker_pytorch_ddp_enabled"
 #: Ours: processes of torchrun on each host, where GPUs do not say it.
 TORCH_PROCESSES = "sagemaker_torch_distributed_processes_per_host"
 INSTANCE_TYPE = "sagemaker_instance_type"
+#: Ours, for jobs of ``ModelTrainer``: the driver that its container would run and what it is told,
+#: a command in place of a script, and the file that lists what the script needs.
+DRIVER = "sagemaker_driver"
+DRIVER_CONFIG = "sagemaker_driver_config"
+COMMAND = "sagemaker_command"
+REQUIREMENTS = "sagemaker_requirements"
 
 
 #: For whoever runs the script too, but with variables of their own.
