@@ -59,6 +59,7 @@ MODULES = {
         f"{_ROOT}.launch.estimator",
         f"{_ROOT}.launch.exceptions",
         f"{_ROOT}.launch.huggingface",
+        f"{_ROOT}.launch.image_uris",
         f"{_ROOT}.launch.inputs",
         f"{_ROOT}.launch.model",
         f"{_ROOT}.launch.names",
@@ -68,6 +69,10 @@ MODULES = {
         f"{_ROOT}.launch.serializers",
         f"{_ROOT}.launch.session",
         f"{_ROOT}.launch.tensorflow",
+        f"{_ROOT}.launch.trainer.configs",
+        f"{_ROOT}.launch.trainer.distributed",
+        f"{_ROOT}.launch.trainer.model_trainer",
+        f"{_ROOT}.launch.trainer.resources",
         f"{_ROOT}.launch.utils",
     ),
 }

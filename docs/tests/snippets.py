@@ -133,6 +133,7 @@ def add_to_file(block: Block, folder: Path) -> None:
     if block.kind == "not run":
         return
     name = block.words if block.kind == "file" else DEFAULT_FILE
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     with (folder / name).open("a", encoding="utf-8") as file:
         file.write(block.text if block.language == "python" else sides_of(block)[1])
 

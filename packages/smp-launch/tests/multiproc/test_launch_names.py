@@ -64,6 +64,66 @@ except ModuleNotFoundError as error:
     print("PIPELINE", error)
 """
 
+RANKS = """
+import os, pathlib, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank)
+if world.rank == 0:
+    print("ranks", world.size, "sum", total, sys.argv[1:], os.environ["SM_HP_MP_PARAMETERS"])
+    pathlib.Path("beside").touch()
+    pathlib.Path(os.environ["SM_MODEL_DIR"], "weights").touch()
+"""
+#: As a notebook for version 3 of the SDK has it.
+TRAINER = """
+from sagemaker.core import image_uris
+from sagemaker.core.helper.session_helper import Session, get_execution_role
+from sagemaker.core.resources import TrainingJob
+from sagemaker.core.utils.exceptions import FailedStatusError
+from sagemaker.train import ModelTrainer
+from sagemaker.train.configs import CheckpointConfig, Compute, InputData, SourceCode
+from sagemaker.train.distributed import MPI, SMP, DistributedConfig, Torchrun
+
+image = image_uris.retrieve(framework="pytorch", version="2.13.0", instance_type="ml.p3.16xlarge")
+trainer = ModelTrainer(
+    sagemaker_session=Session(),
+    role=get_execution_role(),
+    training_image=image,
+    source_code=SourceCode(source_dir="code", entry_script="ranks.py"),
+    compute=Compute(instance_type="ml.p3.16xlarge", instance_count=2),
+    distributed=MPI(process_count_per_node=1),
+    checkpoint_config=CheckpointConfig(),
+    hyperparameters={"steps": 3, "mp_parameters": {"pipeline_parallel_degree": 2}},
+)
+trainer.train(input_data_config=[InputData(channel_name="train", data_source="data")])
+job = TrainingJob.get(trainer._latest_training_job.training_job_name)
+print("JOB", job.training_job_status, job.model_artifacts.s3_model_artifacts)
+print("OUTPUT", trainer.output_data)
+command = SourceCode(source_dir="code", command="python -c", args=["print('a command')"])
+ModelTrainer(source_code=command).train()
+command = SourceCode(command="false")
+trainer = ModelTrainer(source_code=command)
+trainer.train(wait=False)
+try:
+    trainer._latest_training_job.wait(timeout=60)
+except FailedStatusError as error:
+    print("FAILED", error)
+source = SourceCode(source_dir="code", entry_script="ranks.py")
+for word, make in {
+    "SMP": lambda: ModelTrainer(
+        source_code=source, distributed=Torchrun(smp=SMP(expert_parallel_degree=2))
+    ).train(),
+    "NAME": lambda: SourceCode(entry="ranks.py"),
+    "FILE": lambda: ModelTrainer(source_code=SourceCode(source_dir="code", entry_script="x.py")),
+    "NONE": lambda: ModelTrainer(training_image=image),
+    "RECIPE": lambda: ModelTrainer.from_recipe("recipe"),
+}.items():
+    try:
+        make()
+    except Exception as error:
+        print(word, error)
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -108,6 +168,31 @@ def test_a_notebook_for_the_sdk_runs_as_it_is(folder: Path) -> None:
     done = run(folder, "-c", launch, "run", "notebook.ipynb")
     assert done.returncode == 2
     assert "what is run is a Python file or a notebook; got notebook.ipynb" in done.stderr
+
+
+def test_a_notebook_for_version_3_of_the_sdk_runs_as_it_is(folder: Path) -> None:
+    (folder / "code").mkdir()
+    (folder / "code/ranks.py").write_text(RANKS)
+    (folder / "trainer.py").write_text(TRAINER)
+    launch = "import sys; from smdistributed.modelparallel.launch.cli import main; sys.exit(main())"
+    done = run(folder, "-c", launch, "run", "trainer.py")
+    assert done.returncode == 0, done.stderr
+    words = "ranks 2 sum 1 ['--steps', '3', '--mp_parameters', '{\"pipeline_parallel_degree\": 2}']"
+    assert f'{words} {{"pipeline_parallel_degree": 2}}' in done.stdout
+    # The script wrote beside itself, and not into what was uploaded.
+    assert not list((folder / "jobs/s3").rglob("beside"))
+    assert "\na command\n" in done.stdout
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:3].isupper())
+    state, archive = said["JOB"].split()
+    assert state == "Completed"
+    assert archive.startswith("s3://smp-launch/pytorch-training-job/pytorch-training-job-")
+    assert said["OUTPUT"] == archive.replace("model.tar.gz", "output.tar.gz")
+    assert "failed: AlgorithmError: algo-1: exit code 1" in said["FAILED"]
+    assert said["SMP"].startswith("SMP.expert_parallel_degree=2 is not offered: use ")
+    assert said["NAME"] == "SourceCode.entry is not a known parameter."
+    assert "SourceCode: x.py must be a file in source_dir; there is none at" in said["FILE"]
+    assert said["NONE"].startswith("ModelTrainer needs source_code, a SourceCode")
+    assert said["RECIPE"] == "ModelTrainer.from_recipe is not offered: give source_code."
 
 
 def test_the_names_are_of_one_process_and_the_first_to_come(folder: Path) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[4] / "docs/tests"))
+import snippets
+
+PAGE = Path(__file__).parents[4] / "docs/howto/model-trainer.md"
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
 
 LAUNCH = "import sys; from smdistributed.modelparallel.launch.cli import main; sys.exit(main())"
@@ -274,6 +278,19 @@ def test_a_script_sees_what_the_containers_programs_would_show(place: Path) -> N
     words = run(place, "-c", asks, str(programs / "distributed_drivers"), **judged)
     assert json.loads(words)[2:] == seen["argv"]
     assert {"fails.py", "ranks.py", "sub"} <= set(seen["cwd"])
+
+
+def test_the_page_trains_by_the_sdk_as_by_its_names(tmp_path: Path) -> None:
+    """Its run by our names is one of the documentation's own tests."""
+    snippets.write_files(PAGE, tmp_path)
+    (tmp_path / "home").mkdir()
+    (output,) = [block.text for block in snippets.blocks_of(PAGE) if block.kind == "output"]
+    shown = [line for line in output.splitlines() if line.startswith("step ")]
+    said = run(tmp_path, "-c", LAUNCH, "--jobs", "jobs", "api", "--", sys.executable, "launch.py")
+    (job,) = (tmp_path / "jobs").glob("pytorch-training-job-*")
+    log = (job / "logs/algo-1.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("step ")] == shown
+    assert "model in s3://smp-launch/pytorch-training-job/" in said
 
 
 def parsed(text: str | None) -> Any:

@@ -24,6 +24,7 @@ from smdistributed.modelparallel.launch import (
     estimator,
     exceptions,
     huggingface,
+    image_uris,
     inputs,
     model,
     predictor,
@@ -35,6 +36,12 @@ from smdistributed.modelparallel.launch import (
     utils,
 )
 from smdistributed.modelparallel.launch.exceptions import LaunchError
+from smdistributed.modelparallel.launch.trainer import (
+    configs,
+    distributed,
+    model_trainer,
+    resources,
+)
 
 __all__ = ["install"]
 
@@ -70,6 +77,9 @@ _SETTINGS = (
 )
 #: Estimators of other frameworks.
 _OTHERS = {"mxnet": "MXNet", "chainer": "Chainer", "sklearn": "SKLearn", "xgboost": "XGBoost"}
+_SESSION = {name: vars(session)[name] for name in ("Session", "get_execution_role")}
+#: Trainers of the service's own models, of version 3.
+_RECIPES = ("SFTTrainer", "DPOTrainer", "RLVRTrainer", "RLAIFTrainer", "CPTTrainer")
 _TUNING = ("HyperparameterTuner", "IntegerParameter", "ContinuousParameter", "CategoricalParameter")
 #: Module -> its names.
 TABLE: dict[str, dict[str, Any]] = {
@@ -109,6 +119,28 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.debugger": {
         **{name: type(name, (_Settings,), {}) for name in _SETTINGS},
         **_own(debugger),
+    },
+    f"{_ROOT}.image_uris": _own(image_uris),
+    # Version 3.
+    f"{_ROOT}.train": {
+        **_SESSION,
+        "ModelTrainer": model_trainer.ModelTrainer,
+        **{name: _refused(f"{_ROOT}.train.{name}", "use ModelTrainer") for name in _RECIPES},
+    },
+    f"{_ROOT}.train.model_trainer": _own(model_trainer),
+    f"{_ROOT}.train.configs": _own(configs),
+    f"{_ROOT}.train.distributed": _own(distributed),
+    f"{_ROOT}.core": {},
+    f"{_ROOT}.core.helper": {},
+    f"{_ROOT}.core.helper.session_helper": _SESSION,
+    f"{_ROOT}.core.image_uris": _own(image_uris),
+    f"{_ROOT}.core.resources": {"TrainingJob": resources.TrainingJob},
+    f"{_ROOT}.core.training": {},
+    f"{_ROOT}.core.training.configs": _own(configs),
+    f"{_ROOT}.core.utils": {},
+    f"{_ROOT}.core.utils.exceptions": {
+        "FailedStatusError": resources.FailedStatusError,
+        "TimeoutExceededError": resources.TimeoutExceededError,
     },
     f"{_ROOT}.tuner": {
         name: _refused(f"{_ROOT}.tuner.{name}", "call fit in a loop") for name in _TUNING

@@ -177,7 +177,7 @@ class Session:
         job = trainer.settled(given, self.root)
         image = parse_image(job.algorithm_specification.training_image or "")
         values, hosts = names.decode(job.hyper_parameters), job.resource_config
-        if not values.get(names.SUBMIT_DIRECTORY):
+        if not (values.get(names.SUBMIT_DIRECTORY) or values.get(names.COMMAND)):
             raise UnsupportedError(
                 f"images are not run here, their scripts are; the job names "
                 f"{image.repository or 'none'} and no script of its own: give entry_point, or "

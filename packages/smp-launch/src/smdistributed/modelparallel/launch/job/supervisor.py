@@ -227,6 +227,9 @@ class Supervisor:
 
     def _fetch_code(self, address: str) -> None:
         """Unpacks the archive of the code, or copies the folder that it is in."""
+        if not address:
+            self._folder.code.mkdir()
+            return
         source = locate(address, self._folder.root)
         if path := source.local:
             take = shutil.copytree if path.is_dir() else code.unpack
