@@ -92,9 +92,22 @@ from sagemaker.core.utils.exceptions import FailedStatusError
 from sagemaker.train import ModelTrainer
 from sagemaker.train.configs import CheckpointConfig, Compute, InputData, SourceCode
 from sagemaker.train.distributed import MPI, SMP, DistributedConfig, Torchrun
+from sagemaker.train.model_trainer import Mode
 
 IMAGE = "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.2.0-gpu-py310"
 jobs = {}
+
+# Local mode, without an engine of containers.
+local = ModelTrainer(
+    training_mode=Mode.LOCAL_CONTAINER,
+    training_image=IMAGE,
+    base_job_name="local",
+    source_code=SourceCode(source_dir="code", entry_script="sub/tells.py"),
+    compute=Compute(instance_type="local_cpu", instance_count=1),
+    local_container_root=os.path.abspath("container"),
+)
+local.train(input_data_config=[InputData(channel_name="train", data_source="data")])
+print("LOCAL", *map(os.listdir, ("container/artifacts/model", "container/compressed_artifacts")))
 
 def start(word, source, **given):
     channels = given.pop("channels", [])
@@ -171,7 +184,7 @@ print("ARTIFACT", again.model_artifacts.s3_model_artifacts)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the program has run."""
     place = tmp_path_factory.mktemp("sdk3")
-    for name in ("code/sub", "code/needs", "data", "driver", "home"):
+    for name in ("code/sub", "code/needs", "data", "driver", "home", "container"):
         (place / name).mkdir(parents=True)
     files = {
         "code/pipeline.py": PIPELINE,
@@ -230,6 +243,9 @@ def test_scripts_are_started_by_what_starts_jobs_here(place: Path, said: str) ->
     assert not list((place / "jobs/s3").rglob("beside"))
     assert "of a command" in said
     assert "own driver told ranks.py" in said
+    words = marked(said)["LOCAL"]
+    assert words.startswith("['seen.json'] ")
+    assert "'model.tar.gz'" in words
 
 
 def test_what_is_wrong_is_said_before_or_after(said: str) -> None:

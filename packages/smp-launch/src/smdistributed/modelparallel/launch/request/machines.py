@@ -12,6 +12,8 @@ from smdistributed.modelparallel.common.errors import ConfigError
 
 LOCAL = "local"
 LOCAL_GPU = "local_gpu"
+#: The first one, as version 3 of the SDK calls it.
+_LOCAL_CPU = "local_cpu"
 #: A class of hosts, its generation with letters for what is special, and a size: ``p4d.24xlarge``,
 #: ``trn1n.32xlarge``. Generations come every year; classes and sizes seldom.
 _CLASSES = "a|c|d|dl|f|g|h|hpc|i|im|inf|is|m|p|r|t|trn|u|vt|x|z"
@@ -39,7 +41,7 @@ def check(name: str) -> None:
     Raises:
         ConfigError: nobody knows it.
     """
-    if name in (LOCAL, LOCAL_GPU) or _NAME.fullmatch(name):
+    if name in (LOCAL, _LOCAL_CPU, LOCAL_GPU) or _NAME.fullmatch(name):
         return
     near = difflib.get_close_matches(name, _names_near(name), n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use 'local'."
@@ -60,7 +62,7 @@ def _names_near(name: str) -> list[str]:
 
 def num_gpus(name: str) -> int | None:
     """Returns the GPUs of a type of host; None where nothing is known of it."""
-    if name == LOCAL:
+    if name in (LOCAL, _LOCAL_CPU):
         return 0
     family, _, size = name.removeprefix("ml.").partition(".")
     if family in _GPUS:

@@ -15,6 +15,9 @@ import sys
 _PACKAGES = ("sagemaker", "sagemaker_core")
 _FUNCTION = "sts_regional_endpoint"
 _LOCAL = "sagemaker.local.local_session"
+#: The same of version 3, whose local mode has no session.
+_CONTAINER, _CONTAINER_KIND = "sagemaker.train.local.local_container", "_LocalContainer"
+_MAX_RUNTIME_SECONDS = 86400
 _CODE = "sagemaker_submit_directory"
 _FILE = "file://"
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -46,6 +49,8 @@ def _change(module):  # type: ignore[no-untyped-def]
         setattr(module, _FUNCTION, lambda region: _endpoint() or asked(region))
     if module.__name__ == _LOCAL and _endpoint() and hasattr(module, "LocalSession"):
         module.LocalSession = _local_session(module.Session)  # type: ignore[no-untyped-call]
+    if module.__name__ == _CONTAINER and _endpoint() and hasattr(module, _CONTAINER_KIND):
+        getattr(module, _CONTAINER_KIND).train = _run_here
 
 
 def _endpoint() -> str | None:
@@ -93,6 +98,59 @@ def _local_session(session):  # type: ignore[no-untyped-def]
             return super()._intercept_create_request(request, *others, **more)
 
     return LocalSession
+
+
+def _run_here(container, wait=True):  # type: ignore[no-untyped-def]
+    """Runs what a container would, as a job; waits for its end, since its code is a passing file.
+
+    Returns the model's archive, which lies where local mode has it: with another one of the
+    output in ``compressed_artifacts``, and unpacked in ``artifacts``.
+    """
+    import glob
+    import shutil
+
+    import boto3
+
+    jobs = importlib.import_module("sagemaker.core.resources").TrainingJob
+    root = os.path.abspath(container.container_root)
+    packed = os.path.join(root, "compressed_artifacts")
+    boto3.client("sagemaker").create_training_job(
+        TrainingJobName=container.training_job_name,
+        RoleArn="arn:aws:iam::123456789012:role/local",
+        AlgorithmSpecification={
+            "TrainingImage": container.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": container.container_entrypoint or ["none"],
+            "ContainerArguments": container.container_arguments or ["none"],
+        },
+        HyperParameters=container.hyper_parameters,
+        Environment=container.environment,
+        InputDataConfig=[_channel(each) for each in container.input_data_config],  # type: ignore[no-untyped-call]
+        OutputDataConfig={"S3OutputPath": packed},
+        ResourceConfig={
+            "InstanceType": container.instance_type,
+            "InstanceCount": container.instance_count,
+            "VolumeSizeInGB": 1,
+        },
+        StoppingCondition={"MaxRuntimeInSeconds": _MAX_RUNTIME_SECONDS},
+    )
+    jobs.get(container.training_job_name).wait(poll=1, logs=True)
+    for archive in glob.glob(os.path.join(packed, container.training_job_name, "output", "*.gz")):
+        name = os.path.basename(archive)
+        shutil.copyfile(archive, os.path.join(packed, name))
+        shutil.unpack_archive(archive, os.path.join(root, "artifacts", name.partition(".")[0]))
+    return f"{_FILE}{packed}/model.tar.gz"
+
+
+def _channel(given):  # type: ignore[no-untyped-def]
+    source = given.data_source
+    # A path is in the place of a file system, and an address in its own.
+    path = getattr(source.file_system_data_source, "directory_path", None)
+    address = os.path.abspath(path) if path else source.s3_data_source.s3_uri
+    return {
+        "ChannelName": given.channel_name,
+        "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": address}},
+    }
 
 
 sys.meta_path.insert(0, _Finder)
