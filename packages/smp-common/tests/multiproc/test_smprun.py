@@ -53,7 +53,7 @@ class Runner:
         path.write_text(PREAMBLE + textwrap.dedent(text))
         return str(path)
 
-    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, stdin: int | None = None, **environ: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [*SMPRUN, *words],
             cwd=self.directory,
@@ -63,6 +63,7 @@ class Runner:
                 "TMPDIR": str(self.directory),
                 **environ,
             },
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -150,6 +151,24 @@ def test_a_module_is_run_with_its_arguments(run: Runner) -> None:
     done = run.finish(run.start("-n", "1", "-m", "pack.tool", "--lr", "-m"))
     assert (done.code, done.err) == (0, "")
     assert done.out == f"[0] __main__ pack {[str(package / 'tool.py'), '--lr', '-m']}\n"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_the_first_rank_reads_to_the_end_of_the_input(run: Runner, kind: str) -> None:
+    script = run.script("print(rank, sys.stdin.read().split())")
+    given = run.directory / "input"
+    given.write_text("before first last")
+    with given.open("rb", buffering=0) as file:
+        file.seek(len("before "))  # as a shell has read it
+        reading, writing = os.pipe()
+        if kind == "pipe":
+            os.write(writing, file.read())
+        started = run.start("-n", "2", script, stdin=reading if kind == "pipe" else file.fileno())
+        os.close(reading)
+        os.close(writing)
+    done = run.finish(started)
+    assert "[0] 0 ['first', 'last']" in done.out
+    assert "[1] 1 []" in done.out
 
 
 def test_exit_handlers_still_see_the_program(run: Runner) -> None:

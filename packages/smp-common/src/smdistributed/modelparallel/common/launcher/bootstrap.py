@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from smdistributed.modelparallel.common import failure
+from smdistributed.modelparallel.common.launcher import standard_input
 from smdistributed.modelparallel.common.launcher.ending import EndRequest
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
@@ -90,6 +91,8 @@ def main() -> object:
     request = EndRequest()
     request.listen()
     name_host(os.environ)
+    if rank() == 0:
+        standard_input.take(os.environ)
     with failure.guarded(rank):
         try:
             return run(sys.argv[1:])

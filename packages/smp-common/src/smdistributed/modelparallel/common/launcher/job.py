@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-from smdistributed.modelparallel.common.launcher import processes
+from smdistributed.modelparallel.common.launcher import processes, standard_input
 from smdistributed.modelparallel.common.launcher.command import own_files
 from smdistributed.modelparallel.common.launcher.ending import END_SIGNAL
 from smdistributed.modelparallel.common.launcher.first_failure import Verdict, judge, signal_name
@@ -53,7 +53,9 @@ def run(
     """
     relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
     with own_files(environ) as complete:
-        running = _RunningJob(command, complete, relay, timeout_seconds, grace_seconds)
+        own = {k: v for k, v in complete.items() if k != standard_input.VARIABLE}
+        own |= standard_input.offered(hosts, command)
+        running = _RunningJob(command, own, relay, timeout_seconds, grace_seconds)
         with running:
             running.wait()
     verdict = running.verdict(hosts)
@@ -108,6 +110,8 @@ class _RunningJob:
             self._mpirun = subprocess.Popen(
                 self._command,
                 env=dict(self._environ),
+                # None is that of this process.
+                stdin=subprocess.DEVNULL if standard_input.VARIABLE in self._environ else None,
                 stdout=out[1].fileno(),
                 stderr=err[1].fileno(),
                 start_new_session=True,  # a ctrl-c reaches it through us alone
