@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 FEW = {
     *(("several", "gradients", "body"), ("one", "both", "outside"), ("none", "both", "optimizer")),
     ("one", "mean"),
-    *("some", "a metric", "given to a function", "for each"),
+    *("some", "one is told", "gradients of a root", "a metric", "given to a function", "for each"),
 }
 
 

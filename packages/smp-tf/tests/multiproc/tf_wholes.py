@@ -199,10 +199,26 @@ def _metric(values: Values) -> Any:
     return metric.result()
 
 
+def _gradients_of(number: Callable[[Values], Any]) -> Callable[[Values], Any]:
+    """Returns what differentiates a number of the kernels."""
+
+    def gradients(values: Values) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            total = number([tf.nn.l2_loss(each) for each in _kernels(values)])
+        return [each for each in tape.gradient(total, values) if each is not None]
+
+    return gradients
+
+
 #: Each takes values; processes would have one of their own, which is refused.
 OF_SOME: dict[str, Callable[[Values], Any]] = {
     "some": lambda values: values[0] / sum(tf.reduce_sum(v**2) for v in _kernels(values)),
     "some are told": lambda values: float(tf.linalg.global_norm(_kernels(values))),
+    "one is told": lambda values: float(tf.add_n([tf.norm(v) for v in _kernels(values)])),
+    "gradients of a root": _gradients_of(lambda norms: tf.sqrt(tf.add_n(norms))),
+    "gradients of a mean": _gradients_of(lambda norms: tf.reduce_mean(tf.stack(norms))),
+    "gradients of the greatest": _gradients_of(lambda norms: tf.reduce_max(tf.stack(norms))),
     "a product": lambda values: float(tf.reduce_prod(tf.stack([tf.norm(v) for v in values]))),
     "a difference": lambda values: values[0] * (tf.norm(values[0]) - tf.norm(values[1])),
     "the place": lambda values: int(tf.argmax(tf.stack([tf.norm(v) for v in values]))),

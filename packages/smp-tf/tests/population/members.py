@@ -24,6 +24,8 @@ import tf_users_python
 import tf_users_training
 import uses_of_fit
 import uses_of_layers
+import uses_of_penalties
+import uses_of_recipes
 import uses_of_state
 import uses_of_training
 from making import BATCH, given
@@ -163,7 +165,8 @@ def _meeting(way: tuple[Any, ...]) -> Callable[[Side], Found]:
 
 _MODULES = (
     *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit, tf_tapes),
-    *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit),
+    *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit, uses_of_penalties),
+    uses_of_recipes,
 )
 
 

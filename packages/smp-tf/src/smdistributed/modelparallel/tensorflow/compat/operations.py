@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import execute, imperative_grad
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import op_def_library, ops
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import gradients_util, math_ops
 
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
@@ -24,8 +25,8 @@ from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, 
 Made = Callable[[str, Sequence[Any], Sequence[Any]], Sequence[Any]]
 #: Takes the graph of a function, the tensors that it was called with, and its results.
 Called = Callable[[Any, Sequence[Any], Sequence[Any]], None]
-#: Takes what gradients were asked for of, and the gradients.
-Differentiated = Callable[[Sequence[Any], Sequence[Any]], None]
+#: Takes what is differentiated, by what, and the gradients.
+Differentiated = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], None]
 #: Takes what is looked at: an eager tensor whose numbers Python asks for, or a graph.
 Read = Callable[[Any], None]
 
@@ -62,6 +63,7 @@ def operations_noted(
     called: Called,
     differentiated: Differentiated,
     read: Read,
+    nothing: Callable[[], None],
 ) -> Iterator[None]:
     """Within, functions of ours see what is made, called and read, in the whole process.
 
@@ -72,6 +74,7 @@ def operations_noted(
         called: sees calls of functions, also in graphs.
         differentiated: sees requests for gradients, whose operations nobody sees.
         read: sees tensors of which Python asks the numbers.
+        nothing: is called where an empty list is to be added up, which is an error of TensorFlow.
     """
 
     def fast(original: Any) -> Any:
@@ -124,23 +127,41 @@ def operations_noted(
 
         return run
 
-    def differentiating(name: str) -> Callable[[Any], Any]:
+    def differentiating(*names: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
             place = inspect.signature(original)
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if _is_unnoted.get():
                     return original(*args, **kwargs)
-                sources = place.bind(*args, **kwargs).arguments[name]
+                given = place.bind(*args, **kwargs).arguments
+                of, by = (_listed(given[name]) for name in names)
                 with unnoted():
                     results = original(*args, **kwargs)
-                    flat = sources if isinstance(sources, (list, tuple)) else [sources]
-                    differentiated(flat, results)
+                    differentiated(of, by, results)
                 return results
 
             return run
 
         return make
+
+    def adding_up(original: Any) -> Any:
+        """Returns ``tf.add_n`` such that the sum of one tensor is an operation, too."""
+
+        def add_n(inputs: Any, name: Any = None) -> Any:
+            if _is_unnoted.get():
+                return original(inputs, name)
+            inputs = list(inputs)
+            if not inputs:
+                nothing()
+            result = original(inputs, name)
+            if len(inputs) != 1:
+                return result
+            result = tf.identity(result)
+            made = eagerly if isinstance(result, ops.EagerTensor) else in_graph
+            return _seen(made, "AddN", inputs, result)
+
+        return add_n
 
     def reading(original: Any) -> Any:
         def run(self: Any) -> Any:
@@ -157,12 +178,17 @@ def operations_noted(
             Replacement(execute, "record_gradient", recording),
             Replacement(op_def_library, "_apply_op_helper", adding),
             Replacement(atomic_function.AtomicFunction, "call_flat", calling),
-            Replacement(imperative_grad, "imperative_grad", differentiating("sources")),
-            Replacement(gradients_util, "_GradientsHelper", differentiating("xs")),
+            Replacement(imperative_grad, "imperative_grad", differentiating("target", "sources")),
+            Replacement(gradients_util, "_GradientsHelper", differentiating("ys", "xs")),
             Replacement(ops._EagerTensorBase, "_numpy", reading),
+            *(Replacement(owner, "add_n", adding_up) for owner in (tf, tf.math, math_ops)),
         ]
     ):
         yield
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _seen(made: Made, kind: str, args: Sequence[Any], result: Any) -> Any:

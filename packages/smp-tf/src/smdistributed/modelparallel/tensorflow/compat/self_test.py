@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
@@ -337,6 +338,9 @@ def _test_operations() -> None:
     begun: list[Any] = []
 
     def made(kind: str, args: Any, results: Any) -> Any:
+        if kind == "AddN":
+            assert list(args) == [one]
+            assert results[0] is not one
         if kind != "AddV2":
             return results
         with unnoted():
@@ -356,11 +360,17 @@ def _test_operations() -> None:
 
     one = tf.constant(1.0)
 
-    def differentiated(sources: Any, gradients: Any) -> None:
-        assert len(sources) == len(gradients) == 1
+    def differentiated(targets: Any, sources: Any, gradients: Any) -> None:
+        assert len(targets) == len(sources) == len(gradients) == 1
 
-    with operations_noted(made, made, begun.append, called, differentiated, reads.append):
-        total = one + 1.0
+    def nothing() -> None:
+        raise LookupError
+
+    with operations_noted(made, made, begun.append, called, differentiated, reads.append, nothing):
+        total = tf.add_n([one]) + 1.0
+        with contextlib.suppress(LookupError):
+            tf.math.add_n([])
+            raise AssertionError
         inside, gradient = added(one)
         with unnoted():
             unseen = one + 1.0

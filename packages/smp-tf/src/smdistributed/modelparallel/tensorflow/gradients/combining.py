@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.tensorflow.compat.gradients import is_recorded
 from smdistributed.modelparallel.tensorflow.parameters.shares import Form, Share, merged
 
 _JOINING = frozenset({"Pack", "ConcatV2"})
@@ -45,6 +46,13 @@ _TAKING = frozenset(
     }
 )
 _SAME = frozenset({"Identity", "Snapshot", "StopGradient", "CheckNumerics", "CheckNumericsV2"})
+#: What adds numbers up. A row of numbers of variables is as long as a process has variables, so
+#: that its mean is another one elsewhere.
+_LINEAR = (
+    ADDING | _TAKING | _SAME | {"BroadcastTo", "Cast", "IdentityN", "Mean", "Neg", "Sub", "Sum"}
+)
+#: What multiplies by a number, or divides the first by the second.
+_SCALING = frozenset({"Div", "DivNoNan", "Mul", "RealDiv"})
 #: What tells something else of a value than its numbers.
 ABOUT = frozenset({"Rank", "Shape", "ShapeN", "Size", "VarIsInitializedOp", "VariableShape"})
 NO_NUMBERS = (tf.string, tf.resource, tf.variant)
@@ -158,7 +166,28 @@ def _of_some(operation: Operation) -> Share:
     if some and len(some) < len(known) and not is_added:
         raise refusal(some)
     made_by = next((each.made_by for each in some if each.made_by), operation.kind)
-    return merged(known, Form.SOME, made_by=made_by)
+    return merged(known, Form.SOME, made_by=made_by, is_linear=_is_linear(operation))
+
+
+def _is_linear(operation: Operation) -> bool:
+    """Tells whether an operation adds numbers of variables up, or multiplies one by a constant."""
+    if not all(each.is_sum for each in operation.known):
+        return False
+    if operation.kind in _LINEAR:
+        return True
+    pairs = list(zip(operation.inputs, operation.shares, strict=True))
+    others = pairs if operation.kind == "Mul" else pairs[1:]
+    factors = [value for value, share in others if share is None]
+    is_product = operation.kind in _SCALING and len(factors) == len(pairs) - 1
+    return is_product and all(map(_is_constant, factors))
+
+
+def _is_constant(value: Any) -> bool:
+    """Tells whether nobody can ask for gradients of a number."""
+    if not tf.is_tensor(value):
+        return True
+    is_eager = isinstance(value, tf.__internal__.EagerTensor)
+    return not is_recorded(value) or (not is_eager and tf.get_static_value(value) is not None)
 
 
 def _added(operation: Operation, own: Share) -> Share | None:
@@ -173,8 +202,10 @@ def _added(operation: Operation, own: Share) -> Share | None:
     if is_whole or (is_added_up and not is_alike):
         return None
     dtype, form = operation.results[0].dtype, Form.SUM
-    # What is added to nothing is the first of several, as where a loop or ``sum`` begins.
-    if is_alike and not (pairs[0][1] is None and _is_zero(pairs[0][0])):
+    # What is added to nothing is the first of several, as where a loop or ``sum`` begins, and so
+    # is the only one of a list: where a script takes some, other processes may have more of them.
+    is_first = len(pairs) == 1 or (pairs[0][1] is None and _is_zero(pairs[0][0]))
+    if is_alike and not is_first:
         form = Form.SUM if any(each.form is Form.SUM for each in operation.known) else Form.OWN
     if form is Form.SUM and operation.kind == "AddN":
         # A list of terms, which may have numbers added to each.
@@ -275,6 +306,22 @@ def refusal(shares: Sequence[Share]) -> UnsupportedError:
         f"received a value of {few}{made_by}, which are variables of this process: take a sum, the "
         "greatest or the least of one number for each of model.trainable_variables, or of the "
         "gradients by them (tf.linalg.global_norm, tf.clip_by_global_norm, tf.add_n, "
-        "tf.norm(tf.stack(...)), sum()), which is the whole model's, or call "
-        "smp.clip_by_global_norm, which takes any gradients."
+        "tf.norm(tf.stack(...)), sum()), which is the whole model's. Of some of them: give layers "
+        "a kernel_regularizer, or add_loss in call, for a penalty in model.losses; call "
+        "smp.clip_by_global_norm, which takes any gradients; look at model.get_weights(), which "
+        "has all values."
+    )
+
+
+def refuse_none() -> None:
+    """Raises where a list of nothing is added up, of which other processes may have something.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "tf.add_n adds up one value or more; received none in this process: of "
+        "model.trainable_variables it has its own, of which a script may have taken none where "
+        "other processes have some. Give the layers a kernel_regularizer, whose losses are in "
+        "model.losses, or begin with a number: sum(values, tf.constant(0.0))."
     )

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.tensorflow.gradients.combining import (
     Operation,
     of_results,
     refusal,
+    refuse_none,
 )
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, of_partitions
 from smdistributed.modelparallel.tensorflow.gradients.telling import Told
@@ -45,6 +46,8 @@ _OVER_PARTITIONS = {
     Form.MOST: tf.reduce_max,
     Form.LEAST: tf.reduce_min,
 }
+#: What may have other gradients by own variables where a process has others as well.
+_OTHERWISE = (Form.SOME, Form.MOST, Form.LEAST)
 _WRITING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 
@@ -58,6 +61,7 @@ def followed(runtime: TFRuntime) -> AbstractContextManager[None]:
         following.called,
         following.differentiated,
         following.read,
+        refuse_none,
     )
 
 
@@ -114,8 +118,17 @@ class _Following:
             for result, inside in zip(results, graph.outputs, strict=False):
                 note(result, given.get(id(inside)) or share_of(inside))
 
-    def differentiated(self, sources: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Notes which variables gradients are of, and which were asked for together."""
+    def differentiated(
+        self, targets: Sequence[Any], sources: Sequence[Any], gradients: Sequence[Any]
+    ) -> None:
+        """Notes which variables gradients are of, and which were asked for together.
+
+        Raises:
+            UnsupportedError: they would be others if one process had all variables.
+        """
+        some = [each for each in map(_in_graph, targets) if each and each.form in _OTHERWISE]
+        if some := [each for each in some if not each.is_linear]:
+            raise refusal(some)
         if sources and all(each is None for each in gradients):
             self._runtime.has_asked_in_vain = True
         pairs = [
@@ -165,6 +178,8 @@ class _Following:
             total = self._whole(kind, inputs, share, results[0])
             note(total, merged([share], Form.WHOLE))
             return [total, *results[1:]]
+        if share is not None and share.form in PARTIAL and kind == "Mean":
+            found = [merged([share], Form.SOME, made_by=kind)]
         for result, each in zip(results, found, strict=True):
             if each is not None:
                 note(result, each)
@@ -356,7 +371,8 @@ def _walk(graph: Any, given: dict[int, Share | None]) -> None:
             results, of_results(Operation(operation.type, inputs, shares, results)), strict=True
         ):
             if each is not None and each.form in PARTIAL:
-                each = merged([each], Form.SOME, made_by=operation.type)
+                is_linear = each.form is Form.SUM
+                each = merged([each], Form.SOME, made_by=operation.type, is_linear=is_linear)
             given[id(result)] = each
 
 

@@ -65,6 +65,8 @@ class Share:
             where it is not all.
         base: scalar tensor; what else is in the value: a sum that all processes have.
         made_by: type of the operation that put variables together, where it is ``SOME``.
+        is_linear: the numbers of variables are only added up in it, where it is ``SOME``: by the
+            variables of this process it has the gradients that one process would have.
         is_kept: it was read from a variable of the script, in which it may have been added up.
         is_variable: it is of the variable itself, which stays what it is, whatever is written.
     """
@@ -77,6 +79,7 @@ class Share:
     pure: Any = None
     base: Any = None
     made_by: str = ""
+    is_linear: bool = False
     is_variable: bool = False
     is_kept: bool = False
 
@@ -104,6 +107,11 @@ class Share:
     def kept(self) -> Share:
         """What is known of a variable of the script that was written with this value."""
         return self if self.is_kept else replace(self, is_kept=True)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether numbers of variables are only added up in it."""
+        return self.form in (Form.OWN, Form.SUM) or self.is_linear
 
     @property
     def counted(self) -> frozenset[Family]:

@@ -89,9 +89,10 @@ class AccessGuard:
             raise _too_early(variable)
         raise PartitionError(
             f"variable {path_of(variable)} lives on rank {home.rank} (partition {home.partition}), "
-            "not in this process: use it there, or let smp.CheckpointManager or save_model collect "
-            "it, where tf.train.Checkpoint would write a part. model.trainable_variables and "
-            "model.variables hold those of this process."
+            "not in this process: read it in the model's call, as a kernel_regularizer or add_loss "
+            "there does for a penalty, take its value from model.get_weights(), or let "
+            "smp.CheckpointManager or save_model collect it, where tf.train.Checkpoint would write "
+            "a part. model.trainable_variables and model.variables hold those of this process."
         )
 
     def check_saving(self, variable: Any) -> None:
