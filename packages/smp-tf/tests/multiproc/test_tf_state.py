@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,11 @@ def test_checkpoints_of_tensorflow_are_read(worlds: Worlds, tmp_path: Path) -> N
 def test_weights_in_files_are_those_of_keras(worlds: Worlds, tmp_path: Path) -> None:
     for body in (tf_state.write_weights, tf_state.read_weights):
         assert_same(worlds, body, str(tmp_path), world=TWO)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.weights.h5"))) == 2
+    (models,) = worlds.run(PLAIN, tf_state.read_models, str(tmp_path))
+    for split, plain in itertools.pairwise(models):
+        assert split[:2] == plain[:2]
+        np.testing.assert_allclose(split[2:], plain[2:], rtol=1e-5, atol=1e-6)
 
 
 def _checkpoints(name: str, folder: str) -> None:

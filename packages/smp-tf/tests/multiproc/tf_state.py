@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer, variable_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
@@ -91,7 +92,7 @@ def partial_checkpoints(side: Side, folder: str) -> None:
             tf.train.Checkpoint(**kept).save(path)
         with pytest.raises(PartitionError, match=where):
             tf.train.CheckpointManager(tf.train.Checkpoint(**kept), folder, 1).save()
-    with pytest.raises(UnsupportedError, match="use save_weights for weights"):
+    with pytest.raises(UnsupportedError, match="use save_weights and"):
         model.save(str(Path(folder, "part.keras")))
     with pytest.raises(PartitionError):
         tf.train.Checkpoint(optimizer=optimizer).save(path)
@@ -102,9 +103,12 @@ def write_weights(side: Side, folder: str) -> Found:
     """Weights are written by a callback of ``fit``, and read by the same model."""
     model = _sequential(side)
     path = str(Path(folder, f"{side.base.__name__}.weights.h5"))
-    kept = tf.keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    kept = [tf.keras.callbacks.ModelCheckpoint(path, save_weights_only=True)]
+    if keras.IS_KERAS_3:
+        whole = str(Path(folder, f"{side.base.__name__}.keras"))
+        kept.append(tf.keras.callbacks.ModelCheckpoint(whole))
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    model.fit(rows(), rows(1), callbacks=[kept], epochs=2, **options)
+    model.fit(rows(), rows(1), callbacks=kept, epochs=2, **options)
     found = [model.predict(rows(), verbose=0)]
     model.fit(rows(), rows(1), **options)
     model.load_weights(path)
@@ -123,6 +127,18 @@ def read_weights(side: Side, folder: str) -> Found:
         model.load_weights(str(path))
         found.append(model.predict(rows(), verbose=0))
     return Found(found, {})
+
+
+def read_models(folder: str) -> list[Any]:
+    """Keras alone reads whole models, and trains them on; returns what each is and does then."""
+    found: list[Any] = []
+    for path in sorted(Path(folder).glob("*.keras")):
+        model = tf.keras.models.load_model(path)
+        results = [type(model).__name__, int(model.optimizer.iterations)]
+        results.append(model.predict(rows(), verbose=0))
+        model.fit(rows(), rows(1), batch_size=8, shuffle=False, verbose=0)
+        found.append([*results, model.predict(rows(), verbose=0)])
+    return found
 
 
 def _sequential(side: Side) -> Any:

@@ -591,7 +591,7 @@ def recipe_evaluated(side: Side) -> Found:
 
 
 def recipe_weights_in_files(side: Side) -> Found:
-    """The best weights are written, and read back by the same model."""
+    """The best weights are written, by a loss of validation."""
     model = two_halves(side, 1)
     model.compile("sgd", "mse")
     x, y = _data()
@@ -602,10 +602,7 @@ def recipe_weights_in_files(side: Side) -> Found:
         )
         options = {"validation_data": (x[:16], y[:16]), "callbacks": [best], "verbose": 0}
         history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, **options)
-        if side.base is tf.keras.Model:
-            model.load_weights(path)
-    found = _found(model, history)
-    return found._replace(own={})
+    return _found(model, history)
 
 
 def recipe_whole_models_in_files(side: Side) -> Found:

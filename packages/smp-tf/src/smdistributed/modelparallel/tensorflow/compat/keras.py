@@ -226,6 +226,34 @@ def _is_keras(kind: type) -> bool:
     return kind is object or _root(kind) in (_root(tf.keras.Model), "tensorflow", "keras")
 
 
+@contextlib.contextmanager
+def compiled_like(model: Any, other: Any, optimizer: Any) -> Iterator[None]:
+    """Within, a model is written as if it had been compiled like another one.
+
+    Args:
+        model: of Keras 3.
+        other: that was compiled.
+        optimizer: which is written with its state.
+    """
+    known = other._compile_config
+    # A copy: to write an .h5 file Keras takes the optimizer out of it.
+    config = type(known)(**{**known.config, "jit_compile": "auto"})
+    own = {
+        "optimizer": optimizer,
+        "compiled": True,
+        "_compile_config": config,
+        "get_compile_config": config.serialize,
+    }
+    saved = {name: vars(model)[name] for name in own if name in vars(model)}
+    vars(model).update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del vars(model)[name]
+        vars(model).update(saved)
+
+
 def signature_of_call(model: Any) -> inspect.Signature | None:
     """Returns what a model's own ``call`` takes; None if it is one of Keras's."""
     if any("call" in vars(kind) for kind in type(model).__mro__ if not _is_keras(kind)):

@@ -17,7 +17,11 @@ from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
 from smdistributed.modelparallel.tensorflow.model.export import DEFAULT_FOLDER, save_model
 from smdistributed.modelparallel.tensorflow.model.keras_training import KerasTraining
-from smdistributed.modelparallel.tensorflow.model.weight_files import read_weights, write_weights
+from smdistributed.modelparallel.tensorflow.model.weight_files import (
+    read_weights,
+    write_model,
+    write_weights,
+)
 from smdistributed.modelparallel.tensorflow.model.whole_weights import distribute, gathered
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
@@ -152,19 +156,23 @@ class DistributedModel(KerasTraining):
         read_weights(self._smp_engine, lambda: own.load_weights(*args, **kwargs))
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the model with its optimizer, as Keras does, where there is one partition.
+        """Writes the model in this one as Keras does, for ``tf.keras.models.load_model``.
+
+        The file is that of the model without the library, with the state of its optimizer if this
+        one was compiled. Collective: every process; the first one writes.
 
         Raises:
-            UnsupportedError: there are several.
+            NotPartitionedError: the model has no weights before its first call in a step function.
+            CheckpointError: it could not be written.
+            UnsupportedError: there are several partitions, and no model of Keras 3 in this one.
         """
-        if self._smp_engine.runtime.topology.pp_size == 1:
+        wrapped = getattr(self, "wrapped", None)
+        if keras.IS_KERAS_3 and wrapped is not None:
+            write_model(self._smp_engine, wrapped, lambda: wrapped.save(*args, **kwargs))
+        elif self._smp_engine.runtime.topology.pp_size == 1:
             super().save(*args, **kwargs)
-            return
-        raise UnsupportedError(
-            "save writes a model with the state of its optimizer, which is spread over processes: "
-            "use save_weights for weights, save_model for a SavedModel, and smp.CheckpointManager "
-            "for what a training goes on with."
-        )
+        else:
+            raise self._smp_cannot_be_written("save")
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses what ``save_model`` does.

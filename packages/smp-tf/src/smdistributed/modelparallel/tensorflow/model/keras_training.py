@@ -69,15 +69,26 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
                     "smp.register_post_partition_hook and in a tf.keras.callbacks.LambdaCallback."
                 )
             is_checkpoint = isinstance(callback, tf.keras.callbacks.ModelCheckpoint)
-            is_split = self._smp_engine.runtime.topology.pp_size > 1
-            if is_checkpoint and is_split and not callback.save_weights_only:
-                raise UnsupportedError(
-                    "ModelCheckpoint writes a model with the state of its optimizer, which is "
-                    "spread over processes; received it without save_weights_only=True: give it "
-                    "that, or save with smp.CheckpointManager in a tf.keras.callbacks."
-                    "LambdaCallback."
-                )
+            if is_checkpoint and not callback.save_weights_only and not self._smp_is_writable:
+                raise self._smp_cannot_be_written("a ModelCheckpoint of more than weights")
         return super().fit(*args, **kwargs)
+
+    @property
+    def _smp_is_writable(self) -> bool:
+        """Whether Keras can write the model with the state of its optimizer."""
+        is_split = self._smp_engine.runtime.topology.pp_size > 1
+        return not is_split or (keras.IS_KERAS_3 and hasattr(self, "wrapped"))
+
+    def _smp_cannot_be_written(self, what: str) -> UnsupportedError:
+        """Returns the error of writing a model of which Keras cannot read the whole."""
+        return UnsupportedError(
+            f"{what} writes a model with the state of its optimizer, which is spread over "
+            "processes, for a model of Keras 3 in a DistributedModel; received "
+            f"{type(self).__name__}, which is a class of its own, or Keras 2: use save_weights and "
+            "ModelCheckpoint(save_weights_only=True) for weights, save_model for a SavedModel, and "
+            "smp.CheckpointManager for what a training goes on with, in a callback too "
+            "(tf.keras.callbacks.LambdaCallback)."
+        )
 
     def make_train_function(self, force: bool = False) -> Any:
         """Makes what ``fit`` calls for each batch."""

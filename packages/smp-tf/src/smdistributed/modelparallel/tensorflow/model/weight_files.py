@@ -1,4 +1,4 @@
-"""The weights of a whole model in files of Keras: ``save_weights`` and ``load_weights``.
+"""A whole model in files of Keras: ``save``, ``save_weights`` and ``load_weights``.
 
 They are those of the model without the library. Keras writes and reads them as it does for one
 process, while variables of other processes have values here.
@@ -14,6 +14,10 @@ from smdistributed.modelparallel.common.errors import CheckpointError, NotPartit
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.variables import free
+from smdistributed.modelparallel.tensorflow.model.whole_optimizer import (
+    collected_state,
+    with_state,
+)
 from smdistributed.modelparallel.tensorflow.model.whole_weights import collected
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 
@@ -29,6 +33,44 @@ def write_weights(engine: Any, write: Callable[[], Any]) -> None:
         CheckpointError: it failed; on all processes of the pipeline.
         NotPartitionedError: there are no weights yet.
     """
+
+    def write_alone() -> None:
+        with _without_optimizer(engine.model):
+            write()
+
+    _write(engine, write_alone)
+
+
+def write_model(engine: Any, wrapped: Any, write: Callable[[], Any]) -> None:
+    """Writes a model of Keras as it is compiled, with the state of its optimizer.
+
+    Collective: its pipeline; the first process of the first replica writes.
+
+    Args:
+        engine: of the model.
+        wrapped: the model of Keras in it.
+        write: lets Keras write it.
+
+    Raises:
+        CheckpointError: it failed; on all processes of the pipeline.
+        NotPartitionedError: there are no weights yet.
+    """
+    optimizer = getattr(engine.model, "optimizer", None)
+    if optimizer is None:
+        _write(engine, write)
+        return
+    is_first = engine.runtime.coordinates.dp_rank == 0
+    state = collected_state(engine, optimizer, is_first) if is_first else {}
+
+    def write_compiled() -> None:
+        whole = with_state(engine, optimizer, state)
+        with keras.compiled_like(wrapped, engine.model, whole):
+            write()
+
+    _write(engine, write_compiled)
+
+
+def _write(engine: Any, write: Callable[[], Any]) -> None:
     runtime = engine.runtime
     _check(engine, "saved")
     if runtime.coordinates.dp_rank != 0:
@@ -56,7 +98,8 @@ def read_weights(engine: Any, read: Callable[[], Any]) -> None:
     """
     _check(engine, "loaded")
     try:
-        failure = _failure(engine, read)
+        with _without_optimizer(engine.model):
+            failure = _failure(engine, read)
     finally:
         for variable in map(keras.variable_of, engine.everywhere()[1]):
             home = home_of(variable)
@@ -78,7 +121,7 @@ def _failure(engine: Any, call: Callable[[], Any]) -> str | None:
     """Lets Keras see the whole model; returns why the call failed."""
     saved, engine.is_tracing = engine.is_tracing, True
     try:
-        with engine.runtime.guard.suspended(), _without_optimizer(engine.model):
+        with engine.runtime.guard.suspended():
             call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
