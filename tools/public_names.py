@@ -123,7 +123,7 @@ def problems(package: str, names: set[str], folder: Path) -> list[str]:
     """Returns what is wrong with the records in a package's folder; names are those it has."""
     announced = read(folder)
     there = {name for name, by in announced.items() if not by.endswith(".removed.md")}
-    run = f"'nox -s names -- {package}"
+    run = f"'nox -s release -- names {package}"
     found = [
         f"{name} is public but not recorded: say what it is in a fragment in changelog.d, then run "
         f"{run} <topic>.added.md'; or begin its name with an underscore."

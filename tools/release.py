@@ -166,7 +166,7 @@ def verify(repository: Repository, tag: str) -> None:
         got = f"fragments ({', '.join(waiting)})" if waiting else f"version {declared}"
         raise Refusal(
             f"The tree of tag {tag} has version {version} and no fragments; got {got}: delete the "
-            f"tag and make it with 'nox -s release -- {package} {version}'."
+            f"tag and make it with 'nox -s release -- tag {package} {version}'."
         )
 
 

@@ -1,6 +1,6 @@
 """The built site in a browser: answers are found by clicks, and pages look as they should.
 
-``nox -s site`` builds it and runs this; elsewhere there is no browser, and nothing is run.
+``nox -s docs -- site`` builds it and runs this; elsewhere there is no browser, and nothing is run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="nox -s site")
+playwright = pytest.importorskip("playwright.sync_api", reason="nox -s docs -- site")
 
 SITE = Path(__file__).parents[1] / "_build" / "html"
 PAGES = sorted(
@@ -76,7 +76,7 @@ _FOUND = """
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    assert PAGES, "there is no site yet: nox -s site builds it"
+    assert PAGES, "there is no site yet: nox -s docs -- site builds it"
     with playwright.sync_playwright() as started:
         own = shutil.which("chromium")
         found = started.chromium.launch(executable_path=own, args=["--no-sandbox"])

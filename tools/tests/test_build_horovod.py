@@ -1,4 +1,4 @@
-"""What decides how Horovod's wheel is made; ``nox -s horovod`` makes and tries it."""
+"""What decides how Horovod's wheel is made; ``nox -s tensorflow -- horovod`` makes and tries it."""
 
 from __future__ import annotations
 

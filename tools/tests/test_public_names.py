@@ -17,7 +17,7 @@ HAS = {f"{ROOT}.torch.step", f"{ROOT}.torch.init"}
 def test_public_names_are_announced(package: str) -> None:
     """This is the gate: what it says tells what to do."""
     if importlib.util.find_spec(public_names.MODULES[package][-1]) is None:
-        pytest.fail(f"{package} is not installed here: install it, or use 'nox -s house'.")
+        pytest.fail(f"{package} is not installed here: install it, or use 'nox -s lint -- house'.")
     folder = public_names.PACKAGES / package
     found = public_names.problems(package, public_names.names_of(package), folder)
     assert not found, "\n" + "\n".join(found)
@@ -65,7 +65,7 @@ def test_a_new_name_needs_a_fragment(folder: Path) -> None:
     more = HAS | {f"{ROOT}.torch.speed"}
     found = one_problem(folder, more)
     assert found.startswith(f"{ROOT}.torch.speed is public but not recorded")
-    assert "nox -s names -- smp-torch <topic>.added.md" in found
+    assert "nox -s release -- names smp-torch <topic>.added.md" in found
     with pytest.raises(SystemExit, match=r"torch\.speed is, and the fragments given are: none"):
         public_names.update(folder, more, [])
     with pytest.raises(SystemExit, match=r"torch\.speed is, .* given are: \+old\.removed\.md"):

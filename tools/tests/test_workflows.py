@@ -54,6 +54,28 @@ def sessions(words: list[str]) -> list[str]:
     return list(itertools.takewhile(lambda word: not word.startswith("-"), after))
 
 
+def part(words: list[str]) -> str:
+    """Returns the part that a call of nox asks for, if it does."""
+    first = words[words.index("--") + 1] if "--" in words else ""
+    return "" if first.startswith("-") else first
+
+
+def unknown_parts(words: list[str]) -> list[str]:
+    """Returns the part that a call of nox asks for, if one of its sessions has not got it."""
+    asked, named = part(words), (each.partition("(")[0] for each in sessions(words))
+    having = [HOUSE["PARTS"][name] for name in named if name in HOUSE["PARTS"]]
+    return [asked for known in having if asked and asked not in known]
+
+
+def work(name: str) -> set[str]:
+    """Returns what a workflow runs: sessions, followed by the part where one is asked for."""
+    return {
+        f"{each} -- {part(words)}" if part(words) else each
+        for words in nox_calls(name)
+        for each in sessions(words)
+    }
+
+
 def nox(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nox", *words]
     # With CI set, nox is strict by itself.
@@ -78,6 +100,15 @@ def test_workflows_run_sessions_that_exist(name: str, known: set[str]) -> None:
     unknown = [each for words in calls for each in sessions(words) if each not in known]
     assert not unknown, "noxfile.py has no such session"
     assert all(map(sessions, calls))
+    assert not list(itertools.chain(*map(unknown_parts, calls))), "noxfile.py has no such part"
+
+
+@pytest.mark.parametrize("call", ["long", "long -- nothing", "package(smp-torch) -- nothing"])
+def test_an_unknown_part_is_told_which_there_are(call: str) -> None:
+    done = nox("--no-venv", "-s", *call.split())
+    assert done.returncode != 0
+    parts = HOUSE["PARTS"][call.partition(" ")[0].partition("(")[0]]
+    assert all(f"\n  {part}: {does.__doc__[:20]}" in done.stderr for part, does in parts.items())
 
 
 def test_a_missing_interpreter_is_an_error() -> None:
@@ -108,9 +139,9 @@ def test_only_the_trusted_publisher_may_prove_who_it_is() -> None:
 
 
 def test_what_ci_leaves_out_is_run_before_a_release() -> None:
-    run = {each for words in nox_calls("publish.yml") for each in sessions(words)}
-    slow = {"failures", "thorough", "snippets", "tensorflow"}
-    assert run >= slow | {"architectures", "conformance-torch", "conformance-tf", "mutations"}
+    long = {f"long -- {part}" for part in ("failures", "thorough", "architectures")}
+    others = {"docs -- snippets", "tensorflow", "conformance", "mutants -- written"}
+    assert work("publish.yml") >= long | others
 
 
 def test_gpus_are_used_by_hand_only() -> None:
@@ -167,13 +198,13 @@ def test_a_change_runs_what_it_touches(changed: str, tried: set[str]) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_workflow_of_a_package_runs_all_kinds_of_its_tests(package: str) -> None:
-    run = {each for words in nox_calls(f"{package}.yml") for each in sessions(words)}
-    of = f"(package='{package}')"
-    assert f"minimums{of}" in run
-    if package != "smp-torch":  # `compatibility` runs both, with each PyTorch
-        assert run >= {f"unit{of}", f"multiproc{of}"}
-    if package in ("smp-torch", "smp-tf"):
-        assert {f"conformance-{package.removeprefix('smp-')}", "examples"} <= run
+    run, own = work(f"{package}.yml"), f"package({package})"
+    assert f"{own} -- minimums" in run
+    both = {f"{own} -- unit", f"{own} -- multiproc"}
+    assert own in run or f"{own} -- compatibility" in run or run >= both
+    frameworks = {name: framework for framework, name in HOUSE["PACKAGE_OF"].items()}
+    if framework := frameworks.get(package):
+        assert {f"conformance({framework})", "docs -- examples"} <= run
     # On main, before a release, and when it is called by what releases, nothing is filtered.
     on = load(f"{package}.yml")["on"]
     assert on["push"] == {"branches": ["main"]}
@@ -212,8 +243,11 @@ def test_lowest_python_is_the_one_required(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_workflows_run_each_package_on_what_it_claims(package: str) -> None:
     wanted = {"python": pythons(package)}
+    ours = [each for each in nox_calls(f"{package}.yml") if "--force-python" in each]
+    assert {each[each.index("--force-python") + 1] for each in ours} == set(wanted["python"])
     if package == "smp-torch":
         wanted["torch"] = list(HOUSE["TORCHES"])
+        assert [each[-1] for each in ours] == wanted["torch"] * len(wanted["python"])
         assert load("gpu.yml")["jobs"][package]["strategy"]["matrix"] == wanted
     assert load(f"{package}.yml")["jobs"]["claimed"]["strategy"]["matrix"] == wanted
 
@@ -269,15 +303,21 @@ def test_tox_installs_what_an_environment_is_named_for(framework: str) -> None:
 def test_pages_name_sessions_that_exist(page: str, known: set[str]) -> None:
     calls = re.findall(r"nox [^`\n]*?-s [^`\n#]+", (ROOT / page).read_text())
     assert calls
-    words = [shlex.split(call.partition(" -- ")[0]) for call in calls]
+    words = list(map(shlex.split, calls))
     assert not [each for call in words for each in sessions(call) if each not in known]
+    assert not list(itertools.chain(*map(unknown_parts, words)))
 
 
-def test_a_commit_is_checked_by_the_session_of_ci() -> None:
+@pytest.mark.parametrize("name", sorted({part for of in HOUSE["PARTS"].values() for part in of}))
+def test_a_part_is_told(name: str) -> None:
+    assert re.search(rf"(`|-- ){name}\b", (ROOT / "CONTRIBUTING.md").read_text())
+
+
+def test_a_commit_is_checked_by_a_part_of_the_session_of_ci() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
     assert {repository["repo"] for repository in config["repos"]} == {"local"}
-    assert [hook["entry"] for hook in hooks] == ["nox -r -s lint"]
+    assert [hook["entry"] for hook in hooks] == ["nox -r -s lint -- style"]
     assert not any("additional_dependencies" in hook for hook in hooks), "a second pin of a tool"
 
 

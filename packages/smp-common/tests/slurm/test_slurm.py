@@ -1,6 +1,6 @@
 """smprun in allocations of a real Slurm.
 
-Needs root, and ``slurm-wlm`` and ``munge`` of Debian or Ubuntu; ``nox -s slurm`` runs it.
+Needs root, and ``slurm-wlm`` and ``munge`` of Debian or Ubuntu; ``nox -s long -- slurm`` runs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training toolkit of the service's containers is the judge of what a script sees.
 
 It prepares a script in the same folder, from the same files; variables, arguments and the folder
-that the script starts in must be equal, but for what is listed here: ``nox -s launch``.
+that the script starts in must be equal, but for what is listed here: ``nox -s long -- launch``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a script sees; ``nox -s launch`` holds all of it against the training toolkit."""
+"""What a script sees; ``nox -s long -- launch`` holds all of it against the training toolkit."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def numbers(worlds: Worlds) -> Numbers:
         if 0 < num_gpus < own.world.num_ranks:
             pytest.skip(f"{own.world.num_ranks} GPUs are needed; there are {num_gpus}")
         if "horovod" in way and importlib.util.find_spec("horovod") is None:
-            pytest.skip("Horovod is not installed: nox -s horovod builds it")
+            pytest.skip("Horovod is not installed: nox -s tensorflow -- horovod builds it")
         return list(worlds.run(own.world, train, name, own.as_on_gpus, timeout=120))
 
     return of

@@ -1,7 +1,7 @@
 """One architecture of each kind gives the numbers of one process.
 
-Each is tried in one way; the other ways are marked slow. ``nox -s architectures`` runs every
-architecture there is, not only those.
+Each is tried in one way; the other ways are marked slow. ``nox -s long -- architectures`` runs
+every architecture there is, not only those.
 """
 
 from __future__ import annotations

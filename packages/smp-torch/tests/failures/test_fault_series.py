@@ -1,6 +1,7 @@
 """The fault series: whoever fails, in a job with replicas too, is the one that is blamed.
 
-All of it is marked slow; ``nox -s failures`` runs it, and prints a table with ``-- -s``.
+All of it is marked slow; ``nox -s long -- failures`` runs it; a further ``-s``
+prints a table.
 """
 
 from __future__ import annotations
