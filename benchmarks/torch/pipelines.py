@@ -125,7 +125,7 @@ def table(tiny: bool, programs: Programs, ranks: int) -> str:
             f"{ranks} {device}, PyTorch {torch.__version__}, {datetime.date.today()}; a row's runs "
             "follow each other on one machine:",
             "",
-            "| work | peer | its ms | this library's ms | share | predicted | GiB, ours and its |",
+            "| work | peer | its ms | this library's ms | ratio | predicted | GiB, ours and its |",
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(line(work, programs) for work in works(tiny=tiny)),
         ]
