@@ -650,7 +650,7 @@ def slurm(session: nox.Session, *words: str) -> None:
 def launch(session: nox.Session, *words: str) -> None:
     """Try smp-launch with real programs around it: toolkit, SDK of version 2, boto3, a store."""
     prepare(session, "test", "services", packages=("smp-common", "smp-launch"))
-    session.run("pytest", *suites("services"), *words, env=ONE_THREAD)
+    run_tests(session, *suites("services"), *words)
 
 
 @part("long")
@@ -658,7 +658,7 @@ def sdk3(session: nox.Session, *words: str) -> None:
     """Try smp-launch below the SDK of version 3, with jobs of smp-torch."""
     packages = ("smp-common", "smp-torch", "smp-launch")
     prepare(session, "test", "services-3", packages=packages)
-    session.run("pytest", *suites("sdk3"), *words, env=ONE_THREAD)
+    run_tests(session, *suites("sdk3"), *words)
 
 
 @part("long")
