@@ -94,6 +94,10 @@ class FakeModel:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
                     self._tensors[module, slot] = tensor
+        #: How many attributes fakes have that no script has given them.
+        self._num_own = [
+            len(vars(fake)) - len(attributes_shown(fake)) for fake in self.slots.values()
+        ]
         #: Parameters and their forms, and the tables that say what there is now.
         self._forms = [
             (module._parameters, slot, tensor, *_form_of(tensor))
@@ -172,23 +176,26 @@ class FakeModel:
         """Puts the fakes into the modules, and the real tensors back afterwards."""
         real = []
         self.real, self.behind = {}, {}
-        for (module, slot), fake in self.slots.items():
+        slots = zip(self.slots.items(), self._num_own, strict=True)
+        for ((module, slot), fake), num_own in slots:
             tensors = _tensors_of(module, slot)
             tensor = tensors[slot]
             assert tensor is not None
-            real.append((tensors, slot, tensor))
+            real.append((tensors, slot, tensor, fake, num_own))
             self.real[id(tensor)] = fake
             self.behind[module, slot] = tensor
             if fake.requires_grad is not tensor.requires_grad:
                 fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
-            show_attributes(fake, attributes_shown(tensor))
+            if vars(tensor) or len(vars(fake)) != num_own:
+                show_attributes(fake, attributes_shown(tensor))
         self.slice_guard.behind = self.behind
         try:
             yield
         finally:
-            for tensors, slot, tensor in real:
-                show_attributes(tensor, attributes_shown(self.real[id(tensor)]))
+            for tensors, slot, tensor, fake, num_own in real:
+                if vars(tensor) or len(vars(fake)) != num_own:
+                    show_attributes(tensor, attributes_shown(fake))
                 tensors[slot] = tensor
             self.real, self.behind = {}, {}
             self.slice_guard.behind = {}

@@ -431,13 +431,14 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
     sequences: list[Any] = []
     attributes: list[tuple[Any, str]] = []
     names: list[tuple[Any, str]] = []
+    sized: list[dict[str, Any]] = []
     others = []
     for holder in held:
         obj, before = holder.obj, holder.before
         if holder.read is DICT.read:
             mappings.append(obj)
         elif holder.read is FAKE.read:
-            mappings.append(vars(obj))
+            (mappings if before else sized).append(vars(obj))
         elif holder.read is CLASS.read:
             mappings.append(vars(obj))
             attributes += [(obj, name) for name in _OF_CLASSES]
@@ -453,7 +454,7 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
             names += [(obj, name) for name in before]
         else:
             others.append(holder)
-    return Identities(mappings, sequences, attributes, names), others
+    return Identities(mappings, sequences, attributes, names, sized), others
 
 
 FACTORY = Kind(

@@ -22,6 +22,7 @@ class Identities:
         sequences: lists and deques.
         attributes: objects, and the name of an attribute of each.
         entries: dicts, and a key in each.
+        sized: dicts of which it is enough to know how much is in them.
     """
 
     def __init__(
@@ -30,7 +31,10 @@ class Identities:
         sequences: Iterable[Sequence[Any]] = (),
         attributes: Iterable[tuple[Any, str]] = (),
         entries: Iterable[tuple[dict[Any, Any], Any]] = (),
+        sized: Iterable[dict[Any, Any]] = (),
     ) -> None:
+        self._sized = list(sized)
+        self._lengths = list(map(len, self._sized))
         self._mappings = list(mappings)
         # Views show what is in a dict when they are looked at.
         self._contents: list[Collection[Any]] = [*map(_values, self._mappings), *sequences]
@@ -46,6 +50,7 @@ class Identities:
         same = operator.is_
         if (
             list(map(len, self._contents)) != self._sizes
+            or list(map(len, self._sized)) != self._lengths
             or not all(map(same, self._items, _chained(self._contents)))
             or not all(map(same, self._keys, _chained(self._mappings)))
         ):
