@@ -384,10 +384,14 @@ def entries(names: tuple[str, ...]) -> Kind:
 
 
 def names(among: frozenset[str]) -> Kind:
-    """Returns how it is read and put back which names a namespace has, of those that count."""
+    """Returns how it is read and put back which names a namespace has, of those that count.
+
+    Modules do not: they come into a package when something imports them.
+    """
 
     def read(namespace: dict[str, Any]) -> frozenset[str]:
-        return among & namespace.keys()
+        found = among & namespace.keys()
+        return frozenset(e for e in found if not isinstance(namespace[e], types.ModuleType))
 
     return Kind(read, functools.partial(_remove_names, read))
 

@@ -374,11 +374,11 @@ class Reach:
             return
         self._namespaces.add(key)
         space = vars(module)
-        # Modules come in when others import them.
         here = names & space.keys()
-        if found := tuple(sorted(e for e in here if type(space[e]) is not types.ModuleType)):
+        if found := tuple(sorted(e for e in here if not isinstance(space[e], types.ModuleType))):
             self._hold(holders.entries(found), space, None, path)
-        if "__getattr__" not in space:  # else it imports, or makes, things when they are named
+        # Others import, or make, things when they are named.
+        if type(module) is types.ModuleType and "__getattr__" not in space:
             self._hold(holders.names(names - space.keys()), space, None, path)
 
 
