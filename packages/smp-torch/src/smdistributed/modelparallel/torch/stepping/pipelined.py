@@ -40,7 +40,6 @@ from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.passes import Passed
-from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.state.switches import without_autocast
@@ -52,6 +51,7 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     compiled_with_checkpointing,
     offloading_of,
 )
+from smdistributed.modelparallel.torch.stepping.on_fakes import StepOnFakes
 from smdistributed.modelparallel.torch.stepping.pass_times import PassTimes
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 from smdistributed.modelparallel.torch.stepping.replaying import Replays
@@ -60,7 +60,7 @@ from smdistributed.modelparallel.torch.stepping.sharing import share_results
 from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 
 
-class PipelinedStep:
+class PipelinedStep(StepOnFakes):
     """Runs a step function with several partitions, or captured with one.
 
     Args:
@@ -72,8 +72,6 @@ class PipelinedStep:
         replays: its mini-batches that run as captured, if passes are captured as CUDA graphs.
         compiling: options of ``torch.compile``, if what lies between modules is compiled.
     """
-
-    is_tracing = True  # the body itself runs for nothing else
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class PipelinedStep:
                 "detach_outputs=False needs pipeline_parallel_degree 1: with more partitions the "
                 "returned tensors come from other processes."
             )
-        self.runtime = runtime
+        super().__init__(runtime)
         self._function = function
         self._inputs = StepInputs(runtime, rules)
         compiles_runs = compiling is not None
@@ -106,7 +104,6 @@ class PipelinedStep:
         self._watched: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
         self._numbers: set[int] = set()
         self._ran: tuple[Executor, list[Any]] | None = None
-        self._recorder: Recorder | None = None
 
     # ------------------------------------------------------------------ a call
 
@@ -148,25 +145,6 @@ class PipelinedStep:
         assert self._ran is not None
         self._pass_times.note(prepared, self._ran[1])
         return combine(results, batch.weights, detach=True)
-
-    @contextlib.contextmanager
-    def _running(self, recorder: Recorder) -> Iterator[None]:
-        """Marks the runtime as being inside this step while the body runs on fakes."""
-        self.runtime.current_step = self
-        self._recorder = recorder
-        try:
-            yield
-        finally:
-            self.runtime.current_step = None
-            self._recorder = None
-
-    def backward(
-        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
-    ) -> None:
-        """Notes a ``model.backward`` while the body is recorded; graphs stay until all are made."""
-        if self._recorder is not None:
-            # What is recorded keeps no DistributedModel: the script lets go of that.
-            self._recorder.backward(model.get_module(), tensors, grad_tensors)
 
     def timeline(self) -> Timeline:
         """See ``StepFunction.timeline``."""

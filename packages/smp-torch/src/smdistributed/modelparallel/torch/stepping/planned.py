@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,13 +41,14 @@ from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.sharding.layout import is_cut
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
+from smdistributed.modelparallel.torch.stepping.on_fakes import StepOnFakes
 from smdistributed.modelparallel.torch.stepping.placing import kept_whole
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
-class PlannedStep:
+class PlannedStep(StepOnFakes):
     """Records a step function in a process whose job is being planned.
 
     Args:
@@ -57,9 +58,6 @@ class PlannedStep:
         planning: says where the profile goes.
     """
 
-    is_tracing = True
-    offloading = None
-
     def __init__(
         self,
         runtime: TorchRuntime,
@@ -67,13 +65,12 @@ class PlannedStep:
         rules: SplitRules,
         planning: Planning,
     ) -> None:
-        self.runtime = runtime
+        super().__init__(runtime)
         self._function = function
         self._name = getattr(function, "__name__", str(function))
         self._rules = rules
         self._inputs = StepInputs(runtime, rules)
         self._planning = planning
-        self._recorder: Recorder | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call; ends the process if it trains.
@@ -188,24 +185,6 @@ class PlannedStep:
             stack.enter_context(recorder.on_fakes())
             passed = recorder.run(trace, self._function, call, OwnDecisions())
         return passed, meter
-
-    @contextlib.contextmanager
-    def _running(self, recorder: Recorder) -> Iterator[None]:
-        """Marks the runtime as being inside this step."""
-        self.runtime.current_step = self
-        self._recorder = recorder
-        try:
-            yield
-        finally:
-            self.runtime.current_step = None
-            self._recorder = None
-
-    def backward(
-        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
-    ) -> None:
-        """Notes a ``model.backward`` of the body."""
-        if self._recorder is not None:
-            self._recorder.backward(model.get_module(), tensors, grad_tensors)
 
     def let_go(self) -> None:
         """Forgets nothing: no call is remembered."""
