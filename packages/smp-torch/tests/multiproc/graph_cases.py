@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.torch.execute import bodies
 from smdistributed.modelparallel.torch.execute.captured_bodies import ConfirmedBodies
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
@@ -25,6 +26,7 @@ from smdistributed.modelparallel.torch.sharding.parameter import held
 from smdistributed.modelparallel.torch.stepping import captures
 
 WIDTH, STEPS = 16, 8
+MICROBATCHES = 4
 
 
 class Own(nn.Linear):
@@ -426,6 +428,28 @@ def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool,
         len(one) == len(other) and all(map(equal, one, other)) for one, other in pairs
     )
     return same, len(begun), reasons.found
+
+
+def _alternating(layer: Own, x: torch.Tensor) -> torch.Tensor:
+    layer.calls += 1
+    return x * 2 if layer.calls % MICROBATCHES == 3 else x
+
+
+def taken_down(are_alike: bool) -> tuple[bool, int, int]:
+    """Trains a net of which microbatches do the same, or one of them something else.
+
+    Returns:
+        whether training is that without graphs, how many tapes were made, and how many steps began
+        as captured.
+    """
+    more = _factor if are_alike else _alternating
+    want = trained(lambda: _around(Own(more)), "nothing", cuda_graphs=False)
+    with (
+        mock.patch.object(bodies, "Recording", side_effect=bodies.Recording) as made,
+        captured() as (begun, _),
+    ):
+        got = trained(lambda: _around(Own(more)), "nothing", cuda_graphs=True)
+    return want[0] == got[0], made.call_count, len(begun)
 
 
 def launched_by_default() -> int:

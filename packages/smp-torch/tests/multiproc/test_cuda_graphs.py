@@ -10,13 +10,16 @@ from boxed import boxed
 from graph_cases import (
     ANOTHER_WAY,
     LAYERS,
+    MICROBATCHES,
     MOMENTS,
     NETS,
     RUN_BACKWARD,
+    STEPS,
     compare,
     compare_turning,
     launched_by_default,
     lets_models_go,
+    taken_down,
 )
 from world import pipeline, quick, replicas, run, world_of
 
@@ -190,6 +193,20 @@ def test_between_steps_with_one_partition(worlds: Worlds, kind: str, moment: str
 def test_a_script_asks_for_nothing(worlds: Worlds, kind: str, is_captured: bool) -> None:
     for count in run(worlds, ONE_PARTITION[kind], launched_by_default):
         assert count == (5 if is_captured else 0)
+
+
+def test_microbatches_that_are_alike_are_taken_down_once(worlds: Worlds) -> None:
+    ((same, num_tapes, num_captured),) = run(worlds, ONE_PARTITION["alone"], taken_down, True)
+    assert same
+    assert (num_tapes, num_captured) == (1, STEPS - 3)
+
+
+def test_a_microbatch_that_does_something_else_is_found_out(worlds: Worlds) -> None:
+    ((same, num_tapes, num_captured),) = run(worlds, ONE_PARTITION["alone"], taken_down, False)
+    assert same
+    # Of the first, then, when one had gone another way, of each.
+    assert num_tapes == 1 + MICROBATCHES
+    assert 0 < num_captured < STEPS - 3
 
 
 def _runs_backward(moment: str, told: list[str]) -> bool:

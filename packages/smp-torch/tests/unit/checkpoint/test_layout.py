@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,19 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, StoredPiece, StoredTensor
 
 WEIGHT = torch.arange(35.0).reshape(7, 5)
 
 
 @pytest.fixture(scope="module")
-def library() -> None:
+def library() -> Iterator[None]:
     """Starts the library in this process, once."""
     smp.init({"pipeline_parallel_degree": 1})
+    yield
+    slot.get().close()
+    slot.clear()
 
 
 def stored(*parts: tuple[str, Rectangle]) -> StoredTensor:

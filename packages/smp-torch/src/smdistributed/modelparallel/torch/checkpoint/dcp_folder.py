@@ -7,6 +7,7 @@ DCP's steps in the exchange of the checkpoint's folder, and each reads by itself
 
 from __future__ import annotations
 
+import enum
 import io
 import math
 import pathlib
@@ -293,6 +294,8 @@ class _PlainReader(FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = None
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if "." not in name and (
             module in (metadata.__name__, "torch") or module.split(".")[0] == "pathlib"
         ):
@@ -304,6 +307,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_own or is_path or isinstance(found, torch.dtype) or found is torch.Size:
             return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """Returns a member of an enumeration; Python 3.11.0 to 3.11.3 pickle them by ``getattr``.
+
+    Raises:
+        pickle.UnpicklingError: it is none.
+    """
+    if isinstance(kind, enum.EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name} of a {type(kind).__name__}")
 
 
 def _chunk(rectangle: Rectangle) -> ChunkStorageMetadata:

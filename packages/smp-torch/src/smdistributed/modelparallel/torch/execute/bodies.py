@@ -110,6 +110,8 @@ class TakenDown:
         random: of the step.
         fakes: of what compiled modules are given.
         modules: whose code runs.
+        are_alike: the microbatches look alike: what the first one does is taken for what all do. A
+            pass that does something else is found out when its Python is to confirm the tape.
 
     Attributes:
         tapes: of the microbatches that have run.
@@ -122,7 +124,10 @@ class TakenDown:
         random: Draws,
         fakes: FakeTensorMode,
         modules: Sequence[nn.Module],
+        *,
+        are_alike: bool,
     ) -> None:
+        self._are_alike = are_alike
         self._device = device
         self._devices = devices
         self._random = random
@@ -139,6 +144,9 @@ class TakenDown:
 
     def run(self, call: Call, body: Body) -> Any:
         """See ``Bodies``."""
+        if self._are_alike and self.tapes:
+            self.tapes.append(self.tapes[0])
+            return body(call)
         given = Arguments(call).tensors
         versions = list(map(version_of, given))
         self._recording = recording = Recording(
@@ -186,7 +194,9 @@ class TakenDown:
     def differentiating(self) -> Iterator[None]:
         """See ``Bodies``."""
         recording = self._recording
-        assert recording is not None
+        if recording is None:
+            yield
+            return
         self._passes.append(recording.is_inside)
         self._state = None
         with code_of_others_seen() as self._seen:

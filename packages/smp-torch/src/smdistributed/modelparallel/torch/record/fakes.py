@@ -181,21 +181,23 @@ class FakeModel:
             tensors = _tensors_of(module, slot)
             tensor = tensors[slot]
             assert tensor is not None
-            real.append((tensors, slot, tensor, fake, num_own))
+            given: dict[str, Any] = {}
             self.real[id(tensor)] = fake
             self.behind[module, slot] = tensor
             if fake.requires_grad is not tensor.requires_grad:
                 fake.requires_grad_(tensor.requires_grad)
             tensors[slot] = fake
             if vars(tensor) or len(vars(fake)) != num_own:
-                show_attributes(fake, attributes_shown(tensor))
+                given = attributes_shown(tensor)
+                show_attributes(fake, given)
+            real.append((tensors, slot, tensor, fake, num_own, given))
         self.slice_guard.behind = self.behind
         try:
             yield
         finally:
-            for tensors, slot, tensor, fake, num_own in real:
-                if vars(tensor) or len(vars(fake)) != num_own:
-                    show_attributes(tensor, attributes_shown(fake))
+            for tensors, slot, tensor, fake, num_own, given in real:
+                if given or len(vars(fake)) != num_own:
+                    _follow(tensor, given, attributes_shown(fake))
                 tensors[slot] = tensor
             self.real, self.behind = {}, {}
             self.slice_guard.behind = {}
@@ -234,6 +236,15 @@ class FakeModel:
 
 def _tensors_of(module: nn.Module, slot: str) -> dict[str, torch.Tensor | None]:
     return module._parameters if slot in module._parameters else module._buffers  # type: ignore[return-value]
+
+
+def _follow(tensor: torch.Tensor, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Changes attributes of a tensor as those of its fake were; others change them meanwhile."""
+    for name in before.keys() - now.keys():
+        vars(tensor).pop(name, None)
+    for name, value in now.items():
+        if name not in before or before[name] is not value:
+            vars(tensor)[name] = value
 
 
 def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

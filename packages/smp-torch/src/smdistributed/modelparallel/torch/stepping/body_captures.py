@@ -140,8 +140,16 @@ class BodyCaptures:
             )
         if kind.is_taken_down:
             modules = [module for model in models for module in model.get_module().modules()]
+            pairs = zip(calls, weights, strict=True)
+            looks = {_looks([call], [weight], []) for call, weight in pairs}
             taken = TakenDown(
-                runtime.device, self._devices, runtime.random, runtime.fake_mode, modules
+                runtime.device,
+                self._devices,
+                runtime.random,
+                runtime.fake_mode,
+                modules,
+                # Once that they are was not borne out, each is taken down.
+                are_alike=kind.captures == 0 and len(looks) == 1,
             )
             kind.tapes = taken.tapes
             return taken

@@ -85,19 +85,25 @@ def past_recording() -> Iterator[None]:
         yield
 
 
+#: What says of a tensor whose class is no parameter's that it is one.
+_OF_SUBCLASSES = frozenset({"_is_param"})
+
+
 def attributes_of(tensor: torch.Tensor) -> frozenset[str]:
     """Returns the attributes in which PyTorch itself keeps something; fakes have some.
 
     Args:
         tensor: a fake, or not.
     """
-    return _attributes_of_fakes(tensor.fake_mode) if isinstance(tensor, FakeTensor) else frozenset()
+    if not isinstance(tensor, FakeTensor):
+        return _OF_SUBCLASSES
+    return _attributes_of_fakes(tensor.fake_mode) | _OF_SUBCLASSES
 
 
 @functools.lru_cache(maxsize=1)  # it keeps the mode alive
 def _attributes_of_fakes(mode: FakeTensorMode) -> frozenset[str]:
     with _disable_current_modes(), mode:
-        return frozenset(vars(torch.nn.Parameter(torch.empty(0))))  # that it is one, too
+        return frozenset(vars(torch.empty(0)))
 
 
 def computes_on_fakes() -> bool:
