@@ -17,6 +17,7 @@ import operator
 import os
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -247,7 +248,8 @@ class Reach:
         else:
             if isinstance(obj, functools._lru_cache_wrapper):
                 self._pending += [(each, owner, path) for each in results_in(obj)]
-            elif holders.is_closed(type(obj)):
+            elif holders.is_closed(type(obj)) and not isinstance(obj, threading.local):
+                # But for what shows all that it has in attributes, those of this thread.
                 self._hold(holders.CLOSED, obj, owner, path)
                 self._pending += [(each, owner, path) for each in holders.objects_in_closed(obj)]
             self._attributes(obj, owner, path)
