@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.execute import bodies
+from smdistributed.modelparallel.torch.execute import bodies, taping
 from smdistributed.modelparallel.torch.execute.captured_bodies import ConfirmedBodies
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
@@ -446,6 +446,7 @@ def taken_down(are_alike: bool) -> tuple[bool, int, int]:
     want = trained(lambda: _around(Own(more)), "nothing", cuda_graphs=False)
     with (
         mock.patch.object(bodies, "Recording", side_effect=bodies.Recording) as made,
+        mock.patch.object(taping, "Recording", made),
         captured() as (begun, _),
     ):
         got = trained(lambda: _around(Own(more)), "nothing", cuda_graphs=True)

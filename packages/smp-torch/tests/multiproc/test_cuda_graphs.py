@@ -195,10 +195,11 @@ def test_a_script_asks_for_nothing(worlds: Worlds, kind: str, is_captured: bool)
         assert count == (5 if is_captured else 0)
 
 
-def test_microbatches_that_are_alike_are_taken_down_once(worlds: Worlds) -> None:
-    ((same, num_tapes, num_captured),) = run(worlds, ONE_PARTITION["alone"], taken_down, True)
-    assert same
-    assert (num_tapes, num_captured) == (1, STEPS - 3)
+@pytest.mark.parametrize("world", [ONE_PARTITION["alone"], WORLDS["interleaved"]])
+def test_microbatches_that_are_alike_are_taken_down_once(worlds: Worlds, world: World) -> None:
+    for same, num_tapes, num_captured in run(worlds, world, taken_down, True):
+        assert same
+        assert (num_tapes, num_captured) == (1, STEPS - 3)
 
 
 def test_a_microbatch_that_does_something_else_is_found_out(worlds: Worlds) -> None:

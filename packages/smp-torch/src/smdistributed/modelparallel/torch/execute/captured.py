@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -223,10 +224,11 @@ def capture(
 
 def promised_of(tapes: Tapes) -> dict[tuple[int, int], Promised]:
     """Returns tapes with promises in them."""
-    by_tape: dict[int, Promised] = {}
+    by_tape: collections.defaultdict[int, dict[int, Promised]] = collections.defaultdict(dict)
     found = {}
-    for key, tape in tapes.items():
-        found[key] = by_tape[id(tape)] = Promised(tape, by_tape)
+    for (segment, microbatch), tape in tapes.items():
+        earlier = by_tape[microbatch]
+        found[segment, microbatch] = earlier[id(tape)] = Promised(tape, earlier)
     return found
 
 

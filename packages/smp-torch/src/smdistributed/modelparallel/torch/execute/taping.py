@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -67,6 +68,8 @@ class TapedComputation(Computation):
         root_scales: for each microbatch, the gradient that its losses start with.
         random: of the step.
         fakes: of what compiled modules are given.
+        are_alike: the microbatches look alike: what the first one does is taken for what all do. A
+            pass that does something else is found out when its Python is to confirm the tape.
     """
 
     def __init__(
@@ -76,18 +79,22 @@ class TapedComputation(Computation):
         root_scales: Sequence[Scale],
         random: Draws,
         fakes: FakeTensorMode,
+        *,
+        are_alike: bool,
     ) -> None:
         super().__init__(passes, inputs, root_scales)
+        self._are_alike = are_alike
         self._fakes = fakes
         self._random = random
         self._recordings: dict[tuple[int, int], Recording] = {}
+        self._tapes: dict[tuple[int, int], Tape] = {}
         #: Whose code the backward pass in progress has run.
         self._seen: set[str] = set()
 
     @property
     def tapes(self) -> Tapes:
         """Those of the passes that were computed."""
-        return {key: each.tape for key, each in self._recordings.items()}
+        return self._tapes
 
     def end_forwards(self, position: int) -> None:
         """See ``Computation``."""
@@ -107,7 +114,7 @@ class TapedComputation(Computation):
             self._seen = seen
             outgoing = super().act(position, arrived)
         if seen:
-            self._recordings[action.segment, action.microbatch].tape.refuse(
+            self._tapes[action.segment, action.microbatch].refuse(
                 f"code of {', '.join(sorted(seen))} runs in a backward pass"
             )
         return outgoing
@@ -118,6 +125,9 @@ class TapedComputation(Computation):
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """See ``Computation``."""
         m = action.microbatch
+        if self._are_alike and m and (first := self._tapes.get((action.segment, 0))) is not None:
+            self._tapes[action.segment, m] = first
+            return super().run(action, arguments)
         earlier = [each for (_, of), each in self._recordings.items() if of == m]
         recording = Recording(
             self._passes.device,
@@ -135,6 +145,8 @@ class TapedComputation(Computation):
         if recording.tape.has_regions and any(each.stateful for each in nodes):
             # Its Python runs again in backward passes, and a graph does not run it.
             recording.tape.refuse("a module keeps state, and is computed again")
+        # Of one that is refused nothing is left but the reason.
+        self._tapes[action.segment, m] = recording.tape
         return results
 
 
@@ -160,16 +172,19 @@ class ComputationOfTapes(Computation):
         super().__init__(passes, inputs, root_scales)
         self._tapes = tapes
         self._random = random
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        #: Of microbatch, tape and number.
+        self._kept: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """See ``Computation``."""
-        tape = self._tapes[action.segment, action.microbatch]
-        given = [*self._inputs[action.microbatch], *arguments]
-        results, kept = run(tape, given, self._earlier, self._random, self._passes.devices)
-        self._kept |= {(id(tape), number): tensor for number, tensor in kept.items()}
+        m = action.microbatch
+        tape = self._tapes[action.segment, m]
+        given = [*self._inputs[m], *arguments]
+        earlier = functools.partial(self._earlier, m)
+        results, kept = run(tape, given, earlier, self._random, self._passes.devices)
+        self._kept |= {(m, id(tape), number): tensor for number, tensor in kept.items()}
         found: tuple[torch.Tensor, ...] = results
         return found
 
-    def _earlier(self, reference: Earlier) -> torch.Tensor:
-        return self._kept[id(reference.tape), reference.number]
+    def _earlier(self, microbatch: int, reference: Earlier) -> torch.Tensor:
+        return self._kept[microbatch, id(reference.tape), reference.number]

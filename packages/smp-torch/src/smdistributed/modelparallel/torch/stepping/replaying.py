@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from smdistributed.modelparallel.torch.execute.captured import capture
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graphs
@@ -28,6 +30,7 @@ from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.captures import Captures, Due, Kind, graphs_for
 from smdistributed.modelparallel.torch.stepping.head_start import HeadStart
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 @dataclass(eq=False)
@@ -144,8 +147,15 @@ class Replays:
             self._head_start.expect(batch, prepared, models, replay, parameters)
             return replay
         if kind.is_taken_down:
+            specs = {tuple(map(_spec_of, one)) for one in read}
             return TapedComputation(
-                prepared.passes, read, scales, runtime.random, runtime.fake_mode
+                prepared.passes,
+                read,
+                scales,
+                runtime.random,
+                runtime.fake_mode,
+                # Once that they are was not borne out, each is taken down.
+                are_alike=kind.captures == 0 and len({*prepared.plans}) == len(specs) == 1,
             )
         return Computation(prepared.passes, inputs, scales)
 
@@ -180,6 +190,10 @@ def replays_of(
     if graphs is None:
         return None
     return Replays(runtime, graphs, name, is_asked_for=cuda_graphs is True)
+
+
+def _spec_of(tensor: torch.Tensor | None) -> TensorSpec | None:
+    return None if tensor is None else TensorSpec.of(tensor)
 
 
 def _nodes(plan: Plan, pp_rank: int) -> list[Node]:
