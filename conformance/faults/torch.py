@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks are not proven before they are split",
-        "torch/tensor_parallel/auto/rounding.py",
+        "torch/trial/rounding.py",
         "return distance(got, self._results[number]) <= self._bounds[number]",
         "return True",
         ("blocks_of_any_model_are_split",),
