@@ -242,13 +242,16 @@ class DataParallel:
     def _broadcasts_buffers(self) -> bool:
         return self.options.broadcast_buffers and self._runtime.config.ddp
 
-    def begin_step(self) -> None:
-        """Starts a step: replicas get the buffers of the first. Collective: DP_GROUP."""
+    def share_buffers(self) -> None:
+        """Gives replicas the buffers of the first, before a step. Collective: DP_GROUP."""
         has_buffers = self._broadcasts_buffers
         exchange = Exchange.BUFFERS if has_buffers else Exchange.NOTHING
         active = self._replicas.announce(exchange)
         if has_buffers:
             self._replicas.broadcast(self._buffers(), active[0])
+
+    def begin_step(self) -> None:
+        """Starts a step, when buffers are shared."""
         for each in self._reductions:
             each.begin()
         if self.shards is not None:

@@ -111,6 +111,7 @@ class EagerStep:
         )
         try:
             for model in models:
+                model.data_parallel.share_buffers()
                 model.data_parallel.begin_step()
             runtime.current_step = self
             with contextlib.ExitStack() as stack:

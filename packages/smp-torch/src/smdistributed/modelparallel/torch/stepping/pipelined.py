@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,8 @@ class PipelinedStep(StepOnFakes):
             self._follow_models(batch)
             if self._replays is not None:
                 self._replays.start(batch)
+            # Before questions about activations, which replicas need not ask alike.
+            shared = self._share_buffers(self._watched)
             with self._inputs.misfits_named(batch):
                 passed = self._passes.passes(batch)
         finally:
@@ -131,7 +133,9 @@ class PipelinedStep(StepOnFakes):
         constants = [each.constants_read() for each in passed]
         scales = _scales(self._differentiated_by(passed), batch.weights)
         trained = self._models_of(prepared.differentiated)
-        self._watch(self._models_of(prepared.modules))
+        called = self._models_of(prepared.modules)
+        self._share_buffers([model for model in called if model not in shared])
+        self._watch(called)
         with self._telling_others(), self._inputs.misfits_named(batch):
             results = self._computed(prepared, batch, passed, constants, scales)
             for model in trained:
@@ -170,6 +174,13 @@ class PipelinedStep(StepOnFakes):
             for model in models_of(self.runtime)
             if not modules.isdisjoint(model.holder.fakes.names)
         ]
+
+    def _share_buffers(self, called: Collection[DistributedModel]) -> list[DistributedModel]:
+        """Gives models the buffers of their first replicas; returns them. Collective: DP_GROUP."""
+        models = [model for model in models_of(self.runtime) if model in called]
+        for model in models:
+            model.data_parallel.share_buffers()
+        return models
 
     def _differentiated_by(self, passed: Sequence[Passed]) -> list[DistributedModel]:
         """Returns the models by which the script asked for gradients."""
