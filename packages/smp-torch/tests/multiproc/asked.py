@@ -51,6 +51,19 @@ QUESTIONS = {
     "asked again": "m = t.mean().item()\n{indent}t = t * (2 if m > 0 else 3) * (m > -1)",
     "stored": "self_or_none = t.std().item() > 0.2\n{indent}t = t if self_or_none else t * 1.5",
 }
+#: The same, behind modules that keep state.
+KEPT_BEFORE = {
+    "kept": "if t.mean() > 0.02: t = t * 2",
+    "kept number": "t = t * float(t.detach().abs().mean())",
+    "called again": "if t.mean() > 0.02: t = self.blocks[0](t)",
+    "asked at times": "if x[0, 0] > 0 and t.mean() > 0.02: t = t * 2",
+    "only looked at": "assert t.isfinite().all()",
+    "trains at times": (
+        "self.blocks[2].train(bool(x[1, 1] < 0.5)); t = self.blocks[2](t)\n"
+        "{indent}if t.mean() > 0.02: t = t * 2"
+    ),
+    "called at times": "t = self.blocks[1](t) if x[0, 0] > 0 else t * t.std().item()",
+}
 #: Each is what a module makes of ``t`` and of a number that is given to it.
 GIVEN = {
     "branch": "t * 2 if n > 0.1 else -t",
@@ -150,6 +163,68 @@ BETWEEN = {
     "spectral": "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))",
     "recurrent": "Last()",
 }
+#: The same, for what keeps state that the next microbatch sees.
+KEEPING = {
+    "former spectral": "nn.utils.spectral_norm(nn.Linear(4, 4))",
+    "codebook": "Codebook()",
+    "replaced": "Replaced()",
+    "counter": "Counter()",
+    "list": "Noting()",
+    "updated": "Updated()",
+}
+_KEEPERS = """
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(3, 4))
+        self.register_buffer("sizes", torch.ones(3))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x):
+        nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 3).to(x.dtype)
+        found = nearest @ self.codes
+        if self.training:
+            self.sizes.mul_(0.6).add_(nearest.sum(0), alpha=0.4)
+            self.sums.mul_(0.6).add_(nearest.T @ x.detach(), alpha=0.4)
+            self.codes.copy_(self.sums / self.sizes[:, None])
+        return x + (found - x).detach()
+
+class Replaced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return x - self.mean
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 - 0.1 * (self.calls % 7))
+
+class Noting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(float(len(self.sizes)))
+        return x * (1 + 0.1 * (self.sizes[-1] % 5))
+
+class Updated(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, weight):
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad.sign()
+"""
 #: Where the question is, and how deep it is indented.
 PLACES = {
     "middle": 8,
@@ -194,12 +269,13 @@ def script_of(question: str, place: str, between: str, given: str = "t") -> str:
         name="Trunk" if place == "trunk" else "Net",
         outer=_OUTER if place == "trunk" else "",
         head="Asks()" if place == "inside" else "nn.Linear(4, 4)",
-        between=BETWEEN[between],
+        between=(BETWEEN | KEEPING)[between],
         given=given,
         forward=forward,
         **{each: holes[each] for each in ("inside", "before", "after", "last")},
     )
-    return script.replace("class Asks", f"{_LAST}\nclass Asks", 1)
+    keepers = _KEEPERS if between in KEEPING else ""
+    return script.replace("class Asks", f"{_LAST}{keepers}\nclass Asks", 1)
 
 
 def _outcome(*script: str) -> str:
@@ -224,5 +300,11 @@ ASKED = (
             _outcome, _PACKED.format(packs=packs), place, between
         )
         for (name, packs), place, between in itertools.product(_PACKS.items(), _IN_FORWARD, BETWEEN)
+    }
+    | {
+        f"{name}, {place}, {between}": partial(_outcome, question, place, between)
+        for (name, question), place, between in itertools.product(
+            KEPT_BEFORE.items(), ("middle", "end"), ("spectral", "norm", *KEEPING)
+        )
     }
 )

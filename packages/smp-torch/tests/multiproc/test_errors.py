@@ -67,22 +67,22 @@ def case_tensor_backward() -> None:
 
 
 class Moving(nn.Linear):
-    """Computes with the number of its call."""
+    """Writes the number of its call where nothing tells that it did."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.calls = 0
+        self.calls = [torch.zeros(())]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
+        self.calls[0] += 1
+        return super().forward(x) * self.calls[0]
 
 
-def case_a_question_behind_a_module_that_keeps_state() -> None:
+def case_a_question_behind_state_that_cannot_be_put_back() -> None:
     layers = Layers(lambda x: x if x.sum() > 0 else -x)
     layers.layers[1] = Moving()
     model = smp.DistributedModel(layers)
-    expect(UnsupportedError, "keeps state", lambda: train(model))
+    expect(UnsupportedError, r"keeps state in Moving\.calls", lambda: train(model))
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

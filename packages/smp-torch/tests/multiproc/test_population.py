@@ -294,6 +294,18 @@ def test_ranks_agree_on_what_one_of_them_could_not_try_out(worlds: Worlds) -> No
         assert set(found.values()) == {"exact"}
 
 
+def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:
+    names = [
+        "kept number, end, former spectral",
+        "kept number, end, codebook",
+        "called at times, middle, codebook",
+        "only looked at, end, counter",
+        "trains at times, end, norm",
+    ]
+    for found in run(worlds, WORLDS["pp2"], try_asked, names):
+        assert set(found.values()) == {"exact"}
+
+
 def test_the_population_is_large_enough() -> None:
     assert len(PROBES) >= 1200
     assert len(layers.LAYERS) >= 240

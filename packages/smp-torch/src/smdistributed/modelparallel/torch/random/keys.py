@@ -249,21 +249,26 @@ class StepRandom:
         return not self._state_at_begin or self._state_at_begin == self.state()
 
     @contextlib.contextmanager
-    def computing_ahead(self, calls: collections.Counter[tuple[str, int]]) -> Iterator[None]:
+    def computing_ahead(
+        self, calls: collections.Counter[tuple[str, int]], microbatch: int
+    ) -> Iterator[None]:
         """In the middle of a rehearsal, draws what the step will draw.
 
         Args:
-            calls: of the microbatch, so far; goes on.
+            calls: that have drawn so far; goes on.
+            microbatch: which one is computed.
         """
+        at = self._microbatch
         former = self._calls, self.draws, self.entered, self.under_way, self._own_states
         self._calls, self.draws, self.entered, self.under_way = calls, [], [], []
+        self._microbatch = microbatch
         self._own_states, self._is_rehearsal = [], False
         try:
             with self.kept():
                 yield
         finally:
             self._calls, self.draws, self.entered, self.under_way, self._own_states = former
-            self._is_rehearsal = True
+            self._microbatch, self._is_rehearsal = at, True
 
     def enter_pass(self, microbatch: int, *, backward: bool) -> None:
         """Says which microbatch is computed next, and in which direction."""

@@ -47,12 +47,13 @@ from smdistributed.modelparallel.torch.record.microbatch import Context, Microba
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.questions.ahead import (
     Ahead,
+    computed_before,
     depends_on_values,
     question_ahead,
 )
 from smdistributed.modelparallel.torch.record.questions.decisions import Decisions
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
-from smdistributed.modelparallel.torch.record.questions.question import Question
+from smdistributed.modelparallel.torch.record.questions.question import Before, Question
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import strays
@@ -233,6 +234,20 @@ class Recorder(TorchFunctionMode):
                 way.stored = stored
             del found
             strays.count(trace)
+
+    def computed_before(self, log: Sequence[Entry], trace: Trace, where: str) -> Before:
+        """Returns what the first calls of a microbatch that has run compute.
+
+        Args:
+            log: the calls.
+            trace: that has them.
+            where: who needs it, for messages.
+
+        Raises:
+            UnsupportedError: they cannot be computed twice.
+        """
+        values = Values(self._scene, self._state, trace, self._calls.where)
+        return computed_before(log, values, where)
 
     def _constant(self, way: Way, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the real tensor for one that is the same in every microbatch; else None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -221,12 +222,27 @@ class Scene:
             elif change.owner.attribute not in OF_MODULES:
                 tensor = change.now if isinstance(change.now, FakeTensor) else None
                 entry.hidden.append((*change.owner, tensor))
-                entry.stateful.setdefault(change.owner.module, set()).add(change.owner.attribute)
+                # A list of weights, say, which a module makes anew where they are others.
+                if not self._stands_for(change.now, change.before):
+                    kept = entry.stateful.setdefault(change.owner.module, set())
+                    kept.add(change.owner.attribute)
         entry.changes = []
         if entry.seen is Seen.NOTHING and any(
             has_hooks_of_packages(each[0]) for each in entry.hooked
         ):
             entry.seen = Seen.HOOKS
+
+    def _stands_for(self, now: Any, before: Any) -> bool:
+        """Whether all that is new are fakes in the places of a model's own tensors."""
+        if isinstance(now, list) and isinstance(before, list):
+            return len(now) == len(before) and all(map(self._stands_for, now, before))
+        if isinstance(now, weakref.ref) and isinstance(before, weakref.ref):
+            now, before = now(), before()
+        return now is before or (
+            isinstance(now, torch.Tensor)
+            and isinstance(before, torch.Tensor)
+            and self.fake_of(before) is now
+        )
 
     def _settle_shared(self, change: Change, entry: Entry) -> None:
         added = change.added

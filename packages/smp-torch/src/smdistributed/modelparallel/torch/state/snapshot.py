@@ -37,6 +37,7 @@ class Change(NamedTuple):
         owner: the attribute of a module by which it is reached; None if it is shared.
         path: names it.
         places: where it is.
+        before: what was there.
         now: what is there now.
         added: what was added, if nothing else changed: a log, or a cache; else None.
     """
@@ -44,6 +45,7 @@ class Change(NamedTuple):
     owner: Owner | None
     path: str
     places: frozenset[Place]
+    before: Any
     now: Any
     added: Mapping[Any, Any] | None
 
@@ -132,6 +134,11 @@ class Snapshot:
         return {place for holder in self._holders for place in _places(holder)}
 
     @property
+    def noted(self) -> list[Difference]:
+        """What was found to have changed, and what was in it then."""
+        return [Difference(*each) for each in self._changed]
+
+    @property
     def has_written(self) -> bool:
         """Whether a tensor outside of modules' parameters and buffers was found to have changed."""
         return any(holder.read is holders.TENSOR.read for holder, _ in self._changed)
@@ -195,14 +202,15 @@ class Snapshot:
     def _named(self, holder: Holder, now: Any) -> Iterator[Change]:
         if holder.owner is not None and holder.owner.attribute == "":
             for key in {**holder.before, **now}:
-                value = now.get(key, MISSING)
-                if value is not holder.before.get(key, MISSING):
+                before, value = holder.before.get(key, MISSING), now.get(key, MISSING)
+                if value is not before:
                     owner = Owner(holder.owner.module, key)
-                    yield Change(owner, f"{holder.path}.{key}", frozenset(), value, None)
+                    yield Change(owner, f"{holder.path}.{key}", frozenset(), before, value, None)
         else:
             grows = is_growth(holder.obj, holder.before, now)
             added = added_to(holder.before, now) if grows else None
-            yield Change(holder.owner, holder.path, _places(holder, now), now, added)
+            places = _places(holder, now)
+            yield Change(holder.owner, holder.path, places, holder.before, now, added)
 
 
 def _places(holder: Holder, now: Any = None) -> frozenset[Place]:

@@ -42,8 +42,9 @@ from smdistributed.modelparallel.torch.stepping.batch import (
     Recalled,
     Round,
 )
-from smdistributed.modelparallel.torch.stepping.looking_ahead import LookingAhead, QuestionPlans
+from smdistributed.modelparallel.torch.stepping.looking_ahead import LookingAhead, StepAhead
 from smdistributed.modelparallel.torch.stepping.placing import place_models
+from smdistributed.modelparallel.torch.stepping.question_plans import QuestionPlans
 from smdistributed.modelparallel.torch.stepping.tracing import Tracing
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
@@ -100,6 +101,7 @@ class Lockstep:
         #: It asks a question of all ranks, and this one has not joined yet.
         self._is_asked = False
         self._question_plans = QuestionPlans(runtime, self._cut)
+        self._ahead: StepAhead | None = None
 
     # ------------------------------------------------------------------ a step
 
@@ -116,6 +118,13 @@ class Lockstep:
         """
         self._passed, self._new, self._said = [], {}, []
         self._unread, self._is_asked = None, False
+        try:
+            self._ahead = self._step_ahead()
+            return self._run(batch)
+        finally:
+            self._ahead = None
+
+    def _run(self, batch: MiniBatch) -> list[Passed]:
         run = self._lead if self._is_first else self._follow
         is_whole = False
         while not is_whole:
@@ -178,7 +187,7 @@ class Lockstep:
                     if ways and time.perf_counter() - began > _ROUND_SECONDS:
                         with past_recording():
                             say()
-                    ahead = self._looking_ahead()
+                    ahead = self._looking_ahead(recorder)
                     decisions = OwnDecisions(ahead, functools.partial(say, asks=True), tell)
                     answers.append(decisions.answers)
                     passed = self._pass(recorder, batch, decisions)
@@ -211,7 +220,7 @@ class Lockstep:
                         asks = said.asks and position == len(said.answers)
                         given = GivenDecisions(
                             functools.partial(tuple, answers),
-                            self._looking_ahead(),
+                            self._looking_ahead(recorder),
                             self._hear_question if asks else None,
                             self._join,
                         )
@@ -246,13 +255,18 @@ class Lockstep:
 
     # ------------------------------------------------------------------ questions of all ranks
 
-    def _looking_ahead(self) -> LookingAhead:
-        """Returns what answers questions about activations in a microbatch."""
+    def _step_ahead(self) -> StepAhead:
+        """Returns what is computed ahead of a step, for questions about activations."""
         models = models_of(self._runtime)
         is_possible = self._runtime.tensor_group.passes is None and all(
             model.data_parallel.shards is None for model in models
         )
-        return LookingAhead(self._runtime, self._question_plans, is_possible=is_possible)
+        return StepAhead(self._runtime, self._question_plans, is_possible=is_possible)
+
+    def _looking_ahead(self, recorder: Recorder) -> LookingAhead:
+        """Returns what answers the questions of the next microbatch."""
+        assert self._ahead is not None
+        return self._ahead.microbatch(recorder.computed_before)
 
     def _hear_question(self) -> tuple[bool, Any]:
         """Hears of the next question of a microbatch in which all ranks have answered one.
@@ -277,7 +291,8 @@ class Lockstep:
         if self._is_asked:
             self._is_asked = False
             with contextlib.suppress(Exception):  # it is raised on all ranks
-                self._looking_ahead().decline(error)
+                assert self._ahead is not None
+                self._ahead.compare("", error)
 
     def _pass(
         self, recorder: Recorder, batch: MiniBatch, decisions: OwnDecisions | GivenDecisions
@@ -290,6 +305,8 @@ class Lockstep:
         trace = self._trace(batch, call)
         passed = recorder.run(trace, self._function, call, decisions)
         self._passed.append(passed)
+        assert self._ahead is not None
+        self._ahead.note(trace, call, passed)
         self._note(trace, passed.way)
         return passed
 

@@ -69,6 +69,7 @@ class PassTrial:
     Attributes:
         in_turn: why no other microbatch may run the leaf between its two passes; "" if one may.
         changes: the Python state that the backward pass changes.
+        sees_backward: the next forward pass may see what the backward pass has changed.
         rewrites: the next forward pass may write to what this one was given, where autograd does
             not see it.
     """
@@ -92,6 +93,7 @@ class PassTrial:
         self._hooks = hooks
         self.in_turn = ""
         self.changes: list[Change] = []
+        self.sees_backward = False
         self.rewrites = False
         #: What the next forward pass changes.
         self._next: Sequence[Change] = []
@@ -109,7 +111,7 @@ class PassTrial:
         except Exception as error:
             # What it does forward has been recorded; a backward pass may not be made for fakes.
             self.in_turn = f"its passes cannot be tried out ({type(error).__name__}: {error})"
-            self.rewrites = keeps_state
+            self.rewrites = self.sees_backward = keeps_state
         finally:
             before.note_changes()
             for growth in before.put_back():
@@ -133,7 +135,9 @@ class PassTrial:
             self.changes = between.note_changes()
             writes_back |= between.has_written
         reads_changes = self._reads_what_has_changed(between)
-        if course.gradient_reads > reads:
+        reads_gradients = course.gradient_reads > reads
+        self.sees_backward = reads_gradients or writes_back or reads_changes
+        if reads_gradients:
             return "its forward pass reads gradients, which the former microbatch has added to"
         if writes_forward:
             # Autograd keeps what stands for it on fakes, which nobody writes to.

@@ -356,15 +356,18 @@ class LeafCalls:
         leaf, now = entry.target, self._now
         if entry.recomputes or (entry.region is not None and entry.stateful):
             entry.in_turn = "it is checkpointed, so its backward pass changes its state again"
+            entry.sees_backward |= keeps_state(entry.stateful)
         changes = keeps_state(entry.stateful)
         found = self._scene.hooks_in(leaf)
         hooks = [(now.fake(hook.parameter), hook.function) for hook in found]
         entry.runs_backward |= bool(hooks) or has_backward_hooks(leaf)
         if any(hook.moment is not Moment.GRADIENT for hook in found):
             entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
+            entry.sees_backward = True
             return
         if any(hook.several for hook in found):
             entry.in_turn = "its parameters have hooks of several gradients"
+            entry.sees_backward = True
             return
         if not (changes or entry.runs_backward):
             return
@@ -384,6 +387,7 @@ class LeafCalls:
             trial.run(keeps_state=changes, runs_code=entry.runs_backward)
             watch.tell_state(entry)
             entry.in_turn = trial.in_turn or entry.in_turn
+            entry.sees_backward |= trial.sees_backward
             entry.rewrites = trial.rewrites
             if changes and (entry.decides or not self._is_clear()):
                 # The trial shows one of its ways, and of some no backward pass.

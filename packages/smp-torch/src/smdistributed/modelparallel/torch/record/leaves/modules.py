@@ -49,11 +49,6 @@ class Randomness(Protocol):
     def kept(self) -> contextlib.AbstractContextManager[None]:
         """Puts the generators back to where they were."""
 
-    def computing_ahead(
-        self, calls: collections.Counter[tuple[str, int]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Draws what the step will draw, in the middle of its recording."""
-
 
 @dataclass
 class Frame:

@@ -236,6 +236,7 @@ class Watch:
         entry.runs_backward = noted != self._noted
         if self._state.parameter_hooks != self._parameter_hooks:
             entry.in_turn = "it puts hooks on gradients, which other microbatches may have too"
+            entry.sees_backward = True
         entry.asks = self._state.questions != self._questions
         entry.decides = entry.asks or self._state.real_runs != self._real_runs
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]

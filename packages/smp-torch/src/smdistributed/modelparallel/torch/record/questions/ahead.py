@@ -9,9 +9,8 @@ then computes it again.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +64,6 @@ class Ahead:
         self._known = known
         self._make = make
         self._attributes = attributes
-        #: Of modules that draw random numbers, in what was computed.
-        self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
 
     def question(self, entry: Entry, where: str) -> Question:
         """Returns the question that a call asks.
@@ -76,7 +73,8 @@ class Ahead:
         """
         if self._is_inside() or not self._now.decisions.can_look_ahead:
             raise depends_on_values(where)
-        return question_ahead(entry, self._now.log, self._now.new_values(), where)
+        is_open = self._context.state.is_open
+        return question_ahead(entry, self._now.log, self._now.new_values(), where, is_open=is_open)
 
     def _is_inside(self) -> bool:
         """Whether a module asks that is whole, or will be: it runs with its values."""
@@ -112,7 +110,6 @@ class Ahead:
             with (
                 context.calls.uncounted(),
                 state.pausing(),
-                context.random.computing_ahead(self._calls),
                 function_modes_left(),
                 past_dispatch_modes(),
                 context.scene.real_in_place(),
@@ -124,7 +121,9 @@ class Ahead:
             state.runs_for_real = former
 
 
-def question_ahead(entry: Entry, log: list[Entry], values: Values, where: str) -> Question:
+def question_ahead(
+    entry: Entry, log: Sequence[Entry], values: Values, where: str, *, is_open: bool = False
+) -> Question:
     """Returns a question about activations.
 
     Args:
@@ -132,23 +131,31 @@ def question_ahead(entry: Entry, log: list[Entry], values: Values, where: str) -
         log: what came before.
         values: writes the graph of that; new.
         where: who asks, for messages.
+        is_open: the partition is not decided, so that one rank computes it.
 
     Raises:
         UnsupportedError: what comes before cannot be computed twice.
     """
+    before = computed_before(log, values, where, is_open=is_open)
+    question = Question.of(entry, values, where, before)
+    before.graph.result = question.asked
+    return question
+
+
+def computed_before(
+    log: Sequence[Entry], values: Values, where: str, *, is_open: bool = False
+) -> Before:
+    """Returns what some calls of a microbatch compute; see ``question_ahead``."""
     for each in log:
         values.take(each)
     graph = values.graph
     graph.roots = []
-    if reason := _not_twice(graph, log):
+    if reason := _not_twice(graph, log, is_open=is_open):
         raise depends_on_values(where, reason)
-    before = Before(graph, len(graph.nodes))
-    question = Question.of(entry, values, where, before)
-    graph.result = question.asked
-    return question
+    return Before(graph, len(graph.nodes))
 
 
-def _not_twice(graph: Graph, log: list[Entry]) -> str:
+def _not_twice(graph: Graph, log: Sequence[Entry], *, is_open: bool) -> str:
     """Returns why something cannot be computed once more than the script says; "" if it can."""
     for entry in log:
         if entry.kind is EntryKind.LEAF and entry.seen is not Seen.NOTHING:
@@ -160,7 +167,7 @@ def _not_twice(graph: Graph, log: list[Entry]) -> str:
     for node in graph.nodes:
         if node.kind is NodeKind.CALL and node.target is None:
             return "an unknown call made a tensor"
-        for module, name in changed_slots(node):
+        for module, name in () if is_open else changed_slots(node):
             if keeps_state({module: {name}}):
                 return f"{node.name} changes a parameter or buffer"
     return ""

@@ -131,6 +131,7 @@ class Entry:
         runs_backward: LEAF: its backward pass runs code of the user's.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
+        sees_backward: LEAF: its next forward pass may see what a backward pass has changed.
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
         refusal: why it can be made only in a module that stays whole; else "".
@@ -170,6 +171,7 @@ class Entry:
     decides: bool = False
     runs_backward: bool = False
     in_turn: str = ""
+    sees_backward: bool = False
     rewrites: bool = False
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
@@ -197,6 +199,7 @@ class Way:
         entries: all of them.
         graph: what it computes.
         plan: of the graph, cut; None while that is not done.
+        moves: what it changes that later microbatches may see; None while nobody has asked.
         fakes: all that its entries give.
         counts: how often each of them is held.
         values: by the identity of a fake, the value of the graph that it stands for in the end.
@@ -207,6 +210,7 @@ class Way:
     entries: Sequence[Entry]
     graph: Graph
     plan: Any = None
+    moves: Any = None
     fakes: list[torch.Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)

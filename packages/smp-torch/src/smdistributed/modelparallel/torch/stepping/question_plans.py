@@ -1,0 +1,116 @@
+"""Plans of what is computed ahead of a step: each is made once, and cut into parts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.plan.parts import on_one_rank, part_giving, parts_between
+from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value
+from smdistributed.modelparallel.torch.record.questions.question import Before
+from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Part:
+    """A part of what comes before a question.
+
+    Attributes:
+        nodes: what it computes.
+        inputs: the values of the step's tensor arguments that it reads.
+        program: computes it, on the rank that does.
+    """
+
+    nodes: SegmentNodes
+    inputs: list[Value]
+    program: Program | None
+
+
+@dataclass
+class Ready:
+    """What comes before a question, ready to run.
+
+    Attributes:
+        plan: of it.
+        num_nodes: that are not of the question itself.
+        digest: says what it computes, and where.
+        parts: by the number of nodes that were computed already, what is left.
+        last: gives what is asked about.
+    """
+
+    plan: Plan
+    num_nodes: int
+    digest: str
+    last: Part
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+
+
+class QuestionPlans:
+    """The plans of what comes before questions, each made once.
+
+    Args:
+        runtime: the state of the library in this process.
+        cut: cuts a graph along the partition.
+    """
+
+    def __init__(self, runtime: TorchRuntime, cut: Callable[[Graph], Plan]) -> None:
+        self._runtime = runtime
+        self._cut = cut
+        #: Who has asked, as the log says once.
+        self._places: set[str] = set()
+
+    def ready(self, before: Before, asked: Sequence[Value], where: str, *, placed: bool) -> Ready:
+        """Returns what comes before a question.
+
+        Args:
+            before: it.
+            asked: the values that are asked about.
+            where: who asks.
+            placed: the models have their partitions.
+        """
+        if before.ready is None:
+            plan = self._cut(before.graph) if placed else on_one_rank(before.graph)
+            digest = hashlib.sha256("\n".join(plan.lines()).encode()).hexdigest()
+            last = self._part(plan, part_giving(plan, asked))
+            before.ready = Ready(plan, before.num_nodes, digest, last)
+            self._tell(where)
+        ready: Ready = before.ready
+        return ready
+
+    def _tell(self, place: str) -> None:
+        if place not in self._places and self._runtime.coordinates.pp_rank == 0:
+            logger.warning(
+                "%s asks for the value of an activation: in each microbatch what comes before it "
+                "is computed once more, without gradients, before the step",
+                place,
+            )
+        self._places.add(place)
+
+    def parts(self, ready: Ready, start: int, *, placed: bool) -> list[Part]:
+        """Returns what is left to compute before a question.
+
+        Args:
+            ready: what comes before it.
+            start: how many nodes were computed for questions before.
+            placed: the models have their partitions.
+        """
+        if start not in ready.parts:
+            # Of models that have no partition yet no more than needed is copied to the device.
+            singly = not placed and self._runtime.device.type != "cpu"
+            parts = parts_between(ready.plan, start, ready.num_nodes, singly=singly)
+            ready.parts[start] = [self._part(ready.plan, each) for each in parts]
+        return ready.parts[start]
+
+    def _part(self, plan: Plan, nodes: SegmentNodes) -> Part:
+        runtime = self._runtime
+        inputs = [node.outputs[0] for node in nodes.nodes if node.kind is NodeKind.INPUT]
+        program = None
+        if nodes.rank == runtime.coordinates.pp_rank:
+            program = Program(plan, nodes, runtime.device, runtime.random.drawing)
+        return Part(nodes, inputs, program)
