@@ -53,7 +53,10 @@ nitpick_ignore_regex = [
         r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*",
     ),
     ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
-    ("py:.*", r"smdistributed\.modelparallel\.launch\.(job|serving|request)\..*"),
+    (
+        "py:.*",
+        r"smdistributed\.modelparallel\.launch\.(job|serving|request)\..*",
+    ),
     # What pydantic's fields say of bounds.
     ("py:.*", r"_PydanticGeneralMetadata|annotated_types\..*|types\.Annotated"),
 ]
