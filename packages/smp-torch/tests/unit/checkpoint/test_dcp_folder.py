@@ -100,3 +100,29 @@ def test_what_is_damaged_or_asks_for_trust_is_refused(
     with pytest.raises(CheckpointError, match="can run code"):
         DcpFolder(tmp_path / "other").read({}, ["lr"])
     assert not (tmp_path / "evil").exists()
+
+
+class Asking:
+    """Is pickled as what ``getattr`` gives, as enumerations are by Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._asked = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._asked
+
+
+def test_members_of_enumerations_alone_are_got_by_name(tmp_path: Path) -> None:
+    dcp.save({"weight": WHOLE}, checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / METADATA
+    whole = pickle.loads(file.read_bytes())
+
+    def write_with(asking: Asking) -> None:
+        whole.planner_data = {"asked": asking}
+        file.write_bytes(pickle.dumps(whole))
+
+    write_with(Asking(metadata._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert DcpFolder(tmp_path).tensors == {"weight": (6, 4)}
+    write_with(Asking(metadata.Metadata, "__init__"))
+    with pytest.raises(CheckpointError, match="asks for __init__ of a type"):
+        DcpFolder(tmp_path)

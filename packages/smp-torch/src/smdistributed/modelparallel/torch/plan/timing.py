@@ -19,8 +19,9 @@ import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.torch.record.costs.meter import OF_WEIGHTS
-from smdistributed.modelparallel.torch.record.costs.work import Layout, Operation
+from smdistributed.modelparallel.torch.record.costs.work import Operand, Operation
 from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders, tensors_in
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,12 @@ def _passes(operation: Operation, device: torch.device) -> PassCosts:
         return operation.function(*args, **kwargs)
 
     given = operation.args, operation.kwargs
-    layouts = list(placeholders(given, Layout))
-    args, kwargs = fill(given, Layout, lambda layout: _tensor(layout, device))
+    operands = list(placeholders(given, Operand))
+    args, kwargs = fill(given, Operand, lambda operand: _tensor(operand.spec, device))
     needed = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
     sums = [
-        torch.zeros_like(each) if layout.is_of_parameter else None
-        for layout, each in zip(layouts, tensors_in((args, kwargs)), strict=True)
+        torch.zeros_like(each) if operand.is_of_parameter else None
+        for operand, each in zip(operands, tensors_in((args, kwargs)), strict=True)
         if each.requires_grad
     ]
     if operation.function._schema.is_mutable:
@@ -90,15 +91,14 @@ def _passes(operation: Operation, device: torch.device) -> PassCosts:
     return PassCosts(forward, backward, weights)
 
 
-def _tensor(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of a layout: numbers from 0 to 1, indices and switches that are 0."""
-    place = torch.device("cpu") if layout.device_type == "cpu" else device
-    tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=place)
-    if layout.dtype.is_floating_point or layout.dtype.is_complex:
-        tensor.uniform_(0, 1) if layout.dtype.itemsize > 1 else tensor.zero_()
+def _tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Returns a tensor: numbers from 0 to 1, indices and switches that are 0."""
+    tensor = spec._replace(requires_grad=False).empty(device)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        tensor.uniform_(0, 1) if spec.dtype.itemsize > 1 else tensor.zero_()
     else:
         tensor.zero_()
-    return tensor.requires_grad_(layout.requires_grad)
+    return tensor.requires_grad_(spec.requires_grad)
 
 
 def _beside(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.tensors import is_of_leaf
 from smdistributed.modelparallel.torch.tensors.nested import template, tensors_in, text
+from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -41,60 +44,45 @@ class Work:
 
     def __sub__(self, other: Work) -> Work:
         """Returns what is left without another's counts; operations have none."""
-        return Work(
-            self.flops - other.flops,
-            self.weight_flops - other.weight_flops,
-            self.moved - other.moved,
-            self.kernels - other.kernels,
-            self.products - other.products,
-            self.half_products - other.half_products,
-            self.weight_products - other.weight_products,
-            self.moved_bytes - other.moved_bytes,
-        )
+        return Work(*map(operator.sub, self._counts, other._counts))
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops,
-            self.weight_flops + other.weight_flops,
-            self.moved + other.moved,
-            self.kernels + other.kernels,
-            self.products + other.products,
-            self.half_products + other.half_products,
-            self.weight_products + other.weight_products,
-            self.moved_bytes + other.moved_bytes,
-            self.operations + other.operations,
-        )
+        counts = map(operator.add, self._counts, other._counts)
+        return Work(*counts, self.operations + other.operations)
+
+    @property
+    def _counts(self) -> list[int]:
+        """All but the operations, in order."""
+        names = (each.name for each in dataclasses.fields(self) if each.name != "operations")
+        return [getattr(self, name) for name in names]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A tensor without its numbers: what the time of an operation on it depends on.
+class Operand:
+    """A tensor that an operation is given, as far as its time depends on it.
 
     Attributes:
-        shape, stride, dtype, device_type: its own.
-        requires_grad: a backward pass computes its gradient.
-        is_of_parameter: and adds it to that of a leaf.
+        spec: of the tensor; it requires a gradient if a backward pass computes one.
+        is_of_parameter: which that adds to the gradient of a leaf.
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-    requires_grad: bool
+    spec: TensorSpec
     is_of_parameter: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        """Returns that of a tensor."""
+    def of(cls, tensor: torch.Tensor) -> Operand:
+        """Returns what stands for a tensor."""
         needed = tensor.requires_grad and torch.is_grad_enabled()
-        stride = tensor.stride() if tensor.layout is torch.strided else ()
-        own = needed and is_of_leaf(tensor)
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, needed, own)
+        spec = TensorSpec.of(tensor)._replace(requires_grad=needed)
+        if tensor.layout is not torch.strided:
+            spec = spec._replace(stride=())  # of which no tensor is made
+        return cls(spec, needed and is_of_leaf(tensor))
 
     def __str__(self) -> str:
-        gradient = " with gradient" if self.requires_grad else ""
+        spec = self.spec
+        gradient = " with gradient" if spec.requires_grad else ""
         leaf = " of a leaf" if self.is_of_parameter else ""
-        return f"{self.dtype}{self.shape}{self.stride} {self.device_type}{gradient}{leaf}"
+        return f"{spec.dtype}{spec.shape}{spec.stride} {spec.device.type}{gradient}{leaf}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ class Operation:
 
     Attributes:
         function: that is called.
-        args, kwargs: its arguments; a ``Layout`` stands for each tensor.
+        args, kwargs: its arguments; an ``Operand`` stands for each tensor.
         flops: floating-point operations, as counted.
     """
 
@@ -115,7 +103,7 @@ class Operation:
 
 @dataclass
 class Operations:
-    """The different operations of runs on fakes: calls with equal layouts and numbers are one.
+    """The different operations of runs on fakes: calls with equal operands and numbers are one.
 
     Attributes:
         known: by name, which says everything that its time depends on.
@@ -126,7 +114,7 @@ class Operations:
     def name(self, function: Any, args: Sequence[Any], kwargs: Any, flops: int) -> str:
         """Returns the name of an operation, and keeps what it takes to make it again."""
         given = (tuple(args), dict(kwargs))
-        args, kwargs = template(given, Layout.of, lambda obj: obj)
+        args, kwargs = template(given, Operand.of, lambda obj: obj)
         name = f"{function}{text((args, kwargs), str)}"
         if name not in self.known:
             self.known[name] = Operation(function, args, kwargs, flops)
