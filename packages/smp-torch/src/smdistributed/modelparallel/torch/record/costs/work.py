@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,17 +44,16 @@ class Work:
 
     def __sub__(self, other: Work) -> Work:
         """Returns what is left without another's counts; operations have none."""
-        return Work(*map(operator.sub, self._counts, other._counts))
+        return Work(**self._counted(other, operator.sub))
 
     def __add__(self, other: Work) -> Work:
-        counts = map(operator.add, self._counts, other._counts)
-        return Work(*counts, self.operations + other.operations)
+        work = Work(**self._counted(other, operator.add))
+        return dataclasses.replace(work, operations=self.operations + other.operations)
 
-    @property
-    def _counts(self) -> list[int]:
-        """All but the operations, in order."""
+    def _counted(self, other: Work, of: Callable[[int, int], int]) -> dict[str, Any]:
+        """Returns what becomes of each count with another's; operations are none."""
         names = (each.name for each in dataclasses.fields(self) if each.name != "operations")
-        return [getattr(self, name) for name in names]
+        return {name: of(getattr(self, name), getattr(other, name)) for name in names}
 
 
 @dataclass(frozen=True)
