@@ -8,7 +8,9 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
 behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
 (``smp.step(static=True)``), ``eager`` (``smp.step(cuda_graphs=False)``), ``loss``
-(``smp.step(compile=True)``). The library decides the partition; with ``--trace`` by measured costs,
+(``smp.step(compile=True)``). With ``--replicas 2`` two such pipelines train a batch each, and
+``ddp`` is PyTorch's DistributedDataParallel of the whole model on each rank: with as many replicas
+as ranks the peer. The library decides the partition; with ``--trace`` by measured costs,
 and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
 tokens. Times are medians of device events, the slowest rank's.
 """
@@ -16,6 +18,7 @@ tokens. Times are medians of device events, the slowest rank's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -27,6 +30,7 @@ import torch
 import transformers
 from gpt import device_milliseconds, peak_gib
 from ranks import Prediction, print_kernels, slowest
+from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.modelparallel.torch as smp
 
@@ -94,7 +98,7 @@ class Bench:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", smp.local_rank())
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(5 + smp.dp_rank())
         shape = (options.microbatches * options.microbatch_size, length)
         self.tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
         self.tokens = self.tokens.to(self.device)
@@ -127,6 +131,28 @@ class Bench:
                 loss = model(input_ids=part, labels=part).loss
                 (loss / count).backward()
                 total += loss.detach() / count
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    def ddp(self, changes: list[str]) -> Callable[[], torch.Tensor]:
+        """Returns a step of PyTorch's replicas, which sum gradients in the last microbatch."""
+        model = DistributedDataParallel(
+            self.build(compiled="compile" in changes).train(), gradient_as_bucket_view=True
+        )
+        optimizer = self.optimizer(model)
+        parts = self.tokens.chunk(self.options.microbatches)
+
+        def step() -> torch.Tensor:
+            total = torch.zeros((), device=self.device)
+            for number, part in enumerate(parts):
+                is_last = number == len(parts) - 1
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    loss = model(input_ids=part, labels=part).loss
+                    (loss / len(parts)).backward()
+                total += loss.detach() / len(parts)
             optimizer.step()
             optimizer.zero_grad()
             return total
@@ -166,7 +192,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         kind, *changes = name.split(":")
-        step = {"smp": self.smp, "one": self.one}[kind](changes)
+        step = {"smp": self.smp, "one": self.one, "ddp": self.ddp}[kind](changes)
         losses = [step().item()]
         for _ in range(self.options.warmup):
             step()
@@ -195,7 +221,7 @@ def run_name(word: str) -> str:
         ValueError: there is none of that name.
     """
     kind, *changes = word.split(":")
-    if kind in ("one", "smp") and set(changes) <= {"compile", "static", "eager", "loss"}:
+    if kind in ("one", "smp", "ddp") and set(changes) <= {"compile", "static", "eager", "loss"}:
         return word
     raise ValueError(word)
 
@@ -208,6 +234,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--pipeline", default="zero_bubble")
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines")
     parser.add_argument("--memory-weight", type=float, default=0.0, help="in what is balanced")
     parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
     parser.add_argument("--warmup", type=int, default=8)
@@ -217,7 +244,8 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
     smp.init(
         {
-            "pipeline_parallel_degree": ranks,
+            "pipeline_parallel_degree": ranks // options.replicas,
+            "ddp": options.replicas > 1,
             "microbatches": options.microbatches,
             "pipeline": options.pipeline,
             "memory_weight": options.memory_weight,

@@ -18,10 +18,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.torch.execute import bodies, taping
+from smdistributed.modelparallel.torch.execute import bodies, pieces, taping
 from smdistributed.modelparallel.torch.execute.captured_bodies import ConfirmedBodies
 from smdistributed.modelparallel.torch.execute.replay import Replay
+from smdistributed.modelparallel.torch.gradients.buckets import Bucket
 from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewhere
+from smdistributed.modelparallel.torch.gradients.reduction import GradientReduction
 from smdistributed.modelparallel.torch.sharding.parameter import held
 from smdistributed.modelparallel.torch.stepping import captures
 
@@ -369,7 +371,8 @@ def trained(
     with smp.tensor_parallelism(enabled=smp.tp_size() > 1, auto=True):
         net = make()
     layer = next((each for each in net.modules() if isinstance(each, Own)), None)
-    model = smp.DistributedModel(net)
+    # Gradients leave in many buckets, each as soon as it is full.
+    model = smp.DistributedModel(net, bucket_cap_mb=0.001)
     fp16 = smp.state.cfg.fp16
     optimizer = smp.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), 0.01),
@@ -453,11 +456,31 @@ def taken_down(are_alike: bool) -> tuple[bool, int, int]:
     return want[0] == got[0], made.call_count, len(begun)
 
 
-def launched_by_default() -> int:
-    """Returns how many steps of a script that asks for nothing run as captured."""
-    with captured() as (begun, _):
+def launched_by_default() -> tuple[int, list[str]]:
+    """Trains by a script that asks for nothing.
+
+    Returns:
+        how many steps run as captured, and in the last of them, in order: pieces that add to
+        gradients, and buckets that leave.
+    """
+    events: list[str] = []
+    tell, leave = pieces.tell, GradientReduction._launch_one
+
+    def told(piece: pieces.Piece) -> None:
+        events.extend(["piece"] if piece.added else [])
+        tell(piece)
+
+    def left(self: GradientReduction, bucket: Bucket) -> None:
+        events.append("bucket")
+        leave(self, bucket)
+
+    with (
+        captured() as (begun, _),
+        mock.patch.object(pieces, "tell", told),
+        mock.patch.object(GradientReduction, "_launch_one", left),
+    ):
         trained(NETS["plain"][0], "nothing", cuda_graphs="auto")
-    return len(begun)
+    return len(begun), events
 
 
 class _StopError(Exception):

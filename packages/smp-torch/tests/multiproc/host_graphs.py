@@ -89,18 +89,18 @@ class HostGraphs:
         """See ``Graphs``."""
 
     @contextlib.contextmanager
-    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[HostGraph]:
+    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[_Capture]:
         """See ``Graphs``."""
         if generators:
             raise RuntimeError("random numbers of the host are not captured")
-        graph = HostGraph()
+        capture = _Capture(self._made, self._before)
         with (
-            _Capture(graph, self._made, self._before),
+            capture,
             mock.patch.object(torch.Tensor, "numpy", _not_here),
             # On a GPU nobody watches.
             mock.patch.object(weight_gradients, "is_watched", return_value=False),
         ):
-            yield graph
+            yield capture
 
 
 def _not_here(tensor: torch.Tensor) -> Any:
@@ -108,11 +108,18 @@ def _not_here(tensor: torch.Tensor) -> Any:
 
 
 class _Capture(TorchDispatchMode):
-    def __init__(self, graph: HostGraph, made: set[int], before: dict[int, Any]) -> None:
+    """See ``execute.graphs.Capturing``."""
+
+    def __init__(self, made: set[int], before: dict[int, Any]) -> None:
         super().__init__()
-        self._graph = graph
+        self.pieces = [HostGraph()]
         self._made = made
         self._before = before
+
+    def cut(self, generators: Sequence[torch.Generator]) -> bool:
+        """See ``Capturing``."""
+        self.pieces.append(HostGraph())
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,7 +144,7 @@ class _Capture(TorchDispatchMode):
             # No kernel makes memory: on a GPU it stays where it was, with what is in it.
             if func.overloadpacket not in _MEMORY_ALONE:
                 call = (func, *before, _aliases(_tensors(result)), torch.is_grad_enabled())
-                self._graph.calls.append(call)
+                self.pieces[-1].calls.append(call)
         return result
 
 

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import accumulati
 from smdistributed.modelparallel.torch.compat.private.memory import unowned
 from smdistributed.modelparallel.torch.compat.private.tensors import users_of_memory
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
-from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
+from smdistributed.modelparallel.torch.execute.graphs import Graphs
 from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.passes import (
     Computation,
@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.execute.passes import (
     Outgoing,
     Passes,
 )
+from smdistributed.modelparallel.torch.execute.pieces import Foreseen, Piece, Pieces, added_by
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.taping import ComputationOfTapes, Tapes
 from smdistributed.modelparallel.torch.tape.confirming import Others
@@ -43,6 +44,9 @@ class Draws(Protocol):
     @property
     def may_draw(self) -> bool:
         """Whether there are any, as far as is known."""
+
+    def left(self) -> Sequence[torch.Generator]:
+        """Returns those that the action in progress, which is captured, has not drawn from."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """Inside, the action is captured."""
@@ -66,19 +70,17 @@ class CapturedAction(NamedTuple):
     """An action that was captured.
 
     Attributes:
-        graph: what it computes.
+        pieces: what it computes.
         draws: its random numbers.
         outgoing: what leaves after it.
-        added: the parameters to whose gradients it adds, in order.
-        firsts: those of them that no action before it adds to.
+        firsts: the parameters to whose gradients it adds, and no action before it.
         held: what passes of its microbatch have left for later ones when it is over; see
             ``Computation.held``. Others may have the memory later.
     """
 
-    graph: Graph
+    pieces: list[Piece]
     draws: Draws
     outgoing: Outgoing
-    added: list[torch.Tensor]
     firsts: set[torch.Tensor]
     held: list[dict[int, torch.Tensor]]
 
@@ -127,6 +129,7 @@ def capture(
     random: Keyed,
     exchanges: Exchanges,
     enter_pass: EnterPass,
+    foreseen: Sequence[Foreseen],
     *,
     reuses_memory: bool,
 ) -> Captured:
@@ -147,6 +150,7 @@ def capture(
         random: of the step.
         exchanges: what they exchange within modules.
         enter_pass: called before each action.
+        foreseen: know when gradients leave that are reduced.
         reuses_memory: whether that of messages is.
 
     Raises:
@@ -159,12 +163,12 @@ def capture(
     computation = ComputationOfTapes(passes, own, own_scales, tapes, random)
     incoming: dict[Message, torch.Tensor] = {}
     actions: list[CapturedAction] = []
-    added: list[torch.Tensor] = []
+    pieces = Pieces(foreseen)
     seen: set[torch.Tensor] = set()
     try:
         with (
             passes.putting_off(),
-            accumulations_seen(parameters, counting(added)),
+            accumulations_seen(parameters, pieces.hook()),
             graphs.session(),
         ):
             for position, (action, drawn) in enumerate(zip(itinerary.actions, draws, strict=True)):
@@ -175,7 +179,12 @@ def capture(
                 exchanging = exchanges.capturing(
                     is_first=not position, is_last=position == len(itinerary.actions) - 1
                 )
-                with drawn.capturing(), graphs.capturing(drawn.generators) as graph, exchanging:
+                with (
+                    drawn.capturing(),
+                    graphs.capturing(drawn.generators) as capturing,
+                    exchanging,
+                ):
+                    pieces.begin(capturing, drawn.left)
                     if reuses_memory:
                         arrived = _buffers(computation, itinerary.needs[position])
                     outgoing = computation.act(position, arrived)
@@ -183,10 +192,10 @@ def capture(
                     {index: unowned(each) for index, each in one.items()}
                     for one in computation.held(action.microbatch)
                 ]
-                firsts = set(added) - seen
+                captured = pieces.end()
+                firsts = set(added_by(captured)) - seen
                 seen |= firsts
-                actions.append(CapturedAction(graph, drawn, outgoing, added.copy(), firsts, held))
-                added.clear()
+                actions.append(CapturedAction(captured, drawn, outgoing, firsts, held))
                 if reuses_memory:
                     arrived = _without_memory(arrived)
                     if position:

@@ -29,12 +29,17 @@ from smdistributed.modelparallel.torch.execute.bodies import Arguments, Body, Bo
 from smdistributed.modelparallel.torch.execute.captured import (
     Draws,
     Exchanges,
-    counting,
     users_of,
 )
-from smdistributed.modelparallel.torch.execute.graphs import Graph, Graphs
+from smdistributed.modelparallel.torch.execute.graphs import Graphs
+from smdistributed.modelparallel.torch.execute.pieces import (
+    Foreseen,
+    Piece,
+    Pieces,
+    added_by,
+    launch,
+)
 from smdistributed.modelparallel.torch.execute.taping import Draws as StepDraws
-from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
 from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.gradients import SoFar
 from smdistributed.modelparallel.torch.sharding.home import ShardedModel
@@ -53,22 +58,20 @@ class CapturedBody(NamedTuple):
     Attributes:
         tape: what was taken down.
         promised: with promises in it.
-        graph: what it computes.
+        pieces: what it computes.
         draws: its random numbers.
         inputs: copies of its tensor arguments, which are read.
         outputs: what it gives; others may have the memory later.
-        added: the parameters to whose gradients it adds, in order.
-        firsts: those of them that no microbatch before it adds to.
+        firsts: the parameters to whose gradients it adds, and no microbatch before it.
         so_far: of each model in shards, what there is of gradients after it.
     """
 
     tape: BodyTape
     promised: Promised
-    graph: Graph
+    pieces: list[Piece]
     draws: Draws
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    added: list[torch.Tensor]
     firsts: list[torch.Tensor]
     so_far: list[SoFar]
 
@@ -125,6 +128,7 @@ def capture_bodies(
     random: StepDraws,
     devices: tuple[str, ...],
     enter: Callable[[int], None],
+    foreseen: Sequence[Foreseen],
 ) -> CapturedBodies:
     """Captures the bodies of a mini-batch from their tapes.
 
@@ -143,6 +147,7 @@ def capture_bodies(
         random: of the step.
         devices: the types of those that autocast may be on for.
         enter: called with the number of each microbatch before it.
+        foreseen: know when gradients leave that are reduced.
 
     Raises:
         Exception: something cannot be captured. Nothing has changed.
@@ -150,7 +155,7 @@ def capture_bodies(
     _check_known(tapes, parameters, shards)
     outside = Outside(each for one in tapes for each in one.tape.outside.values())
     bodies: list[CapturedBody] = []
-    added: list[torch.Tensor] = []
+    pieces = Pieces(foreseen)
     seen: set[torch.Tensor] = set()
     assumed: list[tuple[int, ...]] = []
     for model in shards:
@@ -158,38 +163,38 @@ def capture_bodies(
     if course is not None:
         course.assumed = assumed
     try:
-        with accumulations_seen(parameters, counting(added)), graphs.session():
+        with accumulations_seen(parameters, pieces.hook()), graphs.session():
             for number, (taken, call, drawn) in enumerate(zip(tapes, calls, draws, strict=True)):
                 inputs = [each.detach().clone() for each in Arguments(call).tensors]
                 enter(number)
                 with (
                     drawn.capturing(),
-                    graphs.capturing(drawn.generators) as graph,
+                    graphs.capturing(drawn.generators) as capturing,
                     exchanges.capturing(is_first=True, is_last=True),
                     contextlib.ExitStack() as stack,
                 ):
+                    pieces.begin(capturing, drawn.left)
                     for model in shards:
                         stack.enter_context(model.capturing(differentiates=taken.differentiates))
                     results, _ = run(taken.tape, inputs, _of_earlier_pass, random, devices)
                     outputs = [each.detach() for each in results]
                     del results
-                firsts = [each for each in dict.fromkeys(added) if each not in seen]
+                captured = pieces.end()
+                firsts = [each for each in dict.fromkeys(added_by(captured)) if each not in seen]
                 seen.update(firsts)
                 bodies.append(
                     CapturedBody(
                         taken,
                         Promised(taken.tape, {}),
-                        graph,
+                        captured,
                         drawn,
                         inputs,
                         list(map(unowned, outputs)),
-                        added.copy(),
                         firsts,
                         [model.gradients.so_far for model in shards],
                     )
                 )
                 del outputs
-                added.clear()
         found = {each: each.grad for each in parameters}
     finally:
         if course is not None:
@@ -210,11 +215,9 @@ def capture_bodies(
         for unit, total in so_far.sums.items()
     }
     wishes = zlib.crc32(repr(assumed).encode())
-    captured = CapturedBodies(
-        bodies, shards, gradients, sums, [], outside, wishes, exchanges.memory
-    )
-    captured.users = captured._users()
-    return captured
+    whole = CapturedBodies(bodies, shards, gradients, sums, [], outside, wishes, exchanges.memory)
+    whole.users = whole._users()
+    return whole
 
 
 def _check_known(
@@ -338,17 +341,15 @@ class ConfirmedBodies:
                 # Another object each time: a script may give it other memory, or attributes.
                 parameter.grad = self._captured.gradients[parameter].detach()
             captured.draws.seed()
-            captured.graph.replay()
+            if captured.tape.is_inside:
+                self._begin_pass()
+            launch(captured.pieces)
             outputs = {
                 reference.number: output.clone()
                 for reference, output in zip(
                     captured.tape.tape.results, captured.outputs, strict=True
                 )
             }
-        if captured.tape.is_inside:
-            self._begin_pass()
-        for parameter in captured.added:
-            note_added(parameter)
         if captured.tape.differentiates:
             for model, so_far in zip(self._captured.shards, captured.so_far, strict=True):
                 model.launched(so_far)

@@ -27,6 +27,26 @@ class Graph(Protocol):
         """Does it again, in the stream that is current."""
 
 
+class Capturing(Protocol):
+    """A capture in progress.
+
+    Attributes:
+        pieces: what was captured, to be done again one after the other.
+    """
+
+    pieces: list[Graph]
+
+    def cut(self, generators: Sequence[torch.Generator]) -> bool:
+        """Begins another piece, so that the host can do something after what was captured so far.
+
+        Args:
+            generators: of those that the capture began with, what may still be drawn from.
+
+        Returns:
+            whether it did; not where several streams are captured, which end together.
+        """
+
+
 class Graphs(Protocol):
     """Captures what is done on a device. What is captured is not done."""
 
@@ -39,7 +59,7 @@ class Graphs(Protocol):
 
     def capturing(
         self, generators: Sequence[torch.Generator]
-    ) -> contextlib.AbstractContextManager[Graph]:
+    ) -> contextlib.AbstractContextManager[Capturing]:
         """Captures what is done inside, with what is drawn from generators of one's own."""
 
     def release(self) -> None:
@@ -52,10 +72,13 @@ class DeviceGraphs:
     Args:
         device: a GPU.
         uses_streams: what is captured runs on several streams.
+
+    Attributes:
+        uses_streams: the same.
     """
 
     def __init__(self, device: torch.device, *, uses_streams: bool) -> None:
-        self._uses_streams = uses_streams
+        self.uses_streams = uses_streams
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         #: Those that there are.
@@ -73,7 +96,7 @@ class DeviceGraphs:
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """See ``Graphs``."""
-        if self._uses_streams:
+        if self.uses_streams:
             reuse_while_capturing()
         torch.cuda.synchronize()
         # What is collected while a graph is captured may be a graph, whose end is no part of it.
@@ -95,36 +118,45 @@ class DeviceGraphs:
             torch.cuda.synchronize()
 
     @contextlib.contextmanager
-    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[torch.cuda.CUDAGraph]:
+    def capturing(self, generators: Sequence[torch.Generator]) -> Iterator[DeviceCapturing]:
         """See ``Graphs``."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        self._graphs.add(graph)
+        capturing = DeviceCapturing(self)
         # What would wait for the device is an error before it does: afterwards the capture would
         # be no good any more, and memory that a thread of autograd frees then ends the process.
         former = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            yield graph
+            # A piece ends in the thread in which it began.
+            with torch.autograd.set_multithreading_enabled(False):
+                capturing.begin(generators)
+                yield capturing
         except BaseException:
             torch.cuda.set_sync_debug_mode(former)  # the end of a capture waits for the device
             with contextlib.suppress(RuntimeError):
-                self._end(graph, generators)
+                capturing.end()
             raise
         torch.cuda.set_sync_debug_mode(former)
-        self._end(graph, generators)
+        capturing.end()
 
-    def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+    def begin(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+        """Begins to capture."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        self._graphs.add(graph)
+        # Other threads, as that of NCCL, may ask the device whatever they like meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        """Ends what ``begin`` began."""
         try:
             graph.capture_end()
         except RuntimeError:
             # What the capture has begun goes on: the stream captures, the allocator gives of its
             # memory, and generators count what a graph draws. Of the latter they are out after a
             # capture that ends well.
-            if self._uses_streams:
+            if self.uses_streams:
                 reuse_while_capturing(is_on=False)
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
@@ -151,6 +183,43 @@ class DeviceGraphs:
         """See ``Graphs``."""
         for graph in self._graphs:
             graph.reset()
+
+
+class DeviceCapturing:
+    """See ``Capturing``.
+
+    Args:
+        graphs: capture the pieces.
+    """
+
+    def __init__(self, graphs: DeviceGraphs) -> None:
+        self._graphs = graphs
+        self._generators: Sequence[torch.Generator] = ()
+        self._piece: torch.cuda.CUDAGraph | None = None
+        self.pieces: list[Graph] = []
+
+    def begin(self, generators: Sequence[torch.Generator]) -> None:
+        """Begins the first piece."""
+        self._generators = generators
+        self._piece = self._graphs.begin(generators)
+
+    def cut(self, generators: Sequence[torch.Generator]) -> bool:
+        """See ``Capturing``."""
+        if self._graphs.uses_streams:
+            return False
+        former = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")  # see ``DeviceGraphs.capturing``
+        self.end()
+        torch.cuda.set_sync_debug_mode(former)
+        self.begin(generators)
+        return True
+
+    def end(self) -> None:
+        """Ends the last piece."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._graphs.end(piece, self._generators)
+            self.pieces.append(piece)
 
 
 def graphs_of(device: torch.device, *, uses_streams: bool) -> Graphs | None:

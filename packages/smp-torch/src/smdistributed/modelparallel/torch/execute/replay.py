@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
 from smdistributed.modelparallel.torch.execute.captured import Captured, counting, users_of
 from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs, Outgoing
+from smdistributed.modelparallel.torch.execute.pieces import added_by, launch
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.taping import Draws
 from smdistributed.modelparallel.torch.execute.weight_gradients import note_added
@@ -96,7 +97,8 @@ class Replay:
             own, given = zip(*first, strict=True)
             with torch.no_grad():
                 copy_all(own, given)
-        captured.actions[0].graph.replay()
+        for piece in captured.actions[0].pieces:
+            piece.graph.replay()
 
     def fits(self, inputs: Inputs, scales: Sequence[Scale]) -> bool:
         """Whether a mini-batch differs from the captured one by the numbers in tensors alone."""
@@ -139,13 +141,11 @@ class Replay:
         elif is_off:
             return self._backward(position, arrived)
         captured = self._captured.actions[position]
+        # A reduction begins before the stream waits for what the next action needs.
         if position or not self.is_started:
             captured.draws.seed()
-            captured.graph.replay()
-        # A reduction begins before the stream waits for what the next action needs.
-        for parameter in captured.added:
-            note_added(parameter)
-        self._added.update(captured.added)
+            launch(captured.pieces)
+        self._added.update(added_by(captured.pieces))
         self._end_if_last(position)
         return captured.outgoing
 

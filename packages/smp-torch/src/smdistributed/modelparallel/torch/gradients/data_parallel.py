@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.gradients.departures import Foreseen
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.reduction import GradientReduction
 from smdistributed.modelparallel.torch.gradients.replicas import (
@@ -270,6 +271,10 @@ class DataParallel:
             each.enter_pass(each.everything)
         if self.shards is not None:
             self.shards.enter_pass()
+
+    def foresee(self) -> list[Foreseen]:
+        """Returns what knows when gradients leave in a step whose passes are captured now."""
+        return [each.foresee() for each in self._reductions]
 
     def end_step(self) -> None:
         """Ends a step with a backward pass: gradients are reduced. Collective: DP_GROUP."""

@@ -35,6 +35,7 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
 from smdistributed.modelparallel.torch.compat.private.distributed import GradBucket, is_future
 from smdistributed.modelparallel.torch.gradients.buckets import Bucket, make_buckets
+from smdistributed.modelparallel.torch.gradients.departures import Departures, Foreseen
 from smdistributed.modelparallel.torch.gradients.elsewhere import StandIns
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas
@@ -93,7 +94,6 @@ class GradientReduction:
         self._watched: set[nn.Parameter] = set()
         self._reduced: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[torch.Tensor, int] = {}
         self._steps_done = 0
         #: What owners had before: the others do not have it, and it is not averaged again.
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
@@ -165,11 +165,6 @@ class GradientReduction:
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._reduced = reduced
         self._buckets = self._make_buckets(reduced)
-        self._bucket_of = {
-            parameter: index
-            for index, bucket in enumerate(self._buckets)
-            for parameter, _ in bucket.slots
-        }
 
     def _make_buckets(self, parameters: list[nn.Parameter]) -> list[Bucket]:
         if self._owners is None:
@@ -204,8 +199,7 @@ class GradientReduction:
         self.has_gradients = False
         self._completes: Set[nn.Parameter] = frozenset()
         self._counts: collections.Counter[nn.Parameter] = collections.Counter()
-        self._final: set[torch.Tensor] = set()
-        self._waiting = [len(bucket.slots) for bucket in self._buckets]
+        self._departures = Departures(self._buckets)
         self._futures: list[torch.futures.Future[Any]] = []
         self._without: set[torch.Tensor] = set()
         self._active: Sequence[int] | None = None
@@ -230,7 +224,7 @@ class GradientReduction:
         self._counts.clear()
         if self._overlaps:
             for parameter in self._completes:
-                self._finish(parameter)
+                self._launch(self._departures.finish(parameter))
         self._completes = frozenset()
 
     @property
@@ -248,20 +242,25 @@ class GradientReduction:
         if not self._is_armed and self._is_outside_step():
             self._arm(parameter)
         self.has_gradients = self.has_begun = True
-        if parameter in self._final:
+        if self._departures.is_final(parameter):
             raise SMPError(
                 f"the gradient of {self._names[parameter]} changed after its reduction over the "
                 "data-parallel ranks had begun: this step's backward passes differ from those "
                 "before. Give DistributedModel overlapping_allreduce=False."
             )
         self._counts[parameter] += 1
-        if (
-            self._overlaps
-            and parameter in self._completes
-            and parameter in self._once
-            and parameter not in self._repeatedly
-        ):
-            self._finish(parameter)
+        if parameter in self._completes and self._overlaps and self._accumulates_once(parameter):
+            self._launch(self._departures.finish(parameter))
+
+    def _accumulates_once(self, parameter: torch.Tensor) -> bool:
+        """Whether a backward pass adds once to a gradient, as far as passes before tell."""
+        return parameter in self._once and parameter not in self._repeatedly
+
+    def foresee(self) -> Foreseen:
+        """Returns what knows when buckets leave in a step whose passes are captured now."""
+        overlaps = self._overlapping and self.is_needed
+        departures = Departures(self._buckets if overlaps else ())
+        return Foreseen(departures, self.everything, self._accumulates_once)
 
     def _arm(self, first: nn.Parameter) -> None:
         """Reduces at the end of a backward pass that no step function runs.
@@ -286,14 +285,6 @@ class GradientReduction:
 
         when_backward_ends(end)
 
-    def _finish(self, parameter: torch.Tensor) -> None:
-        if parameter in self._final or parameter not in self._bucket_of:
-            return
-        self._final.add(parameter)
-        self._waiting[self._bucket_of[parameter]] -= 1
-        while len(self._futures) < len(self._buckets) and self._waiting[len(self._futures)] == 0:
-            self._launch(self._buckets[len(self._futures)])
-
     def end(self) -> None:
         """Ends a step with a backward pass; then gradients are final.
 
@@ -313,8 +304,7 @@ class GradientReduction:
         self._steps_done = 0
         if not self._buckets:
             return
-        for bucket in self._buckets[len(self._futures) :]:
-            self._launch(bucket)
+        self._launch(self._departures.finish_all())
         self._has_reduced = True
         before, self._updates_before = self._updates_before, self._updates()
         is_used = self._used_anywhere(None if before is None else self._updates_before - before)
@@ -354,8 +344,12 @@ class GradientReduction:
 
     # ------------------------------------------------------------------ one bucket
 
+    def _launch(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._launch_one(bucket)
+
     @torch.no_grad()
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch_one(self, bucket: Bucket) -> None:
         self._announce()
         for parameter, view in bucket.slots:
             gradient = parameter.grad

@@ -98,6 +98,10 @@ class CapturedDraws:
         is_known = self._is_seeded and self._random.device.type == "cuda"
         return not is_known or any(generator.get_offset() for generator in self.generators)
 
+    def left(self) -> list[torch.Generator]:
+        """Returns those that the pass in progress, which is captured, has not drawn from."""
+        return self.generators[len(self._keys) :]
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Inside, the pass is captured."""

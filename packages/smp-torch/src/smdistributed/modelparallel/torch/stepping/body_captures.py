@@ -101,6 +101,14 @@ class BodyCaptures:
         ]
 
         def captured(tapes: list[BodyTape]) -> CapturedBodies:
+            foreseen = [each for model in models for each in model.data_parallel.foresee()]
+
+            def enter_captured(microbatch: int) -> None:
+                enter(microbatch)
+                if microbatch == len(calls) - 1:
+                    for each in foreseen:
+                        each.enter_last_pass()
+
             return capture_bodies(
                 self._graphs,
                 tapes,
@@ -112,7 +120,8 @@ class BodyCaptures:
                 [CapturedDraws(runtime.random, each.num_draws) for each in tapes],
                 runtime.random,
                 self._devices,
-                enter,
+                enter_captured,
+                foreseen,
             )
 
         due = Due(
@@ -187,15 +196,12 @@ def body_captures_of(
     Args:
         runtime: the state of the library in this process; there is one partition.
         name: of the step function.
-        cuda_graphs: whether the script asks for them; "auto": not where the gradients of a whole
-            model are reduced while a backward pass computes others, but by shards in memory that
-            all ranks read.
+        cuda_graphs: whether the script asks for them; "auto": not where shards travel by messages,
+            which a graph would have in it.
         begin_pass: see ``BodyCaptures``.
     """
     groups = runtime.sharding_groups
-    is_alone = runtime.topology.rdp_size == 1 and groups is None
-    is_read = groups is not None and groups.make_memory is not None
-    if cuda_graphs == "auto" and not (is_alone or is_read):
+    if cuda_graphs == "auto" and groups is not None and groups.make_memory is None:
         return None
     is_mixed = groups is not None and runtime.tensor_group.size > 1
     graphs = graphs_for(runtime, name, cuda_graphs, "slices are in shards" if is_mixed else "")

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from smdistributed.modelparallel.common.planning.schedule import Kind as ActionKind
 from smdistributed.modelparallel.torch.execute.captured import capture
 from smdistributed.modelparallel.torch.execute.executor import EnterPass
 from smdistributed.modelparallel.torch.execute.graphs import Graphs
@@ -117,6 +118,15 @@ class Replays:
         runtime = self._runtime
 
         def captured(tapes: Tapes) -> Replay:
+            final = iter(prepared.final_gradients)
+            foreseen = [each for model in models for each in model.data_parallel.foresee()]
+
+            def enter_captured(kind: ActionKind, microbatch: int) -> None:
+                enter_pass(kind, microbatch)
+                completes = next(final) if kind.completes else frozenset()
+                for each in foreseen:
+                    each.enter_pass(completes)
+
             found = capture(
                 self._graphs,
                 prepared.passes,
@@ -127,7 +137,8 @@ class Replays:
                 [CapturedDraws(runtime.random, count) for count in kind.draws],
                 runtime.random,
                 runtime.tensor_group,
-                enter_pass,
+                enter_captured,
+                foreseen,
                 reuses_memory=runtime.links.lays_messages,
             )
             return Replay(found, parameters, runtime.random, runtime.tensor_group)
