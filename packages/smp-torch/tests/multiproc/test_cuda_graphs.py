@@ -33,7 +33,7 @@ WORLDS = {
 }
 #: Nets that differ in what they do to a pipeline. What a rank finds in its own modules it finds
 #: with one partition, where all are tried.
-PASSED_ON = ("plain", "normed", "cache", "dropout", "rebinds", "asks")
+PASSED_ON = ("plain", "normed", "cache", "dropout", "rebinds", "checkpointed", "asks")
 #: Of the moments between steps, those that are tried in other worlds too: what a rank notices by
 #: itself it notices beside others.
 FEW_MOMENTS = MOMENTS[::4]

@@ -107,7 +107,7 @@ class TapedComputation(Computation):
     def act(self, position: int, arrived: Outgoing) -> Outgoing:
         """See ``Computation``."""
         action = self._passes.itinerary.actions[position]
-        if action.kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD or self._has_tape_of_first(action):
             return super().act(position, arrived)
         # In this thread, where the profiler is.
         with torch.autograd.set_multithreading_enabled(False), code_of_others_seen() as seen:
@@ -122,11 +122,14 @@ class TapedComputation(Computation):
     def _recomputed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return not_counted(function, lambda: self._seen)
 
+    def _has_tape_of_first(self, action: Action) -> bool:
+        return self._are_alike and action.microbatch > 0 and (action.segment, 0) in self._tapes
+
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """See ``Computation``."""
         m = action.microbatch
-        if self._are_alike and m and (first := self._tapes.get((action.segment, 0))) is not None:
-            self._tapes[action.segment, m] = first
+        if self._has_tape_of_first(action):
+            self._tapes[action.segment, m] = self._tapes[action.segment, 0]
             return super().run(action, arguments)
         earlier = [each for (_, of), each in self._recordings.items() if of == m]
         recording = Recording(
