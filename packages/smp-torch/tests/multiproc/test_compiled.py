@@ -518,3 +518,58 @@ def switch_the_compiler_off() -> None:
 @pytest.mark.parametrize("world", ["one", "pp2"])
 def test_a_compiler_that_is_switched_off_stays_off(worlds: Worlds, world: str) -> None:
     run(worlds, WORLDS[world], switch_the_compiler_off)
+
+
+class Meeting(nn.Module):
+    """Multiplies an activation with another one, as layers do with their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.linear(x), x)
+
+
+#: What a block begins with that comes to it from the other partition.
+BEGINNINGS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "meeting": lambda: nn.Sequential(Meeting(), nn.LazyLinear(WIDTH)),
+}
+
+
+def gradients_of(beginning: str, backend: str) -> list[torch.Tensor]:
+    """Returns those that a step gives to a model whose blocks begin so."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(
+            nn.Sequential(BEGINNINGS[beginning](), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            for _ in "1234"
+        )
+    )
+    net(torch.ones(WIDTH, WIDTH))
+    for block in net if backend else ():
+        block.compile(backend=backend)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(x: torch.Tensor) -> Any:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    step(torch.randn(2 * WIDTH, WIDTH, generator=generator(1)))
+    return [each.grad for _, each in model.local_named_parameters()]
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_what_comes_from_another_partition_is_no_weight(worlds: Worlds, beginning: str) -> None:
+    for backend in ("", "aot_eager"):
+        (want,) = run(worlds, WORLDS["one"], gradients_of, beginning, "")
+        found = run(worlds, WORLDS["halves"], gradients_of, beginning, backend)
+        got = [each for one in found for each in one]
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)

@@ -37,8 +37,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.noted import Noted
 Inputs = Sequence[Sequence[torch.Tensor | None]]
 #: What leaves after an action.
 Outgoing = list[tuple[Message, torch.Tensor]]
-#: (what was exchanged, roots, starts), as of ``BackwardPasses.backward_of``
-_Backward = Callable[[Noted | None, Roots, Starts], None]
+#: (what the forward pass kept, roots, starts)
+_Backward = Callable[["_Saved", Roots, Starts], None]
 
 
 class Passes:
@@ -294,13 +294,17 @@ class Computation:
                 tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def _backward(self, action: Action) -> None:
-        self._differentiate(action, self._passes.together.backward_of)
+        def backward(saved: _Saved, roots: Roots, starts: Starts) -> None:
+            self._passes.together.backward_of(saved.exchanged, roots, starts)
+
+        self._differentiate(action, backward)
 
     def _input_gradients(self, action: Action) -> None:
-        def backward(exchanged: Noted | None, roots: Roots, starts: Starts) -> None:
-            waiting = WaitingGradients(roots)
+        def backward(saved: _Saved, roots: Roots, starts: Starts) -> None:
+            entered = [each for _, each in saved.inputs if isinstance(each, torch.Tensor)]
+            waiting = WaitingGradients(roots, entered)
             with put_off_in(waiting):
-                self._passes.together.backward_of(exchanged, roots, starts)
+                self._passes.together.backward_of(saved.exchanged, roots, starts)
             self._waiting[action.segment, action.microbatch] = waiting
 
         self._differentiate(action, backward)
@@ -330,7 +334,7 @@ class Computation:
                 tensors.append(left)
                 starts.append(gradient)
         with _saying_what_is_in_progress():
-            backward(saved.exchanged, tensors, starts)
+            backward(saved, tensors, starts)
         for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
             _accumulate(gradients, index, gradient_at(entered))

@@ -37,9 +37,14 @@ class WaitingGradients:
 
     Args:
         roots: what the pass starts from.
+        entered: leaves that stand for what comes in. Another pass waits for their gradients, though
+            a layer may take one for a weight.
     """
 
-    def __init__(self, roots: Sequence[torch.Tensor | GradientEdge]) -> None:
+    def __init__(
+        self, roots: Sequence[torch.Tensor | GradientEdge], entered: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._entered = frozenset(map(id, entered))
         self._pass_id: int | None = None
         self._waiting: list[Waiting] = []
         for root in roots:
@@ -55,6 +60,10 @@ class WaitingGradients:
     def is_this_pass(self) -> bool:
         """Whether autograd runs the pass from the roots now, and no other."""
         return self._pass_id == backward_pass_id()
+
+    def may_wait(self, leaf: torch.Tensor | None) -> bool:
+        """Whether nobody needs the gradient of a leaf before it is whole."""
+        return id(leaf) not in self._entered and _adds_up(leaf)
 
     def put_off(self, waiting: Waiting) -> None:
         """Keeps what gradients are computed from."""
@@ -169,7 +178,7 @@ def put_off_in(waiting: WaitingGradients) -> Iterator[None]:
 def waiting_for(*leaves: torch.Tensor | None) -> WaitingGradients | None:
     """Returns where gradients of these leaves are put off now; None if they come at once."""
     here = _here
-    waits = here is not None and here.is_this_pass and all(_adds_up(leaf) for leaf in leaves)
+    waits = here is not None and here.is_this_pass and all(map(here.may_wait, leaves))
     return here if waits else None
 
 
