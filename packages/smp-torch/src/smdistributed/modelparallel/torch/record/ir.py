@@ -127,6 +127,7 @@ class Trial(NamedTuple):
     in_turn: str
     rewrites: bool
     stateful: Mapping[int, set[str]]
+    work: Work
 
 
 @dataclass(eq=False)
@@ -199,12 +200,20 @@ class Node:
         """LEAF: what became of it when it was tried out, which each rank does by itself."""
         places = {module: place for place, module in enumerate(self.modules)}
         stateful = {places[module]: names for module, names in self.stateful.items()}
-        return Trial(self.in_turn, self.rewrites, stateful)
+        return Trial(self.in_turn, self.rewrites, stateful, self.work)
 
-    def take(self, trials: Sequence[Trial]) -> None:
-        """Takes what became of it on all ranks: what one has found holds for all."""
+    def take(self, trials: Mapping[int, Trial], owner: int | None) -> None:
+        """Takes what became of it on all ranks: what one has found holds for all.
+
+        Args:
+            trials: by pp_rank.
+            owner: who has its state, by which it may do more or less; None: everybody.
+        """
+        if trials:
+            teller = min(trials) if owner is None or owner not in trials else owner
+            self.work = trials[teller].work
         stateful = {module: set(names) for module, names in self.stateful.items()}
-        for trial in trials:
+        for trial in trials.values():
             self.in_turn = self.in_turn or trial.in_turn
             self.rewrites |= trial.rewrites
             for place, names in trial.stateful.items():
@@ -329,10 +338,22 @@ class Graph:
             if node.in_turn or node.rewrites or node.stateful
         }
 
-    def take(self, names: Sequence[str], everyones: Sequence[Mapping[str, Trial]]) -> None:
-        """Takes what became of leaves on all ranks; see ``trials``."""
+    def take(
+        self,
+        names: Sequence[str],
+        everyones: Sequence[Mapping[str, Trial]],
+        owners: Mapping[nn.Module, int],
+    ) -> None:
+        """Takes what became of leaves on all ranks.
+
+        Args:
+            names: as ``names`` gives them.
+            everyones: what ``trials`` gives on each pp_rank.
+            owners: the pp_rank of each module that has one.
+        """
         for name, node in zip(names, self.nodes, strict=True):
-            node.take([trials[name] for trials in everyones if name in trials])
+            found = {rank: trials[name] for rank, trials in enumerate(everyones) if name in trials}
+            node.take(found, owners.get(node.modules[0]) if node.modules else None)
 
     def put_in_order(self, names: Sequence[str]) -> None:
         """Takes the order of another process's graph, if the graphs are alike."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
+
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
@@ -420,7 +422,8 @@ class Lockstep:
         self._tracing.measure(CommGroup.PP_GROUP)
         try:
             for number, way in () if failure is not None else self._new.items():
-                way.graph.take(orders[number], [each[1].get(number, {}) for each in everyones])
+                found = [each[1].get(number, {}) for each in everyones]
+                way.graph.take(orders[number], found, self._partition_of())
                 way.graph.put_in_order(everyones[0][0].get(number, ()))
                 plan = self._plan(way)
                 self._check_hooks(plan)
@@ -460,11 +463,6 @@ class Lockstep:
     def _cut(self, graph: Graph) -> Plan:
         """Cuts a graph along the partition."""
         models = [model for model in models_of(self._runtime) if model.holder.partitioned]
-        partition_of = {
-            module: partition
-            for model in models
-            for module, partition in model.holder.placement.partition_of.items()
-        }
 
         def owner_of(slot: Any) -> int:
             for model in models:
@@ -472,7 +470,16 @@ class Lockstep:
                     return model.holder.placement.owner_of(slot)
             raise AssertionError("a recorded parameter belongs to no model")
 
-        return cut(graph, partition_of, owner_of, self._tracing.costs)
+        return cut(graph, self._partition_of(), owner_of, self._tracing.costs)
+
+    def _partition_of(self) -> dict[nn.Module, int]:
+        """Returns the partition of each module that has one."""
+        return {
+            module: partition
+            for model in models_of(self._runtime)
+            if model.holder.partitioned
+            for module, partition in model.holder.placement.partition_of.items()
+        }
 
     def _compare(self, failure: Exception | None) -> None:
         """Makes sure that all ranks went the same ways. Collective: PP_GROUP.
