@@ -24,6 +24,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.collectives.alternating_buffers import AlternatingBuffers
 from smdistributed.modelparallel.torch.precision import master_update, one_pass_adam
 from smdistributed.modelparallel.torch.precision.one_pass_adam import OnePassAdam
+from smdistributed.modelparallel.torch.precision.split_master import is_split
 from smdistributed.modelparallel.torch.sharding import home
 from smdistributed.modelparallel.torch.sharding.row_sums import RowSums, WrittenParcels
 from smdistributed.modelparallel.torch.sharding.shard_memory import ReadShards
@@ -171,17 +172,25 @@ def updated_in_one_pass() -> None:
 
     for one_pass in (False, True):
         model = smp.DistributedModel(net())
-        optimizer = smp.DistributedOptimizer(fused(model.parameters()))
         step = smp.step(body)
         smaller.takes = check if one_pass else lambda *_: False  # type: ignore[attr-defined]
+        smaller.is_worth = lambda source: source.numel() >= 8  # type: ignore[attr-defined]
         with (
             mock.patch.object(master_update, "OnePassAdam", smaller),
             mock.patch.object(one_pass_adam, "can_compile", return_value=True),
         ):
+            optimizer = smp.DistributedOptimizer(fused(model.parameters()))
             for data in batches(6):
                 optimizer.zero_grad()
                 losses.append(step(model, *own_share(data, [0, 0])).reduce_mean().item())
                 optimizer.step()
+        if smp.state.cfg.bf16:
+            masters = [each for group in optimizer.param_groups for each in group["params"]]
+            assert any(map(is_split, masters)) is one_pass
+            # A checkpoint has masters whole, which stay as they are.
+            for each in optimizer.local_state_dict()["state"].values():
+                assert each["master"].dtype is torch.float32
+            assert any(map(is_split, masters)) is one_pass
         norms += [each.float().norm() for each in model.state_dict().values()]
     assert len(used) == 6
     half = len(losses) // 2

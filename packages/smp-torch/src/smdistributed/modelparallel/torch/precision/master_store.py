@@ -22,6 +22,12 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all
+from smdistributed.modelparallel.torch.precision.split_master import (
+    SplitMaster,
+    follow,
+    is_split,
+    values_of,
+)
 from smdistributed.modelparallel.torch.sharding.parameter import (
     ShardedParameter,
     block_of,
@@ -60,6 +66,7 @@ class MasterStore:
         here: gives the parameters of models on this rank, each with whether this rank updates it.
         foreign: tells whether a parameter is one of a model, and not on this rank.
         half: the type of parameters that have masters in fp32; None where there are none.
+        splits: tells of such a parameter whether its master is updated together with it.
 
     Attributes:
         groups: the parameters that the script gave, by parameter group.
@@ -71,7 +78,9 @@ class MasterStore:
         here: Callable[[], Mapping[nn.Parameter, bool]],
         foreign: Callable[[nn.Parameter], bool],
         half: torch.dtype | None,
+        splits: Callable[[torch.Tensor], bool],
     ) -> None:
+        self._splits = splits
         self._optimizer = optimizer
         self._here = here
         self._foreign = foreign
@@ -129,7 +138,8 @@ class MasterStore:
     def _make(self, parameter: nn.Parameter) -> Master:
         source = tensor = held(parameter)
         if parameter.dtype is self._half:
-            tensor = nn.Parameter(source.detach().float())
+            split = self._splits(source)
+            tensor = SplitMaster.of(source) if split else nn.Parameter(source.detach().float())
         if tensor is not parameter and parameter in self._optimizer.state:
             state = self._optimizer.state.pop(parameter)
             self._optimizer.state[tensor] = {
@@ -142,7 +152,10 @@ class MasterStore:
 
     @torch.no_grad()
     def _read(self, master: Master) -> None:
-        master.tensor.copy_(master.source)
+        if isinstance(master.tensor, SplitMaster):
+            follow(master.tensor)
+        else:
+            master.tensor.copy_(master.source)
         master.version = master.source._version
 
     # ------------------------------------------------------------------ an update
@@ -195,7 +208,10 @@ class MasterStore:
             written: ids of what the wrapped optimizer updates that are there already.
         """
         copies = [master for master in self if master.is_copy]
-        missing = [each for each in copies if id(each.tensor) not in written]
+        # What is split has written its upper half already.
+        missing = [
+            each for each in copies if id(each.tensor) not in written and not is_split(each.tensor)
+        ]
         if missing:
             copy_all([each.source for each in missing], [each.tensor for each in missing])
         for master in copies:
@@ -231,7 +247,7 @@ class MasterStore:
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Returns what the masters hold, by parameter, of those with memory of their own."""
-        return {each.parameter: each.tensor.detach() for each in self if each.is_copy}
+        return {each.parameter: values_of(each.tensor) for each in self if each.is_copy}
 
     @torch.no_grad()
     def load(self, values: Mapping[nn.Parameter, torch.Tensor]) -> None:

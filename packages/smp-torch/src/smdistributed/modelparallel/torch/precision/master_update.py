@@ -54,11 +54,18 @@ class MasterUpdate:
         self._models = models
         self.loss_scale: LossScale | None = None
         half = half_type(runtime.config)
-        self.store = MasterStore(optimizer, self._here, self._is_foreign, half)
+        self.store = MasterStore(optimizer, self._here, self._is_foreign, half, self._splits)
         #: The gradients that are with the masters, so that clipping and updating share them.
         self._taken: list[tuple[torch.Tensor | None, int]] | None = None
         self._is_updating = False
         optimizer.register_step_pre_hook(_refusal(weakref.ref(self)))
+
+    def _splits(self, source: torch.Tensor) -> bool:
+        return (
+            source.dtype is torch.bfloat16
+            and OnePassAdam.takes(self._optimizer, self._runtime.device)
+            and OnePassAdam.is_worth(source)
+        )
 
     @property
     def is_updating(self) -> bool:

@@ -22,6 +22,12 @@ from smdistributed.modelparallel.torch.compat.private.optimizers import (
     has_step_hooks,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import multiply_all
+from smdistributed.modelparallel.torch.precision.split_master import (
+    SplitMaster,
+    merged,
+    rest_of,
+    split,
+)
 
 #: Elements of a tensor that is worth a kernel of its own, which saves passes over its memory.
 SMALLEST = 1 << 16
@@ -75,6 +81,11 @@ class OnePassAdam(TorchFunctionMode):
             and can_compile()
         )
 
+    @staticmethod
+    def is_worth(source: torch.Tensor) -> bool:
+        """Tells whether it updates a parameter and its master in one go."""
+        return source.numel() >= SMALLEST and source.is_contiguous()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Takes the place of torch's kernel, unless that is told to leave the update out."""
         options = kwargs or {}
@@ -120,13 +131,15 @@ class OnePassAdam(TorchFunctionMode):
             copy = self._copies.get(id(parameter))
             if copy is not None and not copy.is_contiguous():
                 copy = None  # a parameter with gaps, whose master has none
+            lower = parameter.rest if isinstance(parameter, SplitMaster) else None
             _adam(
-                parameter.detach().view(-1),
+                None if lower is not None else parameter.detach().view(-1),
                 gradient.detach().view(-1),
                 mean.view(-1),
                 square.view(-1),
                 row,
                 None if copy is None else copy.detach().view(-1),
+                lower,
                 beta1,
                 beta2,
                 float(options["eps"]),
@@ -134,6 +147,8 @@ class OnePassAdam(TorchFunctionMode):
             )
             if copy is not None:
                 self.copied.add(id(parameter))
+                if isinstance(parameter, SplitMaster):
+                    split(parameter)
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:
@@ -148,12 +163,13 @@ def _is_flat(tensors: Tensors) -> bool:
 
 
 def _adam(
-    parameter: torch.Tensor,
+    parameter: torch.Tensor | None,
     gradient: torch.Tensor,
     mean: torch.Tensor,
     square: torch.Tensor,
     numbers: torch.Tensor,
     copy: torch.Tensor | None,
+    rest: torch.Tensor | None,
     beta1: float,
     beta2: float,
     eps: float,
@@ -162,33 +178,42 @@ def _adam(
     """Updates a tensor, its state and its copy.
 
     Args:
-        parameter: flat, as the others are.
+        parameter: flat, as the others are; None for one that is ``copy`` and ``rest``.
         gradient: of it.
         mean: first moment.
         square: second moment.
         numbers: size of the step, one by the root of the second correction, what is kept of the
             parameter, and a factor of the gradient.
         copy: takes the new values, if there is one.
+        rest: what ``copy`` lacks; see ``split_master``.
         beta1: of the first moment.
         beta2: of the second.
         eps: added to the root of the second.
         decay: of the parameter, added to the gradient.
     """
-    if parameter.is_cuda:
+    if gradient.is_cuda:
         from smdistributed.modelparallel.torch.precision import adam_kernel
 
         adam_kernel.update(
-            parameter, gradient, mean, square, numbers, copy, beta1, beta2, eps, decay
+            parameter, gradient, mean, square, numbers, copy, rest, beta1, beta2, eps, decay
         )
         return
     step_size, root, kept, factor = numbers.unbind()
-    old = parameter.float()
+    if parameter is None:
+        assert copy is not None
+        assert rest is not None
+        old = merged(copy, rest)
+    else:
+        old = parameter.float()
     slope = gradient.float() * factor + decay * old
     new_mean = mean.float() * beta1 + slope * (1 - beta1)
     new_square = square.float() * beta2 + slope * slope * (1 - beta2)
     new = old * kept - step_size * new_mean / (new_square.sqrt() * root + eps)
     mean.copy_(new_mean)
     square.copy_(new_square)
-    parameter.copy_(new)
+    if parameter is not None:
+        parameter.copy_(new)
     if copy is not None:
         copy.copy_(new)
+        if rest is not None:
+            rest.copy_(rest_of(copy, new))
