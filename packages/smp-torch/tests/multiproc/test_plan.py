@@ -17,6 +17,9 @@ from smdistributed.modelparallel.common.search.profile import ModelProfile
 
 pytestmark = pytest.mark.multiproc
 
+#: Examples that take longer than the Python that computes them, so that pipelines are worth it.
+LARGE = 1 << 14
+
 NET = """
 from torch import nn
 from torch.nn import functional as F
@@ -98,7 +101,7 @@ def planned(folder: Path) -> tuple[str, dict[str, Any]]:
         "sys.exit(plan.main(sys.argv[1:], prog='plan'))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *words, "--json", "plan.json", "--", "8"],
+        [sys.executable, "-c", program, *words, "--json", "plan.json", "--", str(LARGE)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -113,7 +116,7 @@ def test_a_script_is_planned_for_as_it_is(planned: tuple[str, dict[str, Any]]) -
     out, document = planned
     assert "before: 0.0\nparameters are delayed: True\ntrain: " in out
     assert "the script has ended" not in out
-    assert document["batch"] == 8
+    assert document["batch"] == LARGE
     degrees = {each["parameters"]["pipeline_parallel_degree"] for each in document["best"]}
     assert degrees == {1, 2}
 

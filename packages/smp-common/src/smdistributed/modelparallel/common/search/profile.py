@@ -16,10 +16,13 @@ from smdistributed.modelparallel.common.errors import ConfigError
 #: What most products of the model compute in.
 Precision = Literal["half", "tf32", "single"]
 
+#: Whether passes may be captured as CUDA graphs: ``smp.step(cuda_graphs=...)``.
+Graphs = bool | Literal["auto"]
+
 #: Names the file that a process writes the profile of its first training step to; it then ends.
 PROFILE_VARIABLE = "SMP_PROFILE"
 
-_VERSION = 1
+_VERSION = 2
 _COMPUTATIONS = ("computation", "recomputed")
 
 
@@ -32,28 +35,26 @@ class Computation:
         of_others: those of other products.
         moved_bytes: that all else reads and writes.
         num_kernels: operations that compute something.
+        num_modules: modules that are called.
     """
 
     of_weights: float = 0.0
     of_others: float = 0.0
     moved_bytes: float = 0.0
     num_kernels: float = 0.0
+    num_modules: float = 0.0
 
     def __add__(self, other: Computation) -> Computation:
-        return Computation(
-            self.of_weights + other.of_weights,
-            self.of_others + other.of_others,
-            self.moved_bytes + other.moved_bytes,
-            self.num_kernels + other.num_kernels,
-        )
+        names = [each.name for each in dataclasses.fields(self)]
+        return Computation(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def times(self, factor: float) -> Computation:
         """Returns that for ``factor`` times as many examples: no more kernels, but longer ones."""
-        return Computation(
-            factor * self.of_weights,
-            factor * self.of_others,
-            factor * self.moved_bytes,
-            self.num_kernels,
+        return dataclasses.replace(
+            self,
+            of_weights=factor * self.of_weights,
+            of_others=factor * self.of_others,
+            moved_bytes=factor * self.moved_bytes,
         )
 
 
@@ -153,6 +154,7 @@ class ModelProfile:
         memory_weight: of the partition.
         most_gathered: elements of sharded parameters that are whole at a time.
         has_buckets: whether replicas keep gradients in buckets besides.
+        graphs: whether the step function asks for CUDA graphs.
         notes: what a reader of the plan should know.
     """
 
@@ -167,6 +169,7 @@ class ModelProfile:
     memory_weight: float = 0.8
     most_gathered: int = 1_000_000_000
     has_buckets: bool = True
+    graphs: Graphs = "auto"
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:

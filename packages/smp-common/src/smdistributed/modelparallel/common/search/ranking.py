@@ -181,7 +181,7 @@ class Search:
         time = StepTime(stages, configuration, self._profile, self._machine)
         graph = _graph(stages, time, configuration.pipeline)
         shortest = PassGraph(graph, time.transfers).shortest_time(configuration.microbatches)
-        bound = shortest + time.after_passes()
+        bound = shortest + time.beside_passes()
         waiting = _least_waiting(configuration)
         held = [waiting * own.kept_bytes for own in stages.holdings]
         least = fullest(stages, held, configuration, self._profile, self._machine.device)
@@ -200,7 +200,7 @@ class Search:
         passes = timeline.makespan + (configuration.microbatches - stride) * max(loads)
         return Estimate(
             configuration,
-            passes + each.time.after_passes(),
+            passes + each.time.beside_passes(),
             self._profile.batch,
             fullest(
                 each.stages,

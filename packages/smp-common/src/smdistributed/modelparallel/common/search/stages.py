@@ -22,7 +22,7 @@ from smdistributed.modelparallel.common.planning.pass_costs import (
     PassCosts,
 )
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
-from smdistributed.modelparallel.common.search.devices import REACHED, Device
+from smdistributed.modelparallel.common.search.devices import Device
 from smdistributed.modelparallel.common.search.profile import (
     Computation,
     Figures,
@@ -180,24 +180,6 @@ def counted(work: Computation, device: Device, precision: str) -> PassCosts:
     longer = _LONGER[precision] if device.is_gpu else 1
     moved = OPERATIONS_A_BYTE * work.moved_bytes if device.is_gpu else 0.0
     return PassCosts.counted(longer * work.of_weights, longer * work.of_others + moved)
-
-
-def seconds(figures: Figures, device: Device, precision: str) -> PassCosts:
-    """Returns the seconds that passes take: a roofline, and no less than the host needs."""
-    passes = _roofline(figures.computation, device, precision)
-    again = _roofline(figures.recomputed, device, precision).forward
-    launches = figures.computation.num_kernels * device.launch_seconds
-    return PassCosts(
-        max(passes.forward, launches),
-        max(passes.backward, 2 * launches) + again,
-        passes.weights,
-    )
-
-
-def _roofline(work: Computation, device: Device, precision: str) -> PassCosts:
-    operations = REACHED * device.operations[precision]  # type: ignore[index]
-    moved = work.moved_bytes / (REACHED * device.memory_rate)
-    return PassCosts.counted(work.of_weights / operations, work.of_others / operations + moved)
 
 
 def segment_graph(stages: Stages, passes: Sequence[PassCosts], *, halves: bool) -> SegmentGraph:

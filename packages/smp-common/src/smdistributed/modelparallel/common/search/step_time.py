@@ -1,14 +1,23 @@
-"""How long a step takes besides its passes: what ranks exchange, and the optimizer's update."""
+"""How long a step takes besides its passes: what ranks exchange, and the optimizer's update.
+
+Someone waits for the end of a step, as a script does that prints a loss: the Python of the next
+one, which pipelines run before they compute, is not hidden behind it.
+"""
 
 from __future__ import annotations
 
 from smdistributed.modelparallel.common.planning.list_scheduling import CostModel
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.search.candidates import Configuration
-from smdistributed.modelparallel.common.search.devices import REACHED, Machine
+from smdistributed.modelparallel.common.search.devices import (
+    REACHED_OF_LINKS,
+    REACHED_OF_MEMORY,
+    Machine,
+)
+from smdistributed.modelparallel.common.search.pass_time import PassTime
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.common.search.rank_memory import SINGLE_BYTES
-from smdistributed.modelparallel.common.search.stages import Piece, Stages, seconds
+from smdistributed.modelparallel.common.search.stages import Piece, Stages
 
 #: Of a reduction of gradients, what no backward pass hides: its last bucket.
 _BARE = 0.1
@@ -41,12 +50,13 @@ class StepTime:
         self._machine = machine
         # Pipelines have neighbouring ranks, replicas are a pipeline apart.
         self._apart = machine.rate(machine.num_devices)
+        self._pass_time = PassTime(configuration, profile, machine)
         self.passes = [self._passes(piece) for piece in stages.pieces]
         rate = machine.rate(configuration.partitions)
         self.transfers = CostModel(machine.device.latency_seconds, 1 / rate)
 
     def _passes(self, piece: Piece) -> PassCosts:
-        costs = seconds(piece.figures, self._machine.device, self._profile.precision)
+        costs = self._pass_time.of(piece.figures)
         shards = self._configuration.shards
         if shards == 1:
             return costs
@@ -70,7 +80,15 @@ class StepTime:
     def _exchange(self, num_bytes: float, num_ranks: int) -> float:
         """Returns the seconds of an all-gather or a reduce-scatter, in a ring."""
         latency = (num_ranks - 1) * self._machine.device.latency_seconds
-        return latency + num_bytes * (num_ranks - 1) / num_ranks / (REACHED * self._apart)
+        return latency + num_bytes * (num_ranks - 1) / num_ranks / (REACHED_OF_LINKS * self._apart)
+
+    def before_passes(self) -> float:
+        """Returns the seconds that the Python of all microbatches takes before any is computed."""
+        return self._pass_time.before()
+
+    def beside_passes(self) -> float:
+        """Returns the seconds of a step in which no pass runs."""
+        return self.before_passes() + self.after_passes()
 
     def after_passes(self) -> float:
         """Returns the seconds that the slowest rank takes when its last pass has ended."""
@@ -112,7 +130,7 @@ class StepTime:
             cut = own.share_in_shards
             owners = 1 / (1 - cut + cut / configuration.shards)
         touched = 2 * (own.optimizer_bytes + own.gradient_bytes) + own.gradient_bytes
-        update = touched / owners / (REACHED * self._machine.device.memory_rate)
+        update = touched / owners / (REACHED_OF_MEMORY * self._machine.device.memory_rate)
         if configuration.shards_optimizer:  # owners give the others what they have updated
             update += self._exchange(own.gradient_bytes, configuration.replicas)
         return update

@@ -103,7 +103,9 @@ class _Builder:
     def _figures(
         self, unit: Unit, module: nn.Module, *, is_repeated: bool, is_outermost: bool
     ) -> Figures:
-        computation = _computation(self._own_work(unit, module))
+        computation = _computation(
+            self._own_work(unit, module), num_modules=module in self.made.modules
+        )
         kept, again = max(0.0, self._own_bytes(unit, module, self.kept)), 0.0
         if is_repeated:
             kept = unit.output_bytes if is_outermost else 0.0  # as large as what it is given
@@ -153,12 +155,13 @@ class _Builder:
         return found
 
 
-def _computation(work: Work) -> Computation:
+def _computation(work: Work, num_modules: int = 0) -> Computation:
     return Computation(
         of_weights=max(0.0, float(work.weight_products)),
         of_others=max(0.0, float(work.products - work.weight_products)),
         moved_bytes=max(0.0, float(work.moved_bytes)),
         num_kernels=max(0.0, float(work.kernels)),
+        num_modules=float(num_modules),
     )
 
 

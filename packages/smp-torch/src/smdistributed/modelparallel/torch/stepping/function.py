@@ -104,7 +104,9 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep | PlannedStep:
         if runtime.planning is not None:
-            return PlannedStep(runtime, self._function, self._rules, runtime.planning)
+            return PlannedStep(
+                runtime, self._function, self._rules, runtime.planning, self._cuda_graphs
+            )
         given = runtime, self._function, self._rules, self._detach_outputs
         asked = runtime, self.name, self._cuda_graphs
         if runtime.topology.pp_size == 1:

@@ -20,6 +20,7 @@ import torch
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, tensors_to_cut
 from smdistributed.modelparallel.common.search.profile import (
+    Graphs,
     ModelProfile,
     Precision,
     UnitProfile,
@@ -56,6 +57,7 @@ class PlannedStep(StepOnFakes):
         function: the user's function.
         rules: which arguments are split.
         planning: says where the profile goes.
+        graphs: whether passes are to be captured as CUDA graphs.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PlannedStep(StepOnFakes):
         function: Callable[..., Any],
         rules: SplitRules,
         planning: Planning,
+        graphs: Graphs,
     ) -> None:
         super().__init__(runtime)
         self._function = function
@@ -71,6 +74,7 @@ class PlannedStep(StepOnFakes):
         self._rules = rules
         self._inputs = StepInputs(runtime, rules)
         self._planning = planning
+        self._graphs = graphs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call; ends the process if it trains.
@@ -134,6 +138,7 @@ class PlannedStep(StepOnFakes):
             memory_weight=config.memory_weight,
             most_gathered=config.sdp_max_live_parameters,
             has_buckets=not options.gradient_as_bucket_view,
+            graphs=self._graphs,
             notes=tuple(notes),
         )
 
