@@ -56,14 +56,14 @@ MUTATIONS = (
     ),
     Mutation(
         "one partition too many",
-        "tensorflow/plan/placement.py",
+        "tensorflow/planning/placement.py",
         "if not 0 <= index < num_partitions:",
         "if not 0 <= index <= num_partitions:",
         ("partitions_that_do_not_exist_are_refused",),
     ),
     Mutation(
         "memory and speed are swapped",
-        "tensorflow/plan/placement.py",
+        "tensorflow/planning/placement.py",
         '{"memory": 0.95, "speed": 0.5}',
         '{"memory": 0.5, "speed": 0.95}',
         (

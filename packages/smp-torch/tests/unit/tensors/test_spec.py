@@ -10,7 +10,7 @@ import torch
 from recorded import Recorded
 from torch import nn
 
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 
 WIDTH = 4
 X = torch.ones(2, WIDTH)

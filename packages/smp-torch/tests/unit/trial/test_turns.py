@@ -13,7 +13,7 @@ from recorded import Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.tensors.nested import same, template
 from smdistributed.modelparallel.torch.trial.turns import KeptTensors, differentiate, keeps_state
 

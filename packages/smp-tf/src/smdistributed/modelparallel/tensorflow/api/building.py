@@ -10,7 +10,7 @@ from typing import Any
 from smdistributed.modelparallel.tensorflow.api.start import slot
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel as BaseModel
-from smdistributed.modelparallel.tensorflow.plan.placement import check_index
+from smdistributed.modelparallel.tensorflow.planning.placement import check_index
 from smdistributed.modelparallel.tensorflow.record.tracing import PARTITION
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.execute.replay import Call, Request
-from smdistributed.modelparallel.tensorflow.plan.segments import Pass
+from smdistributed.modelparallel.tensorflow.planning.segments import Pass
 
 #: A request of a call: the places of both.
 Asked = tuple[int, int]

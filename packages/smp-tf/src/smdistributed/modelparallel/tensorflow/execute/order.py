@@ -40,7 +40,7 @@ from smdistributed.modelparallel.tensorflow.execute.entries import (
 )
 from smdistributed.modelparallel.tensorflow.execute.links import Links
 from smdistributed.modelparallel.tensorflow.execute.replay import Call, Request
-from smdistributed.modelparallel.tensorflow.plan.segments import Pass
+from smdistributed.modelparallel.tensorflow.planning.segments import Pass
 
 
 def impose_order(

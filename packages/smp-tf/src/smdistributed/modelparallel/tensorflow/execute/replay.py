@@ -20,7 +20,7 @@ from smdistributed.modelparallel.tensorflow.execute.backward import Backward, Di
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
-from smdistributed.modelparallel.tensorflow.plan.segments import Pass, Transfer
+from smdistributed.modelparallel.tensorflow.planning.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
 
 

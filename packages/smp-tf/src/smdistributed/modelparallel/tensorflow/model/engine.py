@@ -35,8 +35,8 @@ from smdistributed.modelparallel.tensorflow.parameters.variables import (
     home_of,
     path_of,
 )
-from smdistributed.modelparallel.tensorflow.plan.placement import Placement, place
-from smdistributed.modelparallel.tensorflow.plan.segments import Plan, cut
+from smdistributed.modelparallel.tensorflow.planning.placement import Placement, place
+from smdistributed.modelparallel.tensorflow.planning.segments import Plan, cut
 from smdistributed.modelparallel.tensorflow.record.tracing import LayerNames, Trace, trace
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind, Schedule
 from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.room import Rooms, rooms_of
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
 
 

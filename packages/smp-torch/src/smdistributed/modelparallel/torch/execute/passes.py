@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
     WaitingGradients,
     put_off_in,
 )
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import (
     BackwardPasses,

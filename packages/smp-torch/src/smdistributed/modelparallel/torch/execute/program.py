@@ -24,9 +24,9 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
-from smdistributed.modelparallel.torch.plan.recomputing import can_repeat, how_again, parts_of
-from smdistributed.modelparallel.torch.plan.runs import runs_of
-from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.planning.recomputing import can_repeat, how_again, parts_of
+from smdistributed.modelparallel.torch.planning.runs import runs_of
+from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.calls.regions import Again
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap, tapped

@@ -48,7 +48,7 @@ from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, 
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.model.tracing import TracingOptions
-from smdistributed.modelparallel.torch.plan.placement import Placement
+from smdistributed.modelparallel.torch.planning.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.absence.tensors import (
 )
 from smdistributed.modelparallel.torch.model.absence import Absence
 from smdistributed.modelparallel.torch.model.keeper import ModelsKeeper
-from smdistributed.modelparallel.torch.plan.placement import Placement
+from smdistributed.modelparallel.torch.planning.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.layout import block, is_cut

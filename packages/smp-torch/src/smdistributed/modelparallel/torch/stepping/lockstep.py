@@ -24,8 +24,8 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.model.distributed import models_of
-from smdistributed.modelparallel.torch.plan.segments import Plan, cut
-from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
+from smdistributed.modelparallel.torch.planning.segments import Plan, cut
+from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
 from smdistributed.modelparallel.torch.record.passes import Passed

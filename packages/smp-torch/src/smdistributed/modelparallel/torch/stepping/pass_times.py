@@ -21,11 +21,11 @@ from smdistributed.modelparallel.common.planning.choosing import WORTH
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.torch.model.distributed import models_of
-from smdistributed.modelparallel.torch.plan.common_schedule import (
+from smdistributed.modelparallel.torch.planning.common_schedule import (
     common_schedule,
     seconds_of,
 )
-from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import say_prediction
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared

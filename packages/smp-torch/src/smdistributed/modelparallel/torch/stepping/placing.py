@@ -14,9 +14,9 @@ from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.report import partition_text
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.plan.placement import Placement, called_in, decide
-from smdistributed.modelparallel.torch.plan.shapes import v_gains
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.placement import Placement, called_in, decide
+from smdistributed.modelparallel.torch.planning.shapes import v_gains
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 

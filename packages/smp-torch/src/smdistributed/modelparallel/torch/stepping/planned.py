@@ -27,7 +27,7 @@ from smdistributed.modelparallel.common.search.profile import (
 )
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
-from smdistributed.modelparallel.torch.plan.unit_profile import beside_modules, unit_profile
+from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Work

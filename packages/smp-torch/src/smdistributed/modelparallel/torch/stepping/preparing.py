@@ -15,8 +15,8 @@ from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.passes import Passes
 from smdistributed.modelparallel.torch.execute.program import Program
-from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.final_gradients import final_gradients
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from smdistributed.modelparallel.torch.execute.program import Program
-from smdistributed.modelparallel.torch.plan.parts import on_one_rank, part_giving, parts_between
-from smdistributed.modelparallel.torch.plan.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.planning.parts import on_one_rank, part_giving, parts_between
+from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value
 from smdistributed.modelparallel.torch.record.questions.question import Before
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.execute.taping import TapedComputation, Tapes
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.execute.links import Links
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.plan.segments import SegmentNodes
+from smdistributed.modelparallel.torch.planning.segments import SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.record.questions.ahead import (
     changed_slots,

@@ -9,8 +9,8 @@ import torch
 
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.plan.timing import measure
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.timing import measure
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.scene import Scene

@@ -9,7 +9,7 @@ import tensorflow as tf
 from traces import dense, on, placed, traced, variable
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.plan.segments import Plan, cut
+from smdistributed.modelparallel.tensorflow.planning.segments import Plan, cut
 
 
 def _plan(call: Callable[[Any], Any], *layers: Any, num_partitions: int = 2) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.tensorflow.compat import graphs, keras
-from smdistributed.modelparallel.tensorflow.plan.placement import Placement, place
+from smdistributed.modelparallel.tensorflow.planning.placement import Placement, place
 from smdistributed.modelparallel.tensorflow.record.tracing import (
     PARTITION,
     LayerNames,

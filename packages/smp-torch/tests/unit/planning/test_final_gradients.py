@@ -8,7 +8,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import build_schedule
-from smdistributed.modelparallel.torch.plan.final_gradients import final_gradients
+from smdistributed.modelparallel.torch.planning.final_gradients import final_gradients
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.schedule import Kind, Schedule
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 
 
 def statistics_in_turn(plans: Sequence[Plan], schedule: Schedule) -> list[str]:

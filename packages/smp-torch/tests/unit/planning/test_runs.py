@@ -15,9 +15,9 @@ from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_
 from smdistributed.modelparallel.torch.execute import compiled_runs
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns, _tell
 from smdistributed.modelparallel.torch.execute.program import Program
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.plan.runs import runs_of, work_of_run
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.runs import runs_of, work_of_run
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.costs import flops
 from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.common.planning.partitioner import (
     Unit,
     partition,
 )
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.record.costs.meter import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf

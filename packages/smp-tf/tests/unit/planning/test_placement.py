@@ -9,7 +9,7 @@ import tensorflow as tf
 from traces import dense, on, placed, traced, variable
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.tensorflow.plan.placement import check_index
+from smdistributed.modelparallel.tensorflow.planning.placement import check_index
 
 
 def _partitions_of(found: dict[Any, int], kind: str) -> list[int]:

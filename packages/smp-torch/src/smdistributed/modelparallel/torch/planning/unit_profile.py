@@ -10,8 +10,8 @@ from torch import nn
 
 from smdistributed.modelparallel.common.planning.cost_tree import Unit
 from smdistributed.modelparallel.common.search.profile import Computation, Figures, UnitProfile
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.plan.placement import called_in, cost_tree
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.placement import called_in, cost_tree
 from smdistributed.modelparallel.torch.record.costs.meter import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.fakes import FakeModel

@@ -23,10 +23,10 @@ from smdistributed.modelparallel.common.planning.simulator import (
     build_schedule,
     simulate,
 )
-from smdistributed.modelparallel.torch.plan.common_schedule import common_schedule, one_by_one
-from smdistributed.modelparallel.torch.plan.segments import Plan
-from smdistributed.modelparallel.torch.plan.shapes import v_gains
-from smdistributed.modelparallel.torch.plan.statistics import statistics_in_turn
+from smdistributed.modelparallel.torch.planning.common_schedule import common_schedule, one_by_one
+from smdistributed.modelparallel.torch.planning.segments import Plan
+from smdistributed.modelparallel.torch.planning.shapes import v_gains
+from smdistributed.modelparallel.torch.planning.statistics import statistics_in_turn
 
 WIDTH = 4
 

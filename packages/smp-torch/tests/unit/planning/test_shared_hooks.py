@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.plan.shared_hooks import check_shared_hooks
+from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHooks, Moment
 
 WIDTH = 4

@@ -24,8 +24,8 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.plan.final_gradients import parameters_of
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.final_gradients import parameters_of
+from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook, Moment
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
 from smdistributed.modelparallel.torch.state.snapshot import Place, Snapshot

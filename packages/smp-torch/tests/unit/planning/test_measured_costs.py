@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
-from smdistributed.modelparallel.torch.plan import timing
-from smdistributed.modelparallel.torch.plan.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.plan.timing import measure
+from smdistributed.modelparallel.torch.planning import timing
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.timing import measure
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Operations, Work
 

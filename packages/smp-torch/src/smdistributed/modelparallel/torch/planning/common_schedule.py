@@ -26,7 +26,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
     SegmentGraph,
 )
 from smdistributed.modelparallel.common.planning.simulator import simulate
-from smdistributed.modelparallel.torch.plan.segments import Plan
+from smdistributed.modelparallel.torch.planning.segments import Plan
 
 
 class Ordered(NamedTuple):
