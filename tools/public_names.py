@@ -35,6 +35,7 @@ MODULES = {
         f"{_ROOT}.common.planning.report",
         f"{_ROOT}.common.planning.schedule",
         f"{_ROOT}.common.planning.simulator",
+        f"{_ROOT}.common.search.plan",
         f"{_ROOT}.common.testing",
         f"{_ROOT}.common.topology",
     ),

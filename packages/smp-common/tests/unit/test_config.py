@@ -18,6 +18,7 @@ from smdistributed.modelparallel.common.topology import Topology
 
 _DEFAULTS: dict[str, object] = {
     "pipeline_parallel_degree": 1,
+    "auto": False,
     "microbatches": 1,
     "pipeline": "interleaved",
     "optimize": "memory",
@@ -442,6 +443,10 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             {"partitions": 2, "shard_optimizer_state": True},
             ["shard_optimizer_state needs ddp", "shard_optimizer_state True, ddp False"],
         ),
+        (
+            {"auto": True, "partitions": 2},
+            ["auto true decides partitions: leave one of them out", "auto True, partitions 2"],
+        ),
     ],
 )
 def test_rules_between_parameters(given: dict[str, object], parts: list[str]) -> None:
@@ -462,6 +467,7 @@ def test_rules_between_parameters(given: dict[str, object], parts: list[str]) ->
         {"partitions": 1, "prescaled_batch": True},
         {"partitions": 1, "memory_weight": 0.0},
         {"partitions": 2, "offload_activations": True, "activation_loading_horizon": 2},
+        {"auto": True, "bf16": True, "ddp": True},
     ],
 )
 def test_combinations_that_are_allowed(given: dict[str, object]) -> None:
@@ -585,3 +591,14 @@ def test_wrong_environment_variables(name: str, value: str, rule: str) -> None:
     assert rule in problem
     assert f"got '{value}' (str)" in problem
     assert _load("tensorflow", **{name: value}) == _load("tensorflow")
+
+
+def test_a_job_that_plans_itself_is_checked_when_it_has() -> None:
+    config = _load(given={"auto": True})
+    config.check_world(8, "pytorch")
+    with pytest.raises(ConfigError, match="needs ddp"):
+        _load(given={"partitions": 2}).check_world(8, "pytorch")
+    assert config.given() == {"auto": True}
+    envelope = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": "auto"}}}
+    mpi = {"enabled": True, "processes_per_host": 2}
+    assert _load(given={**envelope, "mpi": mpi}).given() == {"auto": True}

@@ -82,7 +82,7 @@ def test_what_fits_nowhere_says_why(script: str, capsys: pytest.CaptureFixture[s
         (["train.py", "--devices", "2", "--memory", "80"], "a number above 0 and a unit"),
         (["train.py", "--devices", "2", "--lines", "0"], "at least 1; received 0"),
         (["train.py", "--devices", "2", "--device", "tpu"], "received 'tpu'"),
-        (["train.py", "--devices", "2", "--device", "cpu"], "--memory 4GiB"),
+        (["train.py", "--devices", "2", "--device", "cpu"], "such as 4GiB"),
         (["train.py", "--hosts", "a:4,b:2"], "equally many devices; received a:4,b:2"),
         (["train.py"], "give --devices"),
     ],

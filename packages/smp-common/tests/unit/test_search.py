@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -14,7 +16,8 @@ from smdistributed.modelparallel.common.search.candidates import (
     Configuration,
     configurations,
 )
-from smdistributed.modelparallel.common.search.devices import Machine, device_of
+from smdistributed.modelparallel.common.search.devices import Machine, device_like, device_of
+from smdistributed.modelparallel.common.search.plan import Plan
 from smdistributed.modelparallel.common.search.profile import (
     Computation,
     Figures,
@@ -90,14 +93,14 @@ def everything(search: Search, profile: ModelProfile, on: Machine) -> list[Estim
 def test_the_best_of_a_plan_are_the_best_of_all() -> None:
     profile, on = transformer(6, 4096, batch=16), machine(8, 14 * GIB)
     search = Search(profile, on)
-    plan = search.plan(5)
+    plan = search.ranking(5)
     estimates = everything(search, profile, on)
     fitting = [each for each in estimates if each.peak.total <= on.memory_bytes]
     assert len(fitting) <= plan.num_fitting < plan.num_configurations
     expected = sorted(each.seconds for each in fitting)[:5]
     assert expected[-1] < 1.3 * expected[0]
     assert sorted(each.seconds for each in plan.best) == pytest.approx(expected)
-    assert plan.best == Search(profile, on).plan(5).best
+    assert plan.best == Search(profile, on).ranking(5).best
 
 
 def test_no_estimate_is_below_its_bounds() -> None:
@@ -161,7 +164,7 @@ def test_shards_and_replicas_hold_their_parts() -> None:
 
 
 def test_what_does_not_fit_is_told_in_bytes_by_kind() -> None:
-    plan = Search(SMALL, machine(4, 1 * GIB)).plan()
+    plan = Search(SMALL, machine(4, 1 * GIB)).ranking()
     assert not plan.best
     assert plan.num_fitting == 0
     totals = [each.peak.total for each in plan.refused]
@@ -175,7 +178,7 @@ def test_what_does_not_fit_is_told_in_bytes_by_kind() -> None:
 def test_a_batch_that_no_configuration_can_share_out_is_refused() -> None:
     profile = transformer(1, batch=1)
     with pytest.raises(ConfigError, match=r"1 examples cannot be shared out .* 64 devices"):
-        Search(profile, machine(64, 80 * GIB)).plan()
+        Search(profile, machine(64, 80 * GIB)).ranking()
 
 
 def test_a_model_that_is_computed_again_keeps_less_and_takes_longer() -> None:
@@ -185,8 +188,8 @@ def test_a_model_that_is_computed_again_keeps_less_and_takes_longer() -> None:
         return dataclasses.replace(unit, own=own, children=tuple(map(repeated, unit.children)))
 
     on = machine(1, 80 * GIB)
-    plain = Search(SMALL, on).plan(1).best[0]
-    again = Search(dataclasses.replace(SMALL, root=repeated(SMALL.root)), on).plan(1).best[0]
+    plain = Search(SMALL, on).ranking(1).best[0]
+    again = Search(dataclasses.replace(SMALL, root=repeated(SMALL.root)), on).ranking(1).best[0]
     assert again.peak.activations < plain.peak.activations
     assert 1.2 < again.seconds / plain.seconds < 1.4
 
@@ -198,14 +201,39 @@ def test_a_profile_is_read_as_it_was_written() -> None:
 
 
 def test_links_between_hosts_are_slower() -> None:
-    alone = Search(SMALL, machine(16, 80 * GIB)).plan(1).best[0]
-    apart = Search(SMALL, machine(16, 80 * GIB, num_hosts=2)).plan(1).best[0]
+    alone = Search(SMALL, machine(16, 80 * GIB)).ranking(1).best[0]
+    apart = Search(SMALL, machine(16, 80 * GIB, num_hosts=2)).ranking(1).best[0]
     assert alone.seconds < apart.seconds
 
 
 def test_a_device_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="received 'tpu': name the one that is most like yours"):
         device_of("tpu")
+
+
+def test_a_device_is_known_by_what_its_driver_says() -> None:
+    assert device_like("NVIDIA H100 80GB HBM3").name == "h100"
+    assert device_like("NVIDIA A100-SXM4-80GB").name == "a100"
+    with pytest.raises(ConfigError, match="received 'Tesla T4'"):
+        device_like("Tesla T4")
+
+
+def test_a_plan_is_for_programs_too(tmp_path: Path) -> None:
+    profile = dataclasses.replace(
+        transformer(6, 4096, batch=16), settings={"auto": True, "bf16": True}
+    )
+    plan = Plan(profile, Machine.of("h100", 4, memory="64GiB"), 2)
+    assert len(plan.lines) == 2
+    assert plan.best.config == {"bf16": True, **plan.best.changes}
+    load("pytorch", plan.best.config, environ={}).check_world(4, "pytorch")
+    plan.save(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["best"][0]["step_seconds"] == plan.best.step_seconds
+    assert plan.table().count("\n") > 5
+    with pytest.raises(ConfigError, match=r"fit into 0.25 GiB .*(?s:.*)does not fit: "):
+        _ = Plan(SMALL, Machine.of("h100", 4, memory="256MiB")).best
+    with pytest.raises(ConfigError, match="received 4 on 3 hosts"):
+        Machine.of("h100", 4, 3)
 
 
 def test_the_loss_is_computed_where_the_model_ends() -> None:

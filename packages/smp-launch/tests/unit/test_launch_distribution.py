@@ -36,6 +36,12 @@ def test_model_parallelism_is_handed_on() -> None:
     assert distribution.of_hyperparameters(found) == given
 
 
+def test_a_job_that_plans_itself_is_handed_on() -> None:
+    parallel = {"modelparallel": {"enabled": True, "parameters": "auto"}}
+    found = read({"smdistributed": parallel, "mpi": MPI})
+    assert found["mp_parameters"] == {"auto": True}
+
+
 def test_mpi_alone_is_handed_on() -> None:
     found = read({"mpi": MPI})
     assert found["sagemaker_mpi_num_of_processes_per_host"] == 4

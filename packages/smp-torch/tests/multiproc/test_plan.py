@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 import subprocess
@@ -11,9 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.config import load
+from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import plan
 from smdistributed.modelparallel.common.search.profile import ModelProfile
+from smdistributed.modelparallel.common.testing import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -49,7 +55,8 @@ from net import WIDTH, make_net
 
 BATCH = int(sys.argv[1])
 degrees = {"pipeline_parallel_degree": 4} if "SMP_PROFILE" in os.environ else {}
-smp.init({"microbatches": 2, "ddp": True, **degrees})
+smp.init({"auto": True} if "auto" in sys.argv else {"microbatches": 2, "ddp": True, **degrees})
+print(f"{smp.pp_size()} partitions, {smp.rdp_size()} replicas", flush=True)
 with smp.delay_param_initialization():
     net = make_net()
 for block in net[:4] if "again" in sys.argv else ():
@@ -178,3 +185,62 @@ def test_what_is_computed_again_is_not_kept(folder: Path, monkeypatch: pytest.Mo
     assert whole.kept_bytes == 4 * 4 * (5 * 48 + 8)
     [block] = {unit.own.again_bytes for unit in profile.root.walk() if unit.own.again_bytes}
     assert block == 4 * 4 * (48 + 1 + 1 + 48 + 96 + 96)
+
+
+def test_a_job_takes_the_best_line_by_itself(folder: Path) -> None:
+    outcome = run_ranks(
+        2, folder / "train.py", launcher="smprun-fork", timeout=120, args=[LARGE, "auto"]
+    )
+    lines = outcome.stdout.splitlines()
+    [taken] = (line for line in lines if "smp.init takes the first line: " in line)
+    partitions = ast.literal_eval(taken.split("line: ")[1])["pipeline_parallel_degree"]
+    words = f"{partitions} partitions, {2 // partitions} replicas"
+    # Besides, the process that recorded the step has one of each.
+    assert {"[0] " + words, "[1] " + words} <= set(lines)
+    assert outcome.stdout.count("trained") == 2
+
+
+def counting() -> tuple[str, dict[str, Any]]:
+    """Plans in a script, or not, and trains a module that counts and draws."""
+    smp.init({"microbatches": 2, "ddp": True})
+    torch.manual_seed(3)
+    log: list[torch.Tensor] = []
+
+    class Net(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            log.append(x)
+            return super().forward(x)
+
+    net = Net(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) * torch.arange(4.0)).square().mean()
+        model.backward(loss)
+        return loss
+
+    def state() -> Any:
+        tensors = [each.tolist() for each in net.state_dict().values()]
+        return tensors, net.calls, len(log), [each.grad for each in net.parameters()]
+
+    x = torch.arange(32.0).view(8, 4)
+    before, draws = state(), torch.get_rng_state()
+    plan = smp.plan(train, model, x, devices=2, device="cpu", memory="1GiB")
+    assert (state(), torch.get_rng_state().tolist()) == (before, draws.tolist())
+    train(model, x)
+    optimizer.step()
+    assert net.calls == len(log) == 2
+    with pytest.raises(ConfigError, match="decorate it"):
+        smp.plan(lambda x: x, x, devices=2)  # type: ignore[no-untyped-call]
+    return plan.table(), dict(plan.best.config)
+
+
+def test_a_script_plans_and_stays_as_it_was() -> None:
+    [(table, config)] = run_ranks(1, counting, launcher="fork", timeout=60).results
+    assert "2 x cpu, 1 GiB each" in table
+    load("pytorch", config, environ={}).check_world(2, "pytorch")

@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.api.groups import (
     get_tp_process_group,
     get_world_process_group,
 )
+from smdistributed.modelparallel.torch.api.planning import plan
 from smdistributed.modelparallel.torch.api.slot import facade
 from smdistributed.modelparallel.torch.api.start import init
 from smdistributed.modelparallel.torch.api.tensor_parallel import (
@@ -133,6 +134,7 @@ __all__ = [
     "mp_size",
     "partition",
     "patches",
+    "plan",
     "pp_barrier",
     "pp_rank",
     "pp_size",

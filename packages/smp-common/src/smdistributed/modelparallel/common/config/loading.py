@@ -49,6 +49,7 @@ _PURPOSES = (
     "sharded_data_parallel_degree",
     "ddp",
     "horovod",
+    "auto",
 )
 _TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -118,6 +119,8 @@ class Config(Parameters):
         Raises:
             ConfigError: the job cannot run with this many processes; lists every reason.
         """
+        if self.auto:
+            return  # a plan gives what is to be checked
         topology = self.topology(size)
         replicas, shard = topology.rdp_size, self.sharded_data_parallel_degree
         problems = []
@@ -145,6 +148,10 @@ class Config(Parameters):
             )
         if processes_per_host is not None:
             _warn_about_tensor_groups(topology, processes_per_host)
+
+    def given(self) -> dict[str, object]:
+        """Every parameter that somebody has given, by its main name."""
+        return {each.name: each.value for each in self.explain() if each.source != "default"}
 
     def explain(self) -> list[Explained]:
         """Every parameter with its value and where that came from."""

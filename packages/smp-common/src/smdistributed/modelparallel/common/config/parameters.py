@@ -51,6 +51,17 @@ class Parameters(Settings):
             aliases=("partitions",),
         ),
     ] = 1
+    auto: Annotated[
+        Bool,
+        Parameter(
+            "Plan first: rank 0 records the first training step of the script in a process of its "
+            "own, and the job takes the fastest configuration that is estimated to fit its "
+            "devices.",
+            since="-",
+            source=_OURS,
+            frameworks=PYTORCH,
+        ),
+    ] = False
     microbatches: Annotated[
         PositiveInt,
         Parameter(

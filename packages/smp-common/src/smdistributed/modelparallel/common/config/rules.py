@@ -29,7 +29,26 @@ class Rule:
 
 _SDP_PARAMETERS = tuple(name for name in Parameters.model_fields if name.startswith("sdp_"))
 
+#: What a plan decides.
+PLANNED = (
+    "pipeline_parallel_degree",
+    "microbatches",
+    "pipeline",
+    "tensor_parallel_degree",
+    "sharded_data_parallel_degree",
+    "shard_optimizer_state",
+)
+
 RULES = (
+    *(
+        Rule(
+            ("auto", name),
+            # The default argument ties each function to its own name.
+            lambda c, name=name: c.auto and name in c.model_fields_set,  # type: ignore[misc]
+            f"{{auto}} true decides {{{name}}}: leave one of them out.",
+        )
+        for name in PLANNED
+    ),
     Rule(
         ("tensor_parallel_degree", "ddp"),
         lambda c: c.tensor_parallel_degree > 1 and not c.ddp,

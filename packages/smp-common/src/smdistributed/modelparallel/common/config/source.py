@@ -34,6 +34,8 @@ LAUNCH_VARIABLE = "SM_HP_MP_PARAMETERS"
 _SDK = "model-parallel-sm-sdk.md, Configuration parameters"
 _PATH = "smdistributed.modelparallel."
 _SHOWN_LENGTH = 400
+#: In place of parameters, asks for a plan.
+_AUTO = "auto"
 
 
 class Envelope(Settings):
@@ -153,6 +155,8 @@ def _unwrap(document: dict[Any, Any], problems: list[str]) -> dict[Any, Any]:
             problems.append(unknown_key(key, ("smdistributed", "mpi")))
         distributed = _expect_mapping(document["smdistributed"], "smdistributed", problems)
     envelope, path = _find_envelope(distributed, problems)
+    if envelope.get("parameters") == _AUTO:
+        envelope = {**envelope, "parameters": {_AUTO: True}}
     problems += check_values(Envelope, envelope, path=path).values()
     if envelope.get("enabled") is not True:
         return {}

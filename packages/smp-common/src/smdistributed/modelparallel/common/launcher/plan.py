@@ -10,8 +10,8 @@ import argparse
 import functools
 import json
 import os
-import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.config.schema import names
@@ -35,17 +33,11 @@ from smdistributed.modelparallel.common.launcher.hosts import (
 )
 from smdistributed.modelparallel.common.planning.report import timeline_svg
 from smdistributed.modelparallel.common.search import tables
-from smdistributed.modelparallel.common.search.candidates import Configuration
-from smdistributed.modelparallel.common.search.devices import DEVICES, Machine, device_of
+from smdistributed.modelparallel.common.search.devices import DEVICES, Machine
+from smdistributed.modelparallel.common.search.plan import CommandOf, Line, Plan
 from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE, ModelProfile
-from smdistributed.modelparallel.common.search.ranking import Plan, Search
 
 _NOTHING_FITS_EXIT_CODE = 1
-_NO_TERMINAL_WIDTH = 120
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
-}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B)")
 
 
 @dataclass(frozen=True)
@@ -140,26 +132,7 @@ def machine_of(hosts: Sequence[Host], device: str, memory: str | None) -> Machin
             "a plan is for hosts that have equally many devices; received "
             f"{','.join(f'{host.name}:{host.slots}' for host in hosts)}: name those that do."
         )
-    kind = device_of(device)
-    if memory is None and kind.memory_bytes is None:
-        raise ConfigError(f"the memory of a {device} is not known: give it, as in --memory 4GiB.")
-    num_bytes = kind.memory_bytes if memory is None else parse_bytes(memory)
-    assert num_bytes is not None
-    return Machine(kind, sum(host.slots or 0 for host in hosts), len(hosts), num_bytes)
-
-
-def parse_bytes(text: str) -> int:
-    """Reads a size as a user writes it.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match["number"]):
-        raise ConfigError(
-            f"memory is a number above 0 and a unit; received {text!r}: write 80GiB or 80GB."
-        )
-    return int(float(match["number"]) * _UNITS[match["unit"]])
+    return Machine.of(device, sum(host.slots or 0 for host in hosts), len(hosts), memory)
 
 
 def run(request: Request, environ: Mapping[str, str]) -> int:
@@ -175,18 +148,17 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
     began = time.perf_counter()
     profile = recorded(request.program, environ)
     recorded_at = time.perf_counter()
-    search = Search(profile, request.machine)
-    plan = search.plan(request.num_lines)
+    plan = Plan(profile, request.machine, request.num_lines)
     took = recorded_at - began, time.perf_counter() - recorded_at
-    _show(request, profile, plan)
+    command_of = functools.partial(_command, request)
+    _show(plan, command_of)
     print(f"took {took[0]:.1f} s to the first training step, {took[1]:.1f} s to search")
     if request.json_file is not None:
-        text = tables.as_json(plan, profile, request.machine, _commands(request, profile))
-        Path(request.json_file).write_text(text, encoding="utf-8")
+        plan.save(request.json_file, command_of)
         print(f"wrote {request.json_file}")
     if request.explained is not None:
-        _explain(request.explained, search, plan)
-    return 0 if plan.best else _NOTHING_FITS_EXIT_CODE
+        _explain(request.explained, plan)
+    return 0 if plan.lines else _NOTHING_FITS_EXIT_CODE
 
 
 def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile:
@@ -218,50 +190,37 @@ def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile
     )
 
 
-def _commands(request: Request, profile: ModelProfile) -> tables.CommandOf:
+def _command(request: Request, line: Line) -> list[str]:
+    """Returns the words of the command that starts a line of the plan."""
+    words = ["smprun", "-n", str(request.machine.num_devices)]
+    if [host.name for host in request.hosts] != [LOCAL_HOST]:
+        words += ["--hosts", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)]
     main_names = names(Config)
-
-    def command(configuration: Configuration) -> list[str]:
-        words = ["smprun", "-n", str(request.machine.num_devices)]
-        if [host.name for host in request.hosts] != [LOCAL_HOST]:
-            words += ["--hosts", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)]
-        given = {main_names.get(name, name): value for name, value in request.parameters.items()}
-        for name, value in {**given, **configuration.settings(profile)}.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            words += ["--set", f"{name}={text}"]
-        return [*words, *request.program]
-
-    return command
+    given = {main_names.get(name, name): value for name, value in request.parameters.items()}
+    for name, value in {**given, **line.changes}.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += ["--set", f"{name}={text}"]
+    return [*words, *request.program]
 
 
-def _show(request: Request, profile: ModelProfile, plan: Plan) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _NO_TERMINAL_WIDTH
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    for line in tables.summary(profile, request.machine, plan):
-        say(line)
-    say()
-    if plan.best:
-        console.print(tables.ranking(plan), highlight=False)
-    for line in tables.refusals(plan):
-        say(line)
-    say()
-    command_of = _commands(request, profile)
-    for number, each in enumerate(plan.best, 1):
+def _show(plan: Plan, command_of: CommandOf) -> None:
+    is_terminal = sys.stdout.isatty()
+    print(plan.table(shutil.get_terminal_size().columns if is_terminal else tables.WIDTH))
+    print()
+    for number, line in enumerate(plan.lines, 1):
         # One line however long, to be copied.
-        say(f"{number}: {shlex.join(command_of(each.configuration))}")
+        print(f"{number}: {shlex.join(command_of(line))}")
 
 
-def _explain(line: int, search: Search, plan: Plan) -> None:
-    if not 1 <= line <= len(plan.best):
+def _explain(number: int, plan: Plan) -> None:
+    if not 1 <= number <= len(plan.lines):
         raise ConfigError(
-            f"--explain takes a line of the table, 1 to {len(plan.best)}; received {line}."
+            f"--explain takes a line of the table, 1 to {len(plan.lines)}; received {number}."
         )
-    chosen = plan.best[line - 1]
-    file = Path(f"plan-{line}.svg")
-    timeline = search.timeline(chosen.configuration)
-    file.write_text(timeline_svg(timeline, f"Line {line}, as simulated"), encoding="utf-8")
-    for rank, memory in enumerate(chosen.memory):
+    line = plan.lines[number - 1]
+    file = Path(f"plan-{number}.svg")
+    picture = timeline_svg(plan.timeline(line), f"Line {number}, as simulated")
+    file.write_text(picture, encoding="utf-8")
+    for rank, memory in enumerate(line.memory):
         print(f"partition {rank}: {tables.why(memory)}")
     print(f"wrote {file}")

@@ -6,6 +6,7 @@ What the host takes is no matter of the device, and differs threefold from machi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.search.profile import Precision
 
 _GIB = 1 << 30
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B)")
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,26 @@ def device_of(name: str) -> Device:
     return DEVICES[name]
 
 
+def _parse_bytes(text: str) -> int:
+    """Reads a size as a user writes it."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match["number"]):
+        raise ConfigError(
+            f"memory is a number above 0 and a unit; received {text!r}: write 80GiB or 80GB."
+        )
+    return int(float(match["number"]) * _UNITS[match["unit"]])
+
+
+def device_like(model: str) -> Device:
+    """Returns the kind of device that a driver describes, as in ``NVIDIA H100 PCIe``.
+
+    Raises:
+        ConfigError: the table has none of that kind.
+    """
+    words = re.findall(r"[a-z0-9]+", model.lower())
+    return device_of(next((word for word in words if word in DEVICES), model))
+
+
 @dataclass(frozen=True)
 class Machine:
     """The devices of a job; one process on each.
@@ -149,6 +174,33 @@ class Machine:
     num_devices: int
     num_hosts: int
     memory_bytes: int
+
+    @classmethod
+    def of(
+        cls, device: str, num_devices: int, num_hosts: int = 1, memory: str | None = None
+    ) -> Machine:
+        """Returns the machine that words describe.
+
+        Args:
+            device: name of the kind of all.
+            num_devices: on all hosts.
+            num_hosts: that have equally many.
+            memory: of a device, as ``80GiB`` or ``80GB``; None for what its data sheet says.
+
+        Raises:
+            ConfigError: there is no such machine, or the memory of its devices is not known.
+        """
+        if num_devices < 1 or num_hosts < 1 or num_devices % num_hosts:
+            raise ConfigError(
+                "a job has one device or more, equally many on each host; received "
+                f"{num_devices} on {num_hosts} hosts: give a multiple of the hosts."
+            )
+        kind = device_of(device)
+        if memory is None and kind.memory_bytes is None:
+            raise ConfigError(f"the memory of a {device} is not known: give it, such as 4GiB.")
+        num_bytes = kind.memory_bytes if memory is None else _parse_bytes(memory)
+        assert num_bytes is not None
+        return cls(kind, num_devices, num_hosts, num_bytes)
 
     @property
     def devices_per_host(self) -> int:

@@ -74,7 +74,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Ranking:
     """The result of a search.
 
     Attributes:
@@ -114,7 +114,7 @@ class Search:
         self._cutter = Cutter(profile, machine.device)
         self._ordered = functools.cache(_ordered)
 
-    def plan(self, most: int = 10) -> Plan:
+    def ranking(self, most: int = 10) -> Ranking:
         """Returns the best configurations.
 
         Args:
@@ -150,7 +150,7 @@ class Search:
             else:
                 refused.append(estimate)
                 num_fitting -= 1
-        return Plan(_ranked(best), _least(refused), num_configurations, num_fitting)
+        return Ranking(_ranked(best), _least(refused), num_configurations, num_fitting)
 
     def timeline(self, configuration: Configuration) -> Timeline:
         """Returns the simulated passes of a step."""

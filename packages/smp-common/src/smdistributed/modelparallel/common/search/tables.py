@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
-from collections.abc import Callable, Sequence
+import io
 
+from rich.console import Console
 from rich.table import Table
 
-from smdistributed.modelparallel.common.search.candidates import Configuration
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import Figures, ModelProfile
 from smdistributed.modelparallel.common.search.rank_memory import RankMemory
-from smdistributed.modelparallel.common.search.ranking import Estimate, Plan
+from smdistributed.modelparallel.common.search.ranking import Estimate, Ranking
 
 _GIB = 1 << 30
 
-#: Gives the words of the command that starts a job with a configuration.
-CommandOf = Callable[[Configuration], Sequence[str]]
+#: Of a table, in characters, where nobody says how many there are.
+WIDTH = 120
 
 
-def summary(profile: ModelProfile, machine: Machine, plan: Plan) -> list[str]:
+def summary(profile: ModelProfile, machine: Machine, ranking: Ranking) -> list[str]:
     """Returns lines that say what was planned for, and by which figures."""
     whole = sum((unit.own for unit in profile.root.walk()), Figures())
     hosts = f" on {machine.num_hosts} hosts" if machine.num_hosts > 1 else ""
@@ -31,7 +29,7 @@ def summary(profile: ModelProfile, machine: Machine, plan: Plan) -> list[str]:
         f"{profile.precision} precision",
         f"{machine.num_devices} x {machine.device.name}{hosts}, {gib(machine.memory_bytes)} GiB "
         "each; times are estimated from data sheets",
-        f"{plan.num_configurations} configurations, of which {plan.num_fitting} may fit",
+        f"{ranking.num_configurations} configurations, of which {ranking.num_fitting} may fit",
     ]
     return [*lines, *(f"note: {note}" for note in profile.notes)]
 
@@ -44,21 +42,24 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def ranking(plan: Plan) -> Table:
-    """Returns the best configurations."""
+def best_of(ranking: Ranking, width: int = WIDTH) -> str:
+    """Returns a table of the best configurations."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "partitions", "replicas", "shards", "microbatches", "schedule"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for name in ("step ms", "examples/s", "peak GiB", "idle"):
         table.add_column(name, justify="right")
-    for place, each in enumerate(plan.best, 1):
+    for place, each in enumerate(ranking.best, 1):
         table.add_row(str(place), *_cells(each))
-    return table
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(table, highlight=False)
+    return captured.get().rstrip("\n")
 
 
-def refusals(plan: Plan) -> list[str]:
+def refusals(ranking: Ranking) -> list[str]:
     """Returns a line for each configuration that is told of and does not fit."""
-    return [f"does not fit: {_described(each)}: {why(each.peak)}" for each in plan.refused]
+    return [f"does not fit: {_described(each)}: {why(each.peak)}" for each in ranking.refused]
 
 
 def _cells(estimate: Estimate) -> list[str]:
@@ -100,30 +101,3 @@ def why(memory: RankMemory) -> str:
 def gib(num_bytes: float) -> str:
     """Returns a number of GiB with three digits that say something."""
     return f"{num_bytes / _GIB:.3g}"
-
-
-def as_json(plan: Plan, profile: ModelProfile, machine: Machine, command_of: CommandOf) -> str:
-    """Returns a plan for programs."""
-
-    def line(estimate: Estimate) -> dict[str, object]:
-        return {
-            "command": shlex.join(command_of(estimate.configuration)),
-            "parameters": estimate.configuration.settings(profile),
-            "step_seconds": estimate.seconds,
-            "examples_per_second": estimate.rate,
-            "idle": estimate.idle,
-            "memory_bytes": [dataclasses.asdict(rank) for rank in estimate.memory],
-        }
-
-    document = {
-        "step": profile.step,
-        "batch": profile.batch,
-        "device": machine.device.name,
-        "devices": machine.num_devices,
-        "hosts": machine.num_hosts,
-        "device_memory_bytes": machine.memory_bytes,
-        "estimated": True,
-        "best": [line(each) for each in plan.best],
-        "does_not_fit": [line(each) for each in plan.refused],
-    }
-    return json.dumps(document, indent=2) + "\n"

@@ -39,6 +39,7 @@ class Planning:
                 "sharded_data_parallel_degree": 1,
                 "shard_optimizer_state": False,
                 "auto_partition": True,
+                "auto": False,
             }
         )
 

@@ -56,6 +56,7 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.departures import Departures
 from smdistributed.modelparallel.torch.runtime.joining import meet
+from smdistributed.modelparallel.torch.runtime.planned import planned
 from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.process_groups import (
     backends,
@@ -258,6 +259,8 @@ def start(
     hooks = hooks or _hooks(transport.rank, transport.size)
     if planning is not None:
         planning.check_alone(transport.size)
+    elif settings.auto:
+        settings = planned(settings, transport)
     settings.check_world(transport.size, "pytorch", transport.local_size)
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)

@@ -148,6 +148,21 @@ class Snapshot:
         """The identities of what was found to have changed."""
         return {id(holder.obj) for holder, _ in self._changed}
 
+    def put_all_back(self) -> None:
+        """Puts back all that was found to have changed, containers and what is in them included.
+
+        Raises:
+            UnsupportedError: something cannot be put back.
+        """
+        for holder, _ in reversed(self._changed):
+            if holder.put_back is None:
+                raise UnsupportedError(
+                    f"{holder.path} moves on in a step that is only looked at, and cannot be put "
+                    f"back (a {type(holder.obj).__name__}): plan by smp-launch plan, which runs "
+                    "the script for nothing else."
+                )
+            holder.put_back(holder.obj, holder.before)
+
     def put_back(self) -> list[Growth]:
         """Puts back what was found to have changed, but for what was put into containers.
 

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.microbatch import (
 )
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
 from smdistributed.modelparallel.torch.compat.private.compiled import as_written
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -104,14 +105,35 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep | PlannedStep:
         if runtime.planning is not None:
-            return PlannedStep(
-                runtime, self._function, self._rules, runtime.planning, self._cuda_graphs
-            )
+            return self._planned(runtime)
         given = runtime, self._function, self._rules, self._detach_outputs
         asked = runtime, self.name, self._cuda_graphs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
         return PipelinedStep(*given, self._static, replays_of(*asked), self._compiling)
+
+    def _planned(self, runtime: TorchRuntime) -> PlannedStep:
+        return PlannedStep(runtime, self._function, self._rules, self._cuda_graphs)
+
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+        """Records a call, and returns what it costs; computes nothing. Local.
+
+        Raises:
+            ConfigError: the process is not alone, or the call does not train.
+        """
+        runtime = self._slot.get()
+        if runtime.topology.size > 1:
+            raise ConfigError(
+                f"one process plans for a job; received {runtime.topology.size}: start the script "
+                "without a launcher."
+            )
+        recorded = self._planned(runtime).looked_at(args, kwargs)
+        if isinstance(recorded, ModelProfile):
+            return recorded
+        raise ConfigError(
+            f"a plan is for a step that trains; {self.name} asks for no gradients: call "
+            "model.backward in it."
+        )
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""

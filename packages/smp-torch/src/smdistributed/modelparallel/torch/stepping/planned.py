@@ -36,10 +36,11 @@ from smdistributed.modelparallel.torch.record.questions.decisions import OwnDeci
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.tree import EntryKind, Trace
-from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.sharding.layout import is_cut
+from smdistributed.modelparallel.torch.state.python_random import python_random_kept
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.on_fakes import StepOnFakes
@@ -56,7 +57,6 @@ class PlannedStep(StepOnFakes):
         runtime: the state of the library in this process.
         function: the user's function.
         rules: which arguments are split.
-        planning: says where the profile goes.
         graphs: whether passes are to be captured as CUDA graphs.
     """
 
@@ -65,7 +65,6 @@ class PlannedStep(StepOnFakes):
         runtime: TorchRuntime,
         function: Callable[..., Any],
         rules: SplitRules,
-        planning: Planning,
         graphs: Graphs,
     ) -> None:
         super().__init__(runtime)
@@ -73,11 +72,19 @@ class PlannedStep(StepOnFakes):
         self._name = getattr(function, "__name__", str(function))
         self._rules = rules
         self._inputs = StepInputs(runtime, rules)
-        self._planning = planning
         self._graphs = graphs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call; ends the process if it trains.
+
+        Raises:
+            UnsupportedError: the step trains several models, or none.
+        """
+        recorded = self.recorded(args, kwargs)
+        return self._end(recorded) if isinstance(recorded, ModelProfile) else recorded
+
+    def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call; returns its profile, or zeros in place of its results if none trains.
 
         Raises:
             UnsupportedError: the step trains several models, or none.
@@ -93,12 +100,28 @@ class PlannedStep(StepOnFakes):
             kept, keeping = self._recorded(batch, keeps=True)
         finally:
             self.runtime.random.end()
-        return self._end(self._profile(batch, made, meter, kept, keeping))
+        return self._profile(batch, made, meter, kept, keeping)
+
+    def looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call as ``recorded`` does, and leaves nothing of it behind.
+
+        Raises:
+            UnsupportedError: the call changes something that cannot be put back.
+        """
+        modules = [each for model in models_of(self.runtime) for each in model.modules()]
+        with torch.random.fork_rng(devices=[]), python_random_kept():
+            before = Snapshot(modules, [self._function])
+            try:
+                return self.recorded(args, kwargs)
+            finally:
+                before.note_changes()
+                before.put_all_back()
 
     def _profile(
         self, batch: MiniBatch, made: Passed, meter: Meter, kept: Passed, keeping: Meter
     ) -> ModelProfile:
-        config = self._planning.config
+        planning = self.runtime.planning
+        config = self.runtime.config if planning is None else planning.config
         state_bytes, optimizers, notes = kept_bytes(self.runtime)
         if not optimizers:
             notes.append(
@@ -132,9 +155,7 @@ class PlannedStep(StepOnFakes):
                 made.profile,
                 kept.profile,
             ),
-            settings={
-                each.name: each.value for each in config.explain() if each.source != "default"
-            },
+            settings=config.given(),
             memory_weight=config.memory_weight,
             most_gathered=config.sdp_max_live_parameters,
             has_buckets=not options.gradient_as_bucket_view,
@@ -198,7 +219,8 @@ class PlannedStep(StepOnFakes):
 
     def _end(self, profile: ModelProfile) -> NoReturn:
         """Writes the profile and ends the process: what follows in the script would train."""
-        Path(self._planning.file).write_text(profile.to_json(), encoding="utf-8")
+        assert self.runtime.planning is not None
+        Path(self.runtime.planning.file).write_text(profile.to_json(), encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
