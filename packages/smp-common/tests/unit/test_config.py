@@ -32,6 +32,7 @@ _DEFAULTS: dict[str, object] = {
     "ddp": False,
     "active_microbatches": 3,
     "deterministic_server": False,
+    "checkpointed_blocks": 0,
     "offload_activations": False,
     "activation_loading_horizon": 4,
     "tensor_parallel_degree": 1,

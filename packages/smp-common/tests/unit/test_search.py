@@ -320,3 +320,32 @@ def test_many_small_kernels_take_longer_than_what_they_do() -> None:
     )
     kernels = sum(unit.own.computation.num_kernels for unit in wide.root.walk())
     assert many - few == pytest.approx(15 * 3.5 * kernels * alone.device.kernel_seconds)
+
+
+def test_blocks_are_computed_again_where_nothing_else_fits() -> None:
+    names = tuple(f"blocks.{index}" for index in range(6))
+    profile = dataclasses.replace(transformer(6, batch=16), stacks=(names,))
+    search = Search(profile, machine(1, 80 * GIB))
+    estimates = []
+    for every in (0, 2, 1):
+        configuration = Configuration(1, 1, 1, False, 8, "interleaved", every)
+        bounded = search._bounded(configuration)
+        assert isinstance(bounded, _Bounded)
+        estimates.append(search._estimate(bounded))
+    none, half, every_one = estimates
+    assert none.peak.total > half.peak.total > every_one.peak.total
+    assert none.seconds < half.seconds < every_one.seconds
+    assert every_one.configuration.settings(profile)["checkpointed_blocks"] == 1
+
+    def chosen(memory: float) -> int:
+        ranking = Search(profile, machine(1, int(memory) + 1)).ranking(40)
+        of_eight = [each for each in ranking.best if each.configuration.microbatches == 8]
+        return of_eight[0].configuration.checkpointed_blocks
+
+    assert [chosen(each.peak.total) for each in estimates] == [0, 2, 1]
+    [again] = {unit.own.again_bytes for unit in profile.with_checkpoints(6).root.walk()} - {0.0}
+    block = next(unit for unit in profile.root.walk() if unit.name == "blocks.0")
+    assert again == sum(unit.own.kept_bytes for unit in block.walk())
+    repeated = dataclasses.replace(profile, root=profile.with_checkpoints(1).root)
+    tight = Search(repeated, machine(1, 1 * GIB)).ranking()
+    assert {each.configuration.checkpointed_blocks for each in tight.refused} == {0}

@@ -185,6 +185,12 @@ def test_what_is_computed_again_is_not_kept(folder: Path, monkeypatch: pytest.Mo
     assert whole.kept_bytes == 4 * 4 * (5 * 48 + 8)
     [block] = {unit.own.again_bytes for unit in profile.root.walk() if unit.own.again_bytes}
     assert block == 4 * 4 * (48 + 1 + 1 + 48 + 96 + 96)
+    # A plan knows that of a script that computes nothing again.
+    plain = plan.recorded(["train.py", "8"], dict(plan.os.environ))
+    assert plain.stacks == (("0", "1", "2", "3"),)
+    planned = plain.with_checkpoints(1)
+    for recorded, figures in zip(profile.root.walk(), planned.root.walk(), strict=True):
+        assert recorded.own == figures.own
 
 
 def test_a_job_takes_the_best_line_by_itself(folder: Path) -> None:

@@ -193,6 +193,19 @@ class Parameters(Settings):
             frameworks=PYTORCH,
         ),
     ] = False
+    checkpointed_blocks: Annotated[
+        Int,
+        Field(ge=0),
+        Parameter(
+            "Every so manieth block of the model, the first among them, computes its activations "
+            "again in its backward pass: 1 means all blocks, 2 every second, 0 none. Blocks are "
+            "modules of one class that follow each other in an nn.ModuleList or nn.Sequential. "
+            "See also smp.set_activation_checkpointing, for any modules.",
+            since="-",
+            source=_OURS,
+            frameworks=PYTORCH,
+        ),
+    ] = 0
     offload_activations: Annotated[
         Bool,
         Parameter(

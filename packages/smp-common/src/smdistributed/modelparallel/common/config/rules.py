@@ -37,6 +37,7 @@ PLANNED = (
     "tensor_parallel_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
+    "checkpointed_blocks",
 )
 
 RULES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,7 @@ class Configuration:
         shards_optimizer: whether replicas share the optimizer's state alone.
         microbatches: that a replica's batch is cut into.
         pipeline: the kind of schedule.
+        checkpointed_blocks: every so manieth block is computed again; 0 for none.
     """
 
     partitions: int
@@ -34,6 +36,7 @@ class Configuration:
     shards_optimizer: bool
     microbatches: int
     pipeline: Pipelines
+    checkpointed_blocks: int = 0
 
     @property
     def num_mechanisms(self) -> int:
@@ -60,14 +63,28 @@ class Configuration:
             "sharded_data_parallel_degree": self.shards,
             "shard_optimizer_state": self.shards_optimizer,
             "tensor_parallel_degree": 1,
+            "checkpointed_blocks": self.checkpointed_blocks,
         }
-        usual = ("interleaved", 1, False, 1)
+        usual = ("interleaved", 1, False, 1, 0)
         for (name, value), default in zip(defaults.items(), usual, strict=True):
             if profile.settings.get(name, default) != value:
                 wanted[name] = value
         if self.replicas > 1 and not profile.settings.get("ddp"):
             wanted["ddp"] = True
         return wanted
+
+
+def with_more_checkpoints(
+    configuration: Configuration, profile: ModelProfile
+) -> Configuration | None:
+    """Returns what needs less memory, and more time, and is the same otherwise; None for nothing.
+
+    So checkpointing is a choice only of what does not fit without.
+    """
+    if not profile.stacks or profile.recomputes or configuration.checkpointed_blocks == 1:
+        return None
+    every = 1 if configuration.checkpointed_blocks else 2
+    return dataclasses.replace(configuration, checkpointed_blocks=every)
 
 
 def divisors(number: int) -> list[int]:

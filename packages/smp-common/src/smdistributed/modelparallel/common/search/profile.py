@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -155,6 +155,7 @@ class ModelProfile:
         most_gathered: elements of sharded parameters that are whole at a time.
         has_buckets: whether replicas keep gradients in buckets besides.
         graphs: whether the step function asks for CUDA graphs.
+        stacks: the names of the units that are blocks, for each stack of them.
         notes: what a reader of the plan should know.
     """
 
@@ -170,6 +171,7 @@ class ModelProfile:
     most_gathered: int = 1_000_000_000
     has_buckets: bool = True
     graphs: Graphs = "auto"
+    stacks: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -193,7 +195,36 @@ class ModelProfile:
         root = _unit(document.pop("root"))
         beside = _figures(document.pop("beside"))
         notes = tuple(document.pop("notes"))
-        return cls(**document, root=root, beside=beside, notes=notes)
+        stacks = tuple(map(tuple, document.pop("stacks")))
+        return cls(**document, root=root, beside=beside, notes=notes, stacks=stacks)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the script has modules computed again itself."""
+        return any(unit.own.recomputed != Computation() for unit in self.root.walk())
+
+    def with_checkpoints(self, every: int) -> ModelProfile:
+        """Returns the profile if every so manieth block of a stack is computed again; 0 for none.
+
+        A block then keeps what it is given, which is as large as what it gives.
+        """
+        chosen = {name for stack in self.stacks for name in stack[::every]} if every else set()
+        return dataclasses.replace(self, root=_again(self.root, chosen))
+
+
+def _again(unit: UnitProfile, chosen: Container[str]) -> UnitProfile:
+    if unit.name not in chosen:
+        children = tuple(_again(child, chosen) for child in unit.children)
+        return dataclasses.replace(unit, children=children)
+    kept = sum(each.own.kept_bytes for each in unit.walk())
+
+    def repeated(each: UnitProfile) -> UnitProfile:
+        own = dataclasses.replace(each.own, recomputed=each.own.computation, kept_bytes=0.0)
+        if each is unit:
+            own = dataclasses.replace(own, kept_bytes=unit.output_bytes, again_bytes=kept)
+        return dataclasses.replace(each, own=own, children=tuple(map(repeated, each.children)))
+
+    return repeated(unit)
 
 
 def _unit(document: dict[str, Any]) -> UnitProfile:

@@ -8,8 +8,9 @@ with the fewest activations that any order keeps is not simulated at all.
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.planning.choosing import kinds_of
@@ -24,6 +25,7 @@ from smdistributed.modelparallel.common.search.candidates import (
     Configuration,
     Pipelines,
     configurations,
+    with_more_checkpoints,
 )
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import ModelProfile
@@ -90,14 +92,14 @@ class Ranking:
     num_fitting: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Bounded:
     """A configuration with what no run of it takes less than."""
 
-    configuration: Configuration
-    stages: Stages
-    time: StepTime
     bound: float
+    configuration: Configuration
+    stages: Stages = field(compare=False)
+    time: StepTime = field(compare=False)
 
 
 class Search:
@@ -111,7 +113,9 @@ class Search:
     def __init__(self, profile: ModelProfile, machine: Machine) -> None:
         self._profile = profile
         self._machine = machine
-        self._cutter = Cutter(profile, machine.device)
+        self._cutter_of = functools.cache(
+            lambda every: Cutter(profile.with_checkpoints(every), machine.device)
+        )
         self._ordered = functools.cache(_ordered)
 
     def ranking(self, most: int = 10) -> Ranking:
@@ -123,32 +127,40 @@ class Search:
         Raises:
             ConfigError: there is none, whatever the memory is.
         """
-        bounded: list[_Bounded] = []
+        #: By their bounds, what may fit; each configuration with as few checkpoints as that takes.
+        open_ones: list[_Bounded] = []
         refused: list[Estimate] = []
+        num_configurations = num_fitting = 0
         for configuration in configurations(self._profile, self._machine):
-            found = self._bounded(configuration)
+            found = self._least_checkpointed(configuration)
             if isinstance(found, _Bounded):
-                bounded.append(found)
+                heapq.heappush(open_ones, found)
+                num_fitting += 1
             elif found is not None:
                 refused.append(found)
-        if not bounded and not refused:
+            num_configurations += found is not None
+        if not num_configurations:
             raise ConfigError(
                 f"a job shares its batch out among its replicas; {self._profile.batch} examples "
                 f"cannot be shared out by any configuration of {self._machine.num_devices} "
                 "devices: give the step a batch that is a multiple of them."
             )
-        num_configurations, num_fitting = len(bounded) + len(refused), len(bounded)
-        bounded.sort(key=lambda each: (each.bound, each.configuration))
         best: list[Estimate] = []
-        for each in bounded:
+        while open_ones:
+            each = heapq.heappop(open_ones)
             slowest = best[-1].seconds if len(best) == most else float("inf")
             if best and each.bound >= min(slowest, _WORTH_A_LINE * best[0].seconds):
                 break
             estimate = self._estimate(each)
             if estimate.peak.total <= self._machine.memory_bytes:
                 best = sorted([*best, estimate], key=lambda one: one.seconds)[:most]
+                continue
+            more = with_more_checkpoints(each.configuration, self._profile)
+            found = self._least_checkpointed(more) if more else None
+            if isinstance(found, _Bounded):
+                heapq.heappush(open_ones, found)
             else:
-                refused.append(estimate)
+                refused.append(found or estimate)
                 num_fitting -= 1
         return Ranking(_ranked(best), _least(refused), num_configurations, num_fitting)
 
@@ -157,6 +169,14 @@ class Search:
         found = self._bounded(configuration, fits=True)
         assert isinstance(found, _Bounded)
         return self._simulated(found, configuration.microbatches)
+
+    def _least_checkpointed(self, configuration: Configuration) -> _Bounded | Estimate | None:
+        """Returns what ``_bounded`` does, of the fewest checkpoints with which it may fit."""
+        found = self._bounded(configuration)
+        if isinstance(found, Estimate):
+            more = with_more_checkpoints(configuration, self._profile)
+            return self._least_checkpointed(more) if more else found
+        return found
 
     def _bounded(
         self, configuration: Configuration, *, fits: bool = False
@@ -170,7 +190,7 @@ class Search:
             fits: whether it is known to fit.
         """
         examples = self._profile.batch // configuration.replicas // configuration.microbatches
-        stages = self._cutter.stages(
+        stages = self._cutter_of(configuration.checkpointed_blocks).stages(
             configuration.partitions,
             examples,
             configuration.microbatches if configuration.pipeline == "zero_bubble_v" else 0,
@@ -187,7 +207,7 @@ class Search:
         least = fullest(stages, held, configuration, self._profile, self._machine.device)
         if not fits and max(each.total for each in least) > self._machine.memory_bytes:
             return Estimate(configuration, bound, self._profile.batch, least, 0.0)
-        return _Bounded(configuration, stages, time, bound)
+        return _Bounded(bound, configuration, stages, time)
 
     def _estimate(self, each: _Bounded) -> Estimate:
         configuration = each.configuration

@@ -15,6 +15,8 @@ from smdistributed.modelparallel.common.search.ranking import Estimate, Ranking
 
 _GIB = 1 << 30
 
+#: By every how manieth block is computed again.
+_CHECKPOINTS = {0: "-", 1: "all", 2: "half"}
 #: Of a table, in characters, where nobody says how many there are.
 WIDTH = 120
 
@@ -45,8 +47,9 @@ def _count(number: float) -> str:
 def best_of(ranking: Ranking, width: int = WIDTH) -> str:
     """Returns a table of the best configurations."""
     table = Table(box=None, pad_edge=False)
-    for name in ("", "partitions", "replicas", "shards", "microbatches", "schedule"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+    left = ("schedule", "checkpoints")
+    for name in ("", "partitions", "replicas", "shards", "microbatches", *left):
+        table.add_column(name, justify="left" if name in left else "right")
     for name in ("step ms", "examples/s", "peak GiB", "idle"):
         table.add_column(name, justify="right")
     for place, each in enumerate(ranking.best, 1):
@@ -71,6 +74,7 @@ def _cells(estimate: Estimate) -> list[str]:
         shards,
         str(own.microbatches),
         own.pipeline if own.partitions > 1 else "-",
+        _CHECKPOINTS[own.checkpointed_blocks],
         f"{1e3 * estimate.seconds:.1f}"
         if estimate.seconds < 10
         else f"{1e3 * estimate.seconds:.0f}",
@@ -87,7 +91,9 @@ def _described(estimate: Estimate) -> str:
         words += f" in {own.shards} shards"
     if own.shards_optimizer:
         words += " that share the optimizer's state"
-    return f"{words}, {own.microbatches} microbatches, {own.pipeline}"
+    words += f", {own.microbatches} microbatches, {own.pipeline}"
+    every = own.checkpointed_blocks
+    return f"{words}, checkpoints of {_CHECKPOINTS[every]} blocks" if every else words
 
 
 def why(memory: RankMemory) -> str:

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.errors import (
     UnsupportedError,
 )
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
+from smdistributed.modelparallel.torch.activations.blocks import checkpoint_blocks
 from smdistributed.modelparallel.torch.execute.starts import differentiate
 from smdistributed.modelparallel.torch.gradients.data_parallel import (
     DataParallel,
@@ -96,6 +97,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
+        checkpoint_blocks(module, runtime.config.checkpointed_blocks)
         cast_model(runtime.config, module, runtime.delayed)
         half = half_type(runtime.config)
         self.stand_for(module, ModuleShell(module if half is None else FP16_Module(module, half)))

@@ -38,6 +38,7 @@ class Planning:
                 "tensor_parallel_degree": 1,
                 "sharded_data_parallel_degree": 1,
                 "shard_optimizer_state": False,
+                "checkpointed_blocks": 0,
                 "auto_partition": True,
                 "auto": False,
             }

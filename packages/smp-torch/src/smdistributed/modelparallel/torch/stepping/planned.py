@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.search.profile import (
     Precision,
     UnitProfile,
 )
+from smdistributed.modelparallel.torch.activations.blocks import stacks_of
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
 from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
@@ -132,6 +133,7 @@ class PlannedStep(StepOnFakes):
         cut = list(tensors_to_cut(TENSORS, self._rules, *batch.given).values())
         shape = cut[0][0].shape[cut[0][1]] if cut else len(batch.calls)
         model = self._model(made)
+        names = model.holder.fakes.names
         options = model.data_parallel.options
         root: UnitProfile = unit_profile(
             model.holder.fakes,
@@ -160,6 +162,9 @@ class PlannedStep(StepOnFakes):
             most_gathered=config.sdp_max_live_parameters,
             has_buckets=not options.gradient_as_bucket_view,
             graphs=self._graphs,
+            stacks=tuple(
+                tuple(names[block] for block in stack) for stack in stacks_of(model.get_module())
+            ),
             notes=tuple(notes),
         )
 
