@@ -113,9 +113,7 @@ class Search:
     def __init__(self, profile: ModelProfile, machine: Machine) -> None:
         self._profile = profile
         self._machine = machine
-        self._cutter_of = functools.cache(
-            lambda every: Cutter(profile.with_checkpoints(every), machine.device)
-        )
+        self._cutter = Cutter(profile, machine.device)
         self._ordered = functools.cache(_ordered)
 
     def ranking(self, most: int = 10) -> Ranking:
@@ -190,11 +188,12 @@ class Search:
             fits: whether it is known to fit.
         """
         examples = self._profile.batch // configuration.replicas // configuration.microbatches
-        stages = self._cutter_of(configuration.checkpointed_blocks).stages(
+        stages = self._cutter.stages(
             configuration.partitions,
             examples,
             configuration.microbatches if configuration.pipeline == "zero_bubble_v" else 0,
             v_shaped=configuration.pipeline == "zero_bubble_v",
+            checkpointed_blocks=configuration.checkpointed_blocks,
         )
         if stages is None:
             return None

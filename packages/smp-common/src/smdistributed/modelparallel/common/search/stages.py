@@ -73,6 +73,37 @@ class Stages:
         return sum(one.output_bytes for one, other in pairs if rank in (one.rank, other.rank))
 
 
+class _Sums:
+    """The figures of the units of a model, and of all that lies below each.
+
+    Args:
+        profile: of the model.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self._own = {unit.name: unit.own for unit in profile.root.walk()}
+        self._all: dict[str, Figures] = {}
+        self._most_made: dict[str, float] = {}
+        self._sum_up(profile.root)
+
+    def figures(self, placed: PlacedUnit) -> Figures:
+        """Returns the figures of what lies with a unit: its own alone, where it is split."""
+        return self._own[placed.name] if placed.is_split else self._all[placed.name]
+
+    def made(self, placed: PlacedUnit) -> float:
+        """Returns the most that a module makes itself, of what lies with a unit."""
+        if placed.is_split:
+            return _made(self._own[placed.name])
+        return self._most_made[placed.name]
+
+    def _sum_up(self, unit: UnitProfile) -> tuple[Figures, float]:
+        below = [self._sum_up(child) for child in unit.children]
+        self._all[unit.name] = figures = _total([unit.own, *(each for each, _ in below)])
+        most = max([_made(unit.own), *(each for _, each in below)])
+        self._most_made[unit.name] = most
+        return figures, most
+
+
 class Cutter:
     """Cuts a model into stages, as the library will.
 
@@ -84,15 +115,20 @@ class Cutter:
     def __init__(self, profile: ModelProfile, device: Device) -> None:
         self._profile = profile
         self._device = device
-        self._units = {unit.name: unit for unit in profile.root.walk()}
-        self._sums: dict[str, Figures] = {}
-        self._most_made: dict[str, float] = {}
-        self._sum_up(profile.root)
+        self._outputs = {unit.name: unit.output_bytes for unit in profile.root.walk()}
+        self._sums_of = functools.cache(lambda every: _Sums(profile.with_checkpoints(every)))
         self._tree_of = functools.cache(self._tree)
+        self._assigned = functools.cache(self._assignment)
         self.stages = functools.cache(self._stages)
 
     def _stages(
-        self, partitions: int, examples: int, microbatches: int, *, v_shaped: bool
+        self,
+        partitions: int,
+        examples: int,
+        microbatches: int,
+        *,
+        v_shaped: bool,
+        checkpointed_blocks: int = 0,
     ) -> Stages | None:
         """Returns the stages of a model; None where it cannot be cut so.
 
@@ -101,8 +137,17 @@ class Cutter:
             examples: of a microbatch.
             microbatches: of a replica's batch.
             v_shaped: whether each rank has two pieces.
+            checkpointed_blocks: every so manieth block is computed again; the cuts are the same.
         """
-        factor = examples / self._profile.examples
+        assignment = self._assigned(partitions, examples, microbatches, v_shaped)
+        if assignment is None:
+            return None
+        sums = self._sums_of(checkpointed_blocks)
+        return self._from(assignment, sums, examples / self._profile.examples)
+
+    def _assignment(
+        self, partitions: int, examples: int, microbatches: int, v_shaped: bool
+    ) -> Assignment | None:
         try:
             assignment = partition(
                 self._tree_of(examples),
@@ -115,18 +160,17 @@ class Cutter:
             return None
         if len({unit.partition for unit in assignment.placed}) < partitions:
             return None  # some rank would have nothing
-        return self._from(assignment, factor)
+        return assignment
 
-    def _from(self, assignment: Assignment, factor: float) -> Stages:
+    def _from(self, assignment: Assignment, sums: _Sums, factor: float) -> Stages:
         pieces = []
         computing = [
-            unit for unit in assignment.placed if self._figures(unit).computation != Computation()
+            unit for unit in assignment.placed if sums.figures(unit).computation != Computation()
         ]
         for rank, run in itertools.groupby(computing, key=lambda unit: unit.partition):
             units = list(run)
-            figures = _total(self._figures(unit) for unit in units).times(factor)
-            last = self._units[units[-1].name]
-            pieces.append(Piece(rank, figures, factor * last.output_bytes))
+            figures = _total(map(sums.figures, units)).times(factor)
+            pieces.append(Piece(rank, figures, factor * self._outputs[units[-1].name]))
         # What the step function computes itself is computed where the model has ended.
         beside = self._profile.beside.times(factor)
         if pieces:
@@ -134,8 +178,8 @@ class Cutter:
         by_rank: list[list[PlacedUnit]] = [[] for _ in range(assignment.num_partitions)]
         for unit in assignment.placed:
             by_rank[unit.partition].append(unit)
-        holdings = [_total(map(self._figures, units)).times(factor) for units in by_rank]
-        working = [factor * max(map(self._made, units), default=0.0) for units in by_rank]
+        holdings = [_total(map(sums.figures, units)).times(factor) for units in by_rank]
+        working = [factor * max(map(sums.made, units), default=0.0) for units in by_rank]
         if pieces:
             last_rank = pieces[-1].rank
             holdings[last_rank] += beside
@@ -157,22 +201,6 @@ class Cutter:
             output_bytes=round(factor * unit.output_bytes),
             splittable=unit.splittable,
         )
-
-    def _figures(self, placed: PlacedUnit) -> Figures:
-        """Returns the figures of what lies with a unit: its own alone, where it is split."""
-        return self._units[placed.name].own if placed.is_split else self._sums[placed.name]
-
-    def _made(self, placed: PlacedUnit) -> float:
-        """Returns the most that a module makes itself, of what lies with a unit."""
-        own = _made(self._units[placed.name].own)
-        return own if placed.is_split else self._most_made[placed.name]
-
-    def _sum_up(self, unit: UnitProfile) -> tuple[Figures, float]:
-        below = [self._sum_up(child) for child in unit.children]
-        self._sums[unit.name] = figures = _total([unit.own, *(each for each, _ in below)])
-        most = max([_made(unit.own), *(each for _, each in below)])
-        self._most_made[unit.name] = most
-        return figures, most
 
 
 def counted(work: Computation, device: Device, precision: str) -> PassCosts:
