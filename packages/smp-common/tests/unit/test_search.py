@@ -152,7 +152,7 @@ def test_shards_and_replicas_hold_their_parts() -> None:
     by = {each.configuration: each for each in everything(Search(SMALL, on), SMALL, on)}
 
     def peak(shards: int, *, state: bool = False) -> RankMemory:
-        return by[Configuration(1, 4, shards, state, 2, "interleaved")].peak
+        return by[Configuration(1, 1, 4, shards, state, 2, "interleaved")].peak
 
     whole = sum((unit.own for unit in SMALL.root.walk()), Figures())
     assert peak(1).gradients == 2 * whole.gradient_bytes  # buckets besides
@@ -240,7 +240,7 @@ def test_the_loss_is_computed_where_the_model_ends() -> None:
     logits = 2.0 * EXAMPLES * 512 * 32_000
     loss = Figures(Computation(moved_bytes=1e6), made_bytes=4 * logits, kept_bytes=logits)
     on = machine(2, 80 * GIB)
-    configuration = Configuration(2, 1, 1, False, 8, "simple")
+    configuration = Configuration(2, 1, 1, 1, False, 8, "simple")
     plain, lossy = (
         next(e for e in everything(Search(p, on), p, on) if e.configuration == configuration)
         for p in (SMALL, dataclasses.replace(SMALL, beside=loss))
@@ -257,7 +257,7 @@ def test_shards_are_summed_in_each_backward_pass() -> None:
     search = Search(SMALL, slow)
 
     def seconds(microbatches: int) -> float:
-        configuration = Configuration(1, 8, 8, False, microbatches, "interleaved")
+        configuration = Configuration(1, 1, 8, 8, False, microbatches, "interleaved")
         bounded = search._bounded(configuration)
         assert isinstance(bounded, _Bounded)
         return search._estimate(bounded).seconds
@@ -288,7 +288,7 @@ def test_a_pass_takes_what_the_host_needs_to_start_it(
     partitions: int, shards: int, graphs: bool | Literal["auto"], is_captured: bool
 ) -> None:
     tiny = dataclasses.replace(transformer(8, 64, 32, batch=16), graphs=graphs)
-    configuration = Configuration(partitions, 4 // partitions, shards, False, 4, "interleaved")
+    configuration = Configuration(partitions, 1, 4 // partitions, shards, False, 4, "interleaved")
     parts = tiny.root.walk()
     launched = sum(
         unit.own.computation.num_kernels + unit.own.computation.num_modules for unit in parts
@@ -301,7 +301,7 @@ def test_a_pass_takes_what_the_host_needs_to_start_it(
 
 def test_the_python_of_all_microbatches_runs_before_a_pipeline_computes() -> None:
     on = machine(2, 80 * GIB)
-    configuration = Configuration(2, 1, 1, False, 8, "interleaved")
+    configuration = Configuration(2, 1, 1, 1, False, 8, "interleaved")
     bounded = Search(SMALL, on)._bounded(configuration)
     assert isinstance(bounded, _Bounded)
     modules = sum(unit.own.computation.num_modules for unit in SMALL.root.walk())
@@ -315,7 +315,7 @@ def test_many_small_kernels_take_longer_than_what_they_do() -> None:
     alone = Machine(device_of("h100"), 1, 1, 80 * GIB)
     wide = transformer(2, 8192, batch=16)
     few, many = (
-        seconds_of(wide, alone, Configuration(1, 1, 1, False, number, "interleaved"))
+        seconds_of(wide, alone, Configuration(1, 1, 1, 1, False, number, "interleaved"))
         for number in (1, 16)
     )
     kernels = sum(unit.own.computation.num_kernels for unit in wide.root.walk())
@@ -328,7 +328,7 @@ def test_blocks_are_computed_again_where_nothing_else_fits() -> None:
     search = Search(profile, machine(1, 80 * GIB))
     estimates = []
     for every in (0, 2, 1):
-        configuration = Configuration(1, 1, 1, False, 8, "interleaved", every)
+        configuration = Configuration(1, 1, 1, 1, False, 8, "interleaved", every)
         bounded = search._bounded(configuration)
         assert isinstance(bounded, _Bounded)
         estimates.append(search._estimate(bounded))
@@ -349,3 +349,53 @@ def test_blocks_are_computed_again_where_nothing_else_fits() -> None:
     repeated = dataclasses.replace(profile, root=profile.with_checkpoints(1).root)
     tight = Search(repeated, machine(1, 1 * GIB)).ranking()
     assert {each.configuration.checkpointed_blocks for each in tight.refused} == {0}
+
+
+def test_slices_hold_less_and_exchange_what_they_compute() -> None:
+    def sliced(unit: UnitProfile) -> UnitProfile:
+        own = unit.own
+        is_block = unit.name.startswith("blocks.") and bool(unit.children)
+        own = dataclasses.replace(
+            own,
+            sliced_elements=own.trained_elements if "." in unit.name else 0.0,
+            exchanged_bytes=2 * unit.output_bytes if is_block else 0.0,
+        )
+        return dataclasses.replace(unit, own=own, children=tuple(map(sliced, unit.children)))
+
+    on = machine(4, 80 * GIB)
+    wide = transformer(6, 8192, batch=16)
+    profile = dataclasses.replace(wide, root=sliced(wide.root), graphs=True)
+    assert not wide.is_sliced
+    assert {each.slices for each in configurations(wide, on)} == {1}
+    found = {each.slices: each for each in configurations(profile, on) if each.microbatches == 1}
+    assert set(found) == {1, 2, 4}
+    apart = machine(4, 80 * GIB, num_hosts=2)
+    assert {each.slices for each in configurations(profile, apart)} == {1, 2}
+    for each in configurations(profile, on):
+        config = load("pytorch", each.settings(profile), environ={})
+        config.check_world(4, "pytorch")
+        assert (config.topology(4).tp_size, config.topology(4).dp_size) == (
+            each.slices,
+            each.lanes,
+        )
+    search, bounded = Search(profile, on), []
+    for slices in (1, 4):
+        places = 1, slices, 4 // slices
+        configuration = Configuration(*places, 1, False, 1, "interleaved")
+        bounded.append(search._bounded(configuration, fits=True))
+    whole, shared = bounded
+    assert isinstance(whole, _Bounded)
+    assert isinstance(shared, _Bounded)
+    parts = list(profile.root.walk())
+    of_all = sum(each.own.parameter_bytes for each in parts)
+    of_slices = sum(each.own.parameter_bytes for each in parts if "." in each.name)
+    memory = search._estimate(shared).peak
+    assert search._estimate(whole).peak.parameters == of_all
+    assert memory.parameters == pytest.approx(of_all - of_slices * 3 / 4)
+    assert memory.optimizer == pytest.approx(6 * memory.parameters)
+    # The examples of all ranks are gathered, and their sums are scattered.
+    of_rank = sum(each.own.exchanged_bytes for each in parts) * 4 / EXAMPLES
+    exchange = 3 * 10e-6 + 4 * of_rank * 3 / 4 / (0.6 * 450e9)
+    [before], [after] = whole.time.passes, shared.time.passes
+    assert after.forward - before.forward == pytest.approx(2 * exchange)
+    assert after.backward - before.backward == pytest.approx(2 * exchange)

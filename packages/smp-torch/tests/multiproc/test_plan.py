@@ -59,6 +59,8 @@ smp.init({"auto": True} if "auto" in sys.argv else {"microbatches": 2, "ddp": Tr
 print(f"{smp.pp_size()} partitions, {smp.rdp_size()} replicas", flush=True)
 with smp.delay_param_initialization():
     net = make_net()
+if BATCH == 8:
+    smp.set_tensor_parallelism(net, auto=True)
 for block in net[:4] if "again" in sys.argv else ():
     smp.set_activation_checkpointing(block)
 model = smp.DistributedModel(net)
@@ -174,6 +176,9 @@ def test_the_profile_has_what_the_step_has(folder: Path, monkeypatch: pytest.Mon
     assert whole.computation.of_weights == 2 * 4 * (4 * 2 * 48 * 96 + 48 * 8)
     assert whole.kept_bytes == kept_by_a_microbatch(4)
     assert profile.settings["pipeline_parallel_degree"] == 4
+    # Tensor-parallel ranks share the weights; a block exchanges once for its two maps.
+    assert whole.sliced_elements == 4 * 2 * 48 * 96 + 48 * 8
+    assert whole.exchanged_bytes == 4 * 4 * 4 * 48
 
 
 def test_what_is_computed_again_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

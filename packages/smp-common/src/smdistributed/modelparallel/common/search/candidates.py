@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +23,8 @@ class Configuration:
 
     Attributes:
         partitions: of the model.
-        replicas: of each partition, in shards or not.
+        slices: of each partition, on the ranks of a tensor-parallel group.
+        replicas: of each slice, in shards or not.
         shards: over how many of these ranks parameters lie.
         shards_optimizer: whether replicas share the optimizer's state alone.
         microbatches: that a replica's batch is cut into.
@@ -31,6 +33,7 @@ class Configuration:
     """
 
     partitions: int
+    slices: int
     replicas: int
     shards: int
     shards_optimizer: bool
@@ -39,10 +42,16 @@ class Configuration:
     checkpointed_blocks: int = 0
 
     @property
+    def lanes(self) -> int:
+        """How many ranks that compute the same partition bring examples of their own."""
+        return self.slices * self.replicas
+
+    @property
     def num_mechanisms(self) -> int:
         """How many kinds of parallelism it has."""
         return (
             (self.partitions > 1)
+            + (self.slices > 1)
             + (self.replicas > self.shards)
             + (self.shards > 1)
             + self.shards_optimizer
@@ -62,14 +71,14 @@ class Configuration:
             "pipeline": self.pipeline,
             "sharded_data_parallel_degree": self.shards,
             "shard_optimizer_state": self.shards_optimizer,
-            "tensor_parallel_degree": 1,
+            "tensor_parallel_degree": self.slices,
             "checkpointed_blocks": self.checkpointed_blocks,
         }
         usual = ("interleaved", 1, False, 1, 0)
         for (name, value), default in zip(defaults.items(), usual, strict=True):
             if profile.settings.get(name, default) != value:
                 wanted[name] = value
-        if self.replicas > 1 and not profile.settings.get("ddp"):
+        if self.lanes > 1 and not profile.settings.get("ddp"):
             wanted["ddp"] = True
         return wanted
 
@@ -98,13 +107,21 @@ def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configur
     Microbatches are equal, so their number divides the batch of a replica.
     """
     most = sum(1 for unit in profile.root.walk() if not unit.children)
-    for partitions in divisors(machine.num_devices):
-        replicas = machine.num_devices // partitions
-        if partitions > most or profile.batch % replicas:
+    shared = _powers_of_two(machine.devices_per_host) if profile.is_sliced else [1]
+    for partitions, slices in itertools.product(divisors(machine.num_devices), shared):
+        replicas, left = divmod(machine.num_devices, partitions * slices)
+        lanes = slices * replicas
+        if left or partitions > most or profile.batch % lanes:
             continue
-        for microbatches in divisors(profile.batch // replicas):
+        places = partitions, slices, replicas
+        for microbatches in divisors(profile.batch // lanes):
             for pipeline in PIPELINES if partitions > 1 and microbatches > 1 else PIPELINES[:1]:
                 for shards in divisors(replicas):
-                    yield Configuration(partitions, replicas, shards, False, microbatches, pipeline)
+                    yield Configuration(*places, shards, False, microbatches, pipeline)
                 if replicas > 1:
-                    yield Configuration(partitions, replicas, 1, True, microbatches, pipeline)
+                    yield Configuration(*places, 1, True, microbatches, pipeline)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Returns those that divide the devices of a host: slices exchange too much for a network."""
+    return [each for each in divisors(most) if not each & (each - 1)]

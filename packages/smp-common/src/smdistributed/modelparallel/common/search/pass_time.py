@@ -94,7 +94,7 @@ def _is_captured(configuration: Configuration, profile: ModelProfile, machine: M
     """Whether passes are CUDA graphs, by what the step function asks for."""
     if not machine.device.is_gpu or profile.graphs is False:
         return False
-    if configuration.shards > 1 and configuration.partitions > 1:
+    if configuration.shards > 1 and configuration.partitions * configuration.slices > 1:
         return False
     if profile.graphs is True or configuration.partitions > 1 or configuration.replicas == 1:
         return True

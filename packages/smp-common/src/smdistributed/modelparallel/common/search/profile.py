@@ -73,6 +73,9 @@ class Figures:
         made_bytes: of all tensors that its forward pass makes.
         kept_bytes: of those that it keeps for the backward pass.
         again_bytes: of those that it keeps while the backward pass computes it again.
+        sliced_elements: of the numbers that train, those that ranks of a tensor-parallel group
+            share out.
+        exchanged_bytes: what a forward pass gathers from such ranks, and sums over them, of one.
     """
 
     computation: Computation = Computation()
@@ -85,6 +88,8 @@ class Figures:
     made_bytes: float = 0.0
     kept_bytes: float = 0.0
     again_bytes: float = 0.0
+    sliced_elements: float = 0.0
+    exchanged_bytes: float = 0.0
 
     def __add__(self, other: Figures) -> Figures:
         names = [each.name for each in dataclasses.fields(self)]
@@ -106,6 +111,28 @@ class Figures:
             made_bytes=factor * self.made_bytes,
             kept_bytes=factor * self.kept_bytes,
             again_bytes=factor * self.again_bytes,
+            exchanged_bytes=factor * self.exchanged_bytes,
+        )
+
+    def in_slices(self, slices: int) -> Figures:
+        """Returns that of one of the ranks of a tensor-parallel group.
+
+        Each computes its part for the examples of all, which is as much as all for its own, and
+        keeps what it has gathered.
+        """
+        if slices == 1 or not self.trained_elements:
+            return self
+        cut = self.sliced_elements / self.trained_elements
+        left = 1.0 - cut + cut / slices
+        return dataclasses.replace(
+            self,
+            parameter_bytes=left * self.parameter_bytes,
+            gradient_bytes=left * self.gradient_bytes,
+            trained_elements=left * self.trained_elements,
+            small_elements=min(self.small_elements, left * self.trained_elements),
+            optimizer_bytes=left * self.optimizer_bytes,
+            kept_bytes=self.kept_bytes + (slices - 1) * self.exchanged_bytes,
+            sliced_elements=cut * self.trained_elements / slices,
         )
 
 
@@ -197,6 +224,11 @@ class ModelProfile:
         notes = tuple(document.pop("notes"))
         stacks = tuple(map(tuple, document.pop("stacks")))
         return cls(**document, root=root, beside=beside, notes=notes, stacks=stacks)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether the script has modules that tensor-parallel ranks would share."""
+        return any(unit.own.sliced_elements for unit in self.root.walk())
 
     @property
     def recomputes(self) -> bool:

@@ -187,13 +187,14 @@ class Search:
             configuration: of the job.
             fits: whether it is known to fit.
         """
-        examples = self._profile.batch // configuration.replicas // configuration.microbatches
+        examples = self._profile.batch // configuration.lanes // configuration.microbatches
         stages = self._cutter.stages(
             configuration.partitions,
             examples,
             configuration.microbatches if configuration.pipeline == "zero_bubble_v" else 0,
             v_shaped=configuration.pipeline == "zero_bubble_v",
             checkpointed_blocks=configuration.checkpointed_blocks,
+            slices=configuration.slices,
         )
         if stages is None:
             return None

@@ -78,10 +78,11 @@ class _Sums:
 
     Args:
         profile: of the model.
+        slices: that ranks share.
     """
 
-    def __init__(self, profile: ModelProfile) -> None:
-        self._own = {unit.name: unit.own for unit in profile.root.walk()}
+    def __init__(self, profile: ModelProfile, slices: int) -> None:
+        self._own = {unit.name: unit.own.in_slices(slices) for unit in profile.root.walk()}
         self._all: dict[str, Figures] = {}
         self._most_made: dict[str, float] = {}
         self._sum_up(profile.root)
@@ -98,8 +99,9 @@ class _Sums:
 
     def _sum_up(self, unit: UnitProfile) -> tuple[Figures, float]:
         below = [self._sum_up(child) for child in unit.children]
-        self._all[unit.name] = figures = _total([unit.own, *(each for each, _ in below)])
-        most = max([_made(unit.own), *(each for _, each in below)])
+        own = self._own[unit.name]
+        self._all[unit.name] = figures = _total([own, *(each for each, _ in below)])
+        most = max([_made(own), *(each for _, each in below)])
         self._most_made[unit.name] = most
         return figures, most
 
@@ -116,7 +118,9 @@ class Cutter:
         self._profile = profile
         self._device = device
         self._outputs = {unit.name: unit.output_bytes for unit in profile.root.walk()}
-        self._sums_of = functools.cache(lambda every: _Sums(profile.with_checkpoints(every)))
+        self._sums_of = functools.cache(
+            lambda every, slices: _Sums(profile.with_checkpoints(every), slices)
+        )
         self._tree_of = functools.cache(self._tree)
         self._assigned = functools.cache(self._assignment)
         self.stages = functools.cache(self._stages)
@@ -129,6 +133,7 @@ class Cutter:
         *,
         v_shaped: bool,
         checkpointed_blocks: int = 0,
+        slices: int = 1,
     ) -> Stages | None:
         """Returns the stages of a model; None where it cannot be cut so.
 
@@ -138,11 +143,12 @@ class Cutter:
             microbatches: of a replica's batch.
             v_shaped: whether each rank has two pieces.
             checkpointed_blocks: every so manieth block is computed again; the cuts are the same.
+            slices: that ranks share; likewise.
         """
         assignment = self._assigned(partitions, examples, microbatches, v_shaped)
         if assignment is None:
             return None
-        sums = self._sums_of(checkpointed_blocks)
+        sums = self._sums_of(checkpointed_blocks, slices)
         return self._from(assignment, sums, examples / self._profile.examples)
 
     def _assignment(

@@ -48,15 +48,16 @@ class StepTime:
         self._configuration = configuration
         self._profile = profile
         self._machine = machine
-        # Pipelines have neighbouring ranks, replicas are a pipeline apart.
+        # Slices and pipelines have neighbouring ranks, replicas are a pipeline apart.
         self._apart = machine.rate(machine.num_devices)
+        self._beside = machine.rate(configuration.slices)
         self._pass_time = PassTime(configuration, profile, machine)
         self.passes = [self._passes(piece) for piece in stages.pieces]
-        rate = machine.rate(configuration.partitions)
+        rate = machine.rate(configuration.partitions * configuration.slices)
         self.transfers = CostModel(machine.device.latency_seconds, 1 / rate)
 
     def _passes(self, piece: Piece) -> PassCosts:
-        costs = self._pass_time.of(piece.figures)
+        costs = self._with_slices(self._pass_time.of(piece.figures), piece)
         shards = self._configuration.shards
         if shards == 1:
             return costs
@@ -69,6 +70,16 @@ class StepTime:
             costs.weights,
         )
 
+    def _with_slices(self, costs: PassCosts, piece: Piece) -> PassCosts:
+        """Returns the costs with what slices gather and sum, which a pass waits for."""
+        slices = self._configuration.slices
+        if slices == 1 or not piece.figures.exchanged_bytes:
+            return costs
+        of_all = slices * piece.figures.exchanged_bytes
+        exchanging = 2 * self._exchange(of_all, slices, self._beside)
+        again = exchanging if piece.figures.recomputed.num_kernels else 0.0
+        return costs + PassCosts(exchanging, exchanging + again)
+
     def _stays_whole(self, rank: int) -> bool:
         """Whether what a rank has gathered need not go before the end of the step."""
         return self._stages.holdings[rank].trained_elements <= self._profile.most_gathered
@@ -77,10 +88,17 @@ class StepTime:
         cut = piece.figures.share_in_shards
         return self._exchange(cut * piece.figures.parameter_bytes, self._configuration.shards)
 
-    def _exchange(self, num_bytes: float, num_ranks: int) -> float:
-        """Returns the seconds of an all-gather or a reduce-scatter, in a ring."""
+    def _exchange(self, num_bytes: float, num_ranks: int, rate: float | None = None) -> float:
+        """Returns the seconds of an all-gather or a reduce-scatter, in a ring.
+
+        Args:
+            num_bytes: of all ranks.
+            num_ranks: that exchange.
+            rate: of their links; by default of those between replicas.
+        """
         latency = (num_ranks - 1) * self._machine.device.latency_seconds
-        return latency + num_bytes * (num_ranks - 1) / num_ranks / (REACHED_OF_LINKS * self._apart)
+        reached = REACHED_OF_LINKS * (self._apart if rate is None else rate)
+        return latency + num_bytes * (num_ranks - 1) / num_ranks / reached
 
     def before_passes(self) -> float:
         """Returns the seconds that the Python of all microbatches takes before any is computed."""

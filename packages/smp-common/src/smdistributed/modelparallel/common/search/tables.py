@@ -46,14 +46,17 @@ def _count(number: float) -> str:
 
 def best_of(ranking: Ranking, width: int = WIDTH) -> str:
     """Returns a table of the best configurations."""
-    table = Table(box=None, pad_edge=False)
     left = ("schedule", "checkpoints")
-    for name in ("", "partitions", "replicas", "shards", "microbatches", *left):
-        table.add_column(name, justify="left" if name in left else "right")
-    for name in ("step ms", "examples/s", "peak GiB", "idle"):
-        table.add_column(name, justify="right")
-    for place, each in enumerate(ranking.best, 1):
-        table.add_row(str(place), *_cells(each))
+    names = ("", "partitions", "slices", "replicas", "shards", "microbatches", *left)
+    names += ("step ms", "examples/s", "peak GiB", "idle")
+    rows = [(str(place), *_cells(each)) for place, each in enumerate(ranking.best, 1)]
+    # What no line has is no column.
+    shown = [at for at in range(len(names)) if any(row[at] != "-" for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for at in shown:
+        table.add_column(names[at], justify="left" if names[at] in left else "right")
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
     console = Console(width=width, file=io.StringIO())
     with console.capture() as captured:
         console.print(table, highlight=False)
@@ -70,6 +73,7 @@ def _cells(estimate: Estimate) -> list[str]:
     shards = "state" if own.shards_optimizer else str(own.shards) if own.shards > 1 else "-"
     return [
         str(own.partitions),
+        str(own.slices) if own.slices > 1 else "-",
         str(own.replicas),
         shards,
         str(own.microbatches),
@@ -86,7 +90,9 @@ def _cells(estimate: Estimate) -> list[str]:
 
 def _described(estimate: Estimate) -> str:
     own = estimate.configuration
-    words = f"{own.partitions} partitions, {own.replicas} replicas"
+    words = f"{own.partitions} partitions"
+    words += f", {own.slices} slices" if own.slices > 1 else ""
+    words += f", {own.replicas} replicas"
     if own.shards > 1:
         words += f" in {own.shards} shards"
     if own.shards_optimizer:

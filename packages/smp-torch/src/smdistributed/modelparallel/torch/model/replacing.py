@@ -10,10 +10,24 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
+from smdistributed.modelparallel.torch.tensor_parallel.registry import registration_of
 from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
     replace_marked,
     unify_drawn,
 )
+
+
+def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
+    """Returns the outermost modules that several tensor-parallel ranks would share, about.
+
+    Which modules ``auto=True`` can split a proof says, with the ranks; here all marked ones count.
+    """
+    mark = runtime.tensor_marks.noted(module)
+    config = mark.config if mark is not None and mark.enabled else None
+    is_shared = registration_of(module) is not None or built_in(module) is not None
+    if config is not None and (is_shared or config.get("auto")):
+        return [module]
+    return [each for child in module.children() for each in sliced_modules(runtime, child)]
 
 
 def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,8 @@ def unit_profile(
     kept: Profile,
     optimizer_bytes: Mapping[int, float],
     is_small: Callable[[torch.Tensor], bool],
+    sliced: Collection[nn.Module] = (),
+    blocks: Collection[nn.Module] = (),
 ) -> UnitProfile:
     """Returns the profile of a model.
 
@@ -32,10 +34,13 @@ def unit_profile(
         kept: of the same, with those that autograd keeps.
         optimizer_bytes: by the identity of a parameter, what the optimizer keeps for it.
         is_small: whether a parameter stays whole where others are in shards.
+        sliced: the outermost modules that tensor-parallel ranks would share.
+        blocks: of the model.
     """
     tree = cost_tree(fakes, made, {}, ComputeCosts())
     modules = {name: module for module, name in fakes.names.items()}
-    return _Builder(fakes, made, kept, optimizer_bytes, is_small, modules).unit(
+    slices = _Slices(sliced, blocks)
+    return _Builder(fakes, made, kept, optimizer_bytes, is_small, modules, slices).unit(
         tree, is_inside=False
     )
 
@@ -60,6 +65,44 @@ def beside_modules(
     )
 
 
+class _Slices:
+    """What tensor-parallel ranks share of a model, and how often they exchange for it.
+
+    A block exchanges for each part that has weights, as attention and a feed-forward part are: it
+    gathers what the part is given, and sums what it gives. Where maps lie side by side, two of them
+    are such a part.
+
+    Args:
+        roots: the outermost modules that they would share.
+        blocks: of the model.
+    """
+
+    def __init__(self, roots: Collection[nn.Module], blocks: Collection[nn.Module]) -> None:
+        self._inside = {each for root in roots for each in root.modules()}
+        self._exchanges: dict[nn.Module, float] = {}
+        in_blocks: set[nn.Module] = set()
+        for block in self._inside.intersection(blocks):
+            in_blocks.update(block.modules())
+            parts = [child for child in block.children() if any(map(_is_cut, child.parameters()))]
+            self._exchanges[block] = sum(1.0 if list(part.children()) else 0.5 for part in parts)
+        for module in self._inside - in_blocks:
+            if any(map(_is_cut, module._parameters.values())):
+                self._exchanges[module] = 1.0 if module in roots else 0.5
+
+    def exchanges(self, module: nn.Module) -> float:
+        """Returns how often what a module gives is gathered and summed in a forward pass."""
+        return self._exchanges.get(module, 0.0)
+
+    def shares(self, module: nn.Module, parameter: torch.Tensor) -> bool:
+        """Whether each rank holds a part of a parameter."""
+        return module in self._inside and _is_cut(parameter)
+
+
+def _is_cut(parameter: torch.Tensor | None) -> bool:
+    """Whether a parameter is a weight of a map or of an embedding, and no vector."""
+    return parameter is not None and parameter.dim() > 1
+
+
 @dataclass
 class _Builder:
     """What building the tree needs to know."""
@@ -70,6 +113,7 @@ class _Builder:
     optimizer_bytes: Mapping[int, float]
     is_small: Callable[[torch.Tensor], bool]
     modules: Mapping[str, nn.Module]
+    slices: _Slices
     counted: set[int] = field(default_factory=set)
 
     def unit(self, unit: Unit, *, is_inside: bool) -> UnitProfile:
@@ -124,6 +168,10 @@ class _Builder:
             made_bytes=max(0.0, self._own_bytes(unit, module, self.made)),
             kept_bytes=kept,
             again_bytes=again,
+            sliced_elements=sum(
+                each.numel() for each in trained if self.slices.shares(module, each)
+            ),
+            exchanged_bytes=self.slices.exchanges(module) * unit.output_bytes,
         )
 
     def _below(self, unit: Unit, profile: Profile) -> list[ModuleProfile]:

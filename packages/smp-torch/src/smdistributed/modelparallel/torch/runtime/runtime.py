@@ -299,7 +299,7 @@ def start(
             data_plane_timeout(timeout_seconds),
         ),
         sharding_groups=_sharding_groups(settings, topology, transport.rank, peers, device),
-        tensor_marks=TensorMarks(is_used=topology.tp_size > 1),
+        tensor_marks=TensorMarks(is_used=topology.tp_size > 1, notes=planning is not None),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
         delayed=DelayedParameters(draw=planning is None),
         planning=planning,

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.common.search.profile import (
 )
 from smdistributed.modelparallel.torch.activations.blocks import stacks_of
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.model.replacing import sliced_modules
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
 from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
 from smdistributed.modelparallel.torch.random.keys import draw_step_seed
@@ -134,6 +135,7 @@ class PlannedStep(StepOnFakes):
         shape = cut[0][0].shape[cut[0][1]] if cut else len(batch.calls)
         model = self._model(made)
         names = model.holder.fakes.names
+        stacks = stacks_of(model.get_module())
         options = model.data_parallel.options
         root: UnitProfile = unit_profile(
             model.holder.fakes,
@@ -141,6 +143,8 @@ class PlannedStep(StepOnFakes):
             kept.profile,
             state_bytes,
             functools.partial(_is_small, config.sdp_param_persistence_threshold),
+            sliced_modules(self.runtime, model.get_module()),
+            {block for stack in stacks for block in stack},
         )
         return ModelProfile(
             step=self._name,
@@ -162,9 +166,7 @@ class PlannedStep(StepOnFakes):
             most_gathered=config.sdp_max_live_parameters,
             has_buckets=not options.gradient_as_bucket_view,
             graphs=self._graphs,
-            stacks=tuple(
-                tuple(names[block] for block in stack) for stack in stacks_of(model.get_module())
-            ),
+            stacks=tuple(tuple(names[block] for block in stack) for stack in stacks),
             notes=tuple(notes),
         )
 

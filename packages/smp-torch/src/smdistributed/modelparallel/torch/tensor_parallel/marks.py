@@ -23,12 +23,14 @@ class Mark:
         config: keywords for the distributed modules.
         used: those of them that some distributed module had.
         has_told: the others were logged.
+        is_noted: nothing is distributed for it here; a plan asks what would be.
     """
 
     enabled: bool
     config: dict[str, Any] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     has_told: bool = False
+    is_noted: bool = False
 
 
 class TensorMarks:
@@ -37,22 +39,30 @@ class TensorMarks:
     Args:
         is_used: False with one tensor-parallel rank: then modules are distributed only where that
             is asked for at any degree.
+        notes: whether marks are noted then, for a plan.
     """
 
-    def __init__(self, *, is_used: bool) -> None:
+    def __init__(self, *, is_used: bool, notes: bool = False) -> None:
         self.is_used = is_used
+        self._notes = notes
         self._of: weakref.WeakKeyDictionary[nn.Module, Mark] = weakref.WeakKeyDictionary()
         self._open: list[Mark] = []
 
     def of(self, module: nn.Module) -> Mark | None:
         """Returns what is asked of a module; None if nothing is."""
+        mark = self._of.get(module)
+        return None if mark is None or mark.is_noted else mark
+
+    def noted(self, module: nn.Module) -> Mark | None:
+        """Returns what would be asked of a module with several tensor-parallel ranks."""
         return self._of.get(module)
 
     def set(self, module: nn.Module, enabled: bool, config: dict[str, Any]) -> None:
         """Marks a module and all modules below it."""
         _check(config)
-        mark = Mark(enabled, config)
-        for inner in module.modules() if self.is_used or not enabled else ():
+        is_noted = enabled and not self.is_used
+        mark = Mark(enabled, config, is_noted=is_noted)
+        for inner in module.modules() if self._notes or not is_noted else ():
             self._of[inner] = mark
 
     def has_any(self, model: nn.Module) -> bool:
@@ -71,10 +81,11 @@ class TensorMarks:
             at_any_degree: with one tensor-parallel rank, too.
         """
         _check(config)
-        if enabled and not (self.is_used or at_any_degree):
+        is_noted = enabled and not (self.is_used or at_any_degree)
+        if is_noted and not self._notes:
             yield
             return
-        self._open.append(Mark(enabled, config))
+        self._open.append(Mark(enabled, config, is_noted=is_noted))
         init, restore = nn.Module.__init__, nn.Module.__setstate__
 
         def noting_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
