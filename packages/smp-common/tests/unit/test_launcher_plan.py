@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from test_search import transformer
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
-from smdistributed.modelparallel.common.launcher import cli, plan
+from smdistributed.modelparallel.common.launcher import cli, measuring, plan
 from smdistributed.modelparallel.common.launcher.cli import split_arguments
+from smdistributed.modelparallel.common.search.measurement import Calibrations, Measured
 
 #: Stands for a script that comes to its first training step.
 SCRIPT = """
@@ -117,3 +119,51 @@ def test_a_script_of_tensorflow_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import smdistributed.modelparallel.tensorflow as smp")
     with pytest.raises(UnsupportedError, match="scripts of PyTorch"):
         plan.recorded([str(tmp_path / "train.py")], os.environ)
+
+
+def test_measured_lines_stand_beside_what_was_planned(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    taken = iter([0.5, 0.25, 1.0])
+    seen = []
+
+    def measured(command: list[str], step: str, environ: Mapping[str, str]) -> Measured:
+        seen.append((command, step))
+        return Measured("NVIDIA H100 80GB HBM3", next(taken), 10)
+
+    monkeypatch.setattr(plan, "measured", measured)
+    words = [script, "--devices", "2", "--json", "plan.json"]
+    assert plan.main([*words, "--measure", "2", "--", "--batch", "16"], prog="plan") == 0
+    lines = json.loads(Path("plan.json").read_text())["best"]
+    assert [shlex.join(command) for command, _ in seen] == [each["command"] for each in lines[:2]]
+    assert {step for _, step in seen} == {"train_step"}
+    out = capsys.readouterr().out
+    assert f"   2  {1e3 * lines[1]['step_seconds']:12.1f}        250.0" in out
+    seconds = [each["step_seconds"] for each in lines]
+    factor = (0.5 / seconds[0] + 0.25 / seconds[1]) / 2
+    assert plan.main([*words, "--", "--batch", "16"], prog="plan") == 0
+    assert f"times {factor:.3g} as steps of this model were measured" in capsys.readouterr().out
+    later = json.loads(Path("plan.json").read_text())
+    assert later["best"][0]["step_seconds"] == pytest.approx(factor * seconds[0])
+    monkeypatch.setattr(plan, "measured", lambda *_: Measured("cpu", 1.0, 10))
+    with pytest.raises(ConfigError, match="planned for, h100; this job ran on cpu"):
+        plan.main([*words, "--measure", "1", "--", "--batch", "16"], prog="plan")
+
+
+def test_a_job_that_makes_too_few_steps_is_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("print('few steps')")
+    with pytest.raises(SMPError, match=r"measured by 16 calls of step; .* ended before(?s:.*)few"):
+        measuring.measured(["smprun", "-n", "1", str(file)], "step", os.environ)
+
+
+def test_what_was_measured_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    file.write_text("cpu\n" + "".join(f"{second}\n" for second in (0, 9, 9, 9, 9, 10, 12, 14, 99)))
+    assert Measured.read(file) == Measured("cpu", 2.0, 3)
+    file.write_text("cpu\n0\n1\n")
+    assert Measured.read(file) is None
+    kept = Calibrations(tmp_path / "cut-off.json")
+    kept.file.write_text('{"cpu')
+    assert kept.factor(transformer(1), "cpu") is None

@@ -18,6 +18,11 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import plan
+from smdistributed.modelparallel.common.search.measurement import (
+    MEASURE_VARIABLE,
+    Measured,
+    Wanted,
+)
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -85,8 +90,9 @@ with torch.no_grad():
     print(f"before: {evaluate(model, x).reduce_mean().item()}", flush=True)
 print(f"parameters are delayed: {net[0].up.weight.is_meta}", flush=True)
 try:
-    train(model, x)
-    optimizer.step()
+    for _ in range(100 if "measured" in sys.argv else 1):
+        train(model, x)
+        optimizer.step()
     print("trained", flush=True)
 finally:
     print("the script has ended", flush=True)
@@ -209,6 +215,23 @@ def test_a_job_takes_the_best_line_by_itself(folder: Path) -> None:
     # Besides, the process that recorded the step has one of each.
     assert {"[0] " + words, "[1] " + words} <= set(lines)
     assert outcome.stdout.count("trained") == 2
+
+
+def test_a_job_that_is_measured_ends_on_all_ranks(folder: Path) -> None:
+    file = folder / "steps"
+    outcome = run_ranks(
+        2,
+        folder / "train.py",
+        launcher="smprun-fork",
+        timeout=120,
+        env={MEASURE_VARIABLE: Wanted(str(file), "train").to_variable()},
+        args=[8, "measured"],
+    )
+    assert "parameters are delayed" in outcome.stdout
+    assert "the script has ended" not in outcome.stdout
+    found = Measured.read(file)
+    assert found is not None
+    assert (found.device, found.steps) == ("cpu", 10)
 
 
 def counting() -> tuple[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,9 +32,11 @@ from smdistributed.modelparallel.common.launcher.hosts import (
     parse_host_list,
     place,
 )
+from smdistributed.modelparallel.common.launcher.measuring import measured
 from smdistributed.modelparallel.common.planning.report import timeline_svg
 from smdistributed.modelparallel.common.search import tables
-from smdistributed.modelparallel.common.search.devices import DEVICES, Machine
+from smdistributed.modelparallel.common.search.devices import DEVICES, Machine, device_like
+from smdistributed.modelparallel.common.search.measurement import Calibrations
 from smdistributed.modelparallel.common.search.plan import CommandOf, Line, Plan
 from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE, ModelProfile
 
@@ -52,6 +55,7 @@ class Request:
         explained: the line whose step is drawn; None for none.
         json_file: where the plan goes for programs; None for nowhere.
         parameters: of the library, that the job is given besides those of the plan.
+        num_measured: lines that are run for some steps.
     """
 
     program: tuple[str, ...]
@@ -61,6 +65,7 @@ class Request:
     explained: int | None = None
     json_file: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    num_measured: int = 0
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -81,6 +86,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         raise ConfigError(f"what is planned is a Python file; there is no file {script}: name one.")
     if not (arguments.devices or arguments.hosts):
         raise ConfigError("a plan is for a number of devices: give --devices, or --hosts a:8,b:8.")
+    if arguments.measure < 0:
+        raise ConfigError(f"--measure is a number of lines; received {arguments.measure}.")
     if arguments.lines < 1:
         raise ConfigError(f"--lines is a number of at least 1; received {arguments.lines}.")
     hosts = place(parse_host_list(arguments.hosts) if arguments.hosts else (), arguments.devices)
@@ -91,6 +98,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         arguments.lines,
         arguments.explain,
         arguments.json,
+        num_measured=arguments.measure,
     )
     return run(request, os.environ)
 
@@ -111,6 +119,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--memory", metavar="80GiB", help="of a device (default: as its data sheet has it)")
     add("--lines", type=int, default=10, metavar="N", help="lines of the table (default 10)")
     add("--explain", type=int, metavar="LINE", help="draw the step of a line: plan-LINE.svg")
+    add(
+        "--measure",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run the best N lines for 10 steps each, on the hosts that are named",
+    )
     add("--json", metavar="FILE", help="write the plan there for programs")
     return parser
 
@@ -148,7 +163,9 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
     began = time.perf_counter()
     profile = recorded(request.program, environ)
     recorded_at = time.perf_counter()
-    plan = Plan(profile, request.machine, request.num_lines)
+    calibrations, device = Calibrations(), request.machine.device.name
+    factor = calibrations.factor(profile, device)
+    plan = Plan(profile, request.machine, request.num_lines, factor)
     took = recorded_at - began, time.perf_counter() - recorded_at
     command_of = functools.partial(_command, request)
     _show(plan, command_of)
@@ -158,7 +175,36 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
         print(f"wrote {request.json_file}")
     if request.explained is not None:
         _explain(request.explained, plan)
+    if plan.lines and request.num_measured:
+        longer = _measure(request, plan, profile.step, environ)
+        calibrations.keep(profile, device, longer * (1.0 if factor is None else factor))
+        print(
+            f"steps took {longer:.3g} times what was planned; {calibrations.file} keeps that for "
+            "later plans of this model"
+        )
     return 0 if plan.lines else _NOTHING_FITS_EXIT_CODE
+
+
+def _measure(request: Request, plan: Plan, step: str, environ: Mapping[str, str]) -> float:
+    """Runs the best lines, and returns how much longer they take than planned, in the middle.
+
+    Raises:
+        SMPError: a line fails, or runs on another kind of device than was planned for.
+    """
+    ratios = []
+    print("\nline  predicted ms  measured ms")
+    for number, line in enumerate(plan.lines[: request.num_measured], 1):
+        found = measured(_command(request, line), step, environ)
+        if device_like(found.device) != request.machine.device:
+            raise ConfigError(
+                f"lines are measured on what they are planned for, {request.machine.device.name}; "
+                f"this job ran on {found.device}: plan for that with --device, or leave "
+                "--measure out."
+            )
+        ratios.append(found.seconds / line.step_seconds)
+        predicted, taken = 1e3 * line.step_seconds, 1e3 * found.seconds
+        print(f"{number:4}  {predicted:12.1f}  {taken:11.1f}", flush=True)
+    return statistics.median(ratios)
 
 
 def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile:

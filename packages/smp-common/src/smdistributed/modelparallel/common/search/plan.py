@@ -59,6 +59,7 @@ class Plan:
         profile: of a step of the model.
         machine: the devices.
         most: lines, at most.
+        factor: by which steps of this model were measured to take longer; None if none were.
 
     Attributes:
         lines: the configurations that fit, the fastest first; of equally fast ones, what leaves
@@ -68,11 +69,14 @@ class Plan:
         ConfigError: the batch cannot be shared out by any configuration, whatever the memory is.
     """
 
-    def __init__(self, profile: ModelProfile, machine: Machine, most: int = 10) -> None:
+    def __init__(
+        self, profile: ModelProfile, machine: Machine, most: int = 10, factor: float | None = None
+    ) -> None:
         self._profile = profile
         self._machine = machine
         self._search = Search(profile, machine)
-        self._ranking = self._search.ranking(most)
+        self._factor = factor
+        self._ranking = self._search.ranking(most).times(1.0 if factor is None else factor)
         self.lines = tuple(self._line(each) for each in self._ranking.best)
 
     @property
@@ -97,10 +101,13 @@ class Plan:
         Args:
             width: of the table, in characters.
         """
-        parts = [*tables.summary(self._profile, self._machine, self._ranking), ""]
+        parts = [*self._summary(), ""]
         if self.lines:
             parts.append(tables.best_of(self._ranking, width))
         return "\n".join([*parts, *tables.refusals(self._ranking)])
+
+    def _summary(self) -> list[str]:
+        return tables.summary(self._profile, self._machine, self._ranking, self._factor)
 
     def save(self, path: str | os.PathLike[str], command_of: CommandOf | None = None) -> None:
         """Writes the plan as JSON: seconds, and bytes of each rank by kind.
@@ -149,6 +156,7 @@ class Plan:
             "hosts": self._machine.num_hosts,
             "device_memory_bytes": self._machine.memory_bytes,
             "estimated": True,
+            "measured_factor": self._factor,
             "best": [written(each) for each in self.lines],
             "does_not_fit": [written(self._line(each)) for each in self._ranking.refused],
         }

@@ -7,6 +7,7 @@ with the fewest activations that any order keeps is not simulated at all.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 from collections.abc import Sequence
@@ -90,6 +91,14 @@ class Ranking:
     refused: tuple[Estimate, ...]
     num_configurations: int
     num_fitting: int
+
+    def times(self, factor: float) -> Ranking:
+        """Returns the same if everything takes ``factor`` times as long."""
+        best, refused = (
+            tuple(dataclasses.replace(each, seconds=factor * each.seconds) for each in estimates)
+            for estimates in (self.best, self.refused)
+        )
+        return dataclasses.replace(self, best=best, refused=refused)
 
 
 @dataclass(frozen=True, order=True)

@@ -21,8 +21,11 @@ _CHECKPOINTS = {0: "-", 1: "all", 2: "half"}
 WIDTH = 120
 
 
-def summary(profile: ModelProfile, machine: Machine, ranking: Ranking) -> list[str]:
+def summary(
+    profile: ModelProfile, machine: Machine, ranking: Ranking, factor: float | None
+) -> list[str]:
     """Returns lines that say what was planned for, and by which figures."""
+    learned = "" if factor is None else f", times {factor:.3g} as steps of this model were measured"
     whole = sum((unit.own for unit in profile.root.walk()), Figures())
     hosts = f" on {machine.num_hosts} hosts" if machine.num_hosts > 1 else ""
     lines = [
@@ -30,7 +33,7 @@ def summary(profile: ModelProfile, machine: Machine, ranking: Ranking) -> list[s
         f"{profile.optimizer or 'no optimizer'}, {profile.batch} examples a step, products in "
         f"{profile.precision} precision",
         f"{machine.num_devices} x {machine.device.name}{hosts}, {gib(machine.memory_bytes)} GiB "
-        "each; times are estimated from data sheets",
+        f"each; times are estimated from data sheets{learned}",
         f"{ranking.num_configurations} configurations, of which {ranking.num_fitting} may fit",
     ]
     return [*lines, *(f"note: {note}" for note in profile.notes)]
@@ -47,8 +50,8 @@ def _count(number: float) -> str:
 def best_of(ranking: Ranking, width: int = WIDTH) -> str:
     """Returns a table of the best configurations."""
     left = ("schedule", "checkpoints")
-    names = ("", "partitions", "slices", "replicas", "shards", "microbatches", *left)
-    names += ("step ms", "examples/s", "peak GiB", "idle")
+    degrees = ("partitions", "slices", "replicas", "shards", "microbatches")
+    names = ("", *degrees, *left, "step ms", "examples/s", "peak GiB", "idle")
     rows = [(str(place), *_cells(each)) for place, each in enumerate(ranking.best, 1)]
     # What no line has is no column.
     shown = [at for at in range(len(names)) if any(row[at] != "-" for row in rows)]

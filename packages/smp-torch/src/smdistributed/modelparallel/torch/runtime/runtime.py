@@ -42,6 +42,7 @@ from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.search.measurement import Wanted
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
@@ -56,6 +57,7 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.departures import Departures
 from smdistributed.modelparallel.torch.runtime.joining import meet
+from smdistributed.modelparallel.torch.runtime.measuring import Measuring
 from smdistributed.modelparallel.torch.runtime.planned import planned
 from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.process_groups import (
@@ -110,6 +112,7 @@ class TorchRuntime(Runtime):
         pending_save: the checkpoint that may still be being written.
         num_updates: how often optimizers of models have been stepped.
         planning: what is asked of a process that stands for a job; None where the job runs.
+        measuring: counts the steps of a job that is measured; None where it is not.
         replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
@@ -135,6 +138,7 @@ class TorchRuntime(Runtime):
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
     planning: Planning | None = None
+    measuring: Measuring | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -267,6 +271,7 @@ def start(
     device = _bind_device(transport)
     if peers is None:
         peers = Peers(transport.rank, communicator.allgather(Presence.own(), CommGroup.WORLD))
+    wanted = Wanted.asked()
     process_groups: dict[CommGroup, dist.ProcessGroup] = {}
     if transport.size > 1:
         with peers.connecting():
@@ -303,6 +308,7 @@ def start(
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
         delayed=DelayedParameters(draw=planning is None),
         planning=planning,
+        measuring=None if wanted is None else Measuring(wanted, transport.rank, device),
     )
     runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)

@@ -99,6 +99,8 @@ class StepFunction:
                 f"step function {self._function.__name__} was called from inside another step "
                 "function; call one after the other, or undecorate the inner one."
             )
+        if runtime.measuring is not None:
+            runtime.measuring.begins(self.name, runtime.close)
         if self._engine is None or self._engine.runtime is not runtime:
             self._engine = self._make(runtime)
         return self._engine.run(args, kwargs)
