@@ -97,7 +97,13 @@ def _is_of_rank(variable: str) -> bool:
 
 def _machine(transport: Transport) -> Machine:
     """Returns the devices of this job, which are taken to be like that of rank 0."""
-    num_hosts = max(1, transport.size // transport.local_size)
+    num_hosts, left = divmod(transport.size, transport.local_size)
+    if left:
+        raise ConfigError(
+            "a plan is for hosts that have equally many processes; received "
+            f"{transport.local_size} of {transport.size} on that of rank 0: start as many on each, "
+            "or give the degrees."
+        )
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(transport.local_rank)
         device, num_bytes = device_like(properties.name), properties.total_memory
