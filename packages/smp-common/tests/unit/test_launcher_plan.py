@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import xml.etree.ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from smdistributed.modelparallel.common.errors import ConfigError, SMPError, Uns
 from smdistributed.modelparallel.common.launcher import cli, measuring, plan
 from smdistributed.modelparallel.common.launcher.cli import split_arguments
 from smdistributed.modelparallel.common.search.measurement import Calibrations, Measured
+from smdistributed.modelparallel.common.search.tables import gib
 
 #: Stands for a script that comes to its first training step.
 SCRIPT = """
@@ -35,7 +37,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_plan_is_a_table_of_commands(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [script, "--hosts", "a:4,b:4", "--lines", "3", "--json", "plan.json", "--explain", "2"]
-    assert plan.main([*words, "--", "--batch", "16"], prog="plan") == 0
+    assert plan.main([*words, "--html", "plan.html", "--", "--batch", "16"], prog="plan") == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [line[3:] for line in lines if line[1:3] == ": "]
     document = json.loads(Path("plan.json").read_text())
@@ -50,6 +52,17 @@ def test_a_plan_is_a_table_of_commands(script: str, capsys: pytest.CaptureFixtur
     assert min(rates) > max(rates) / 2
     assert "2 hosts" in "\n".join(lines)
     assert Path("plan-2.svg").read_text().startswith("<svg")
+    page = Path("plan.html").read_text()
+    first = document["best"][0]
+    for kind, num_bytes in first["memory_bytes"][0].items():
+        assert f"<title>{gib(num_bytes)} GiB {kind}</title>" in page
+    for place, line in enumerate(document["best"], 1):
+        assert f"<title>line {place}: {1e3 * line['step_seconds']:.1f} ms" in page
+    num_ranks = first["parameters"]["pipeline_parallel_degree"]
+    assert ("as simulated" in page) == (num_ranks > 1)
+    xml.etree.ElementTree.fromstring(
+        page.split("<body>")[1].split("</pre>")[1].split("</h2>")[1].split("<h2>")[0]
+    )
 
 
 def test_smprun_plans_with_what_it_is_told(script: str, capsys: pytest.CaptureFixture[str]) -> None:

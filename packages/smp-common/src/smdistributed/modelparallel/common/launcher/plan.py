@@ -54,6 +54,7 @@ class Request:
         num_lines: of the table, at most.
         explained: the line whose step is drawn; None for none.
         json_file: where the plan goes for programs; None for nowhere.
+        html_file: where it goes as a page; likewise.
         parameters: of the library, that the job is given besides those of the plan.
         num_measured: lines that are run for some steps.
     """
@@ -64,6 +65,7 @@ class Request:
     num_lines: int = 10
     explained: int | None = None
     json_file: str | None = None
+    html_file: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     num_measured: int = 0
 
@@ -98,6 +100,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         arguments.lines,
         arguments.explain,
         arguments.json,
+        arguments.html,
         num_measured=arguments.measure,
     )
     return run(request, os.environ)
@@ -126,6 +129,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         help="run the best N lines for 10 steps each, on the hosts that are named",
     )
+    add("--html", metavar="FILE", help="write the plan there as a page with pictures")
     add("--json", metavar="FILE", help="write the plan there for programs")
     return parser
 
@@ -173,6 +177,9 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
     if request.json_file is not None:
         plan.save(request.json_file, command_of)
         print(f"wrote {request.json_file}")
+    if request.html_file is not None and plan.lines:
+        Path(request.html_file).write_text(plan.page(), encoding="utf-8")
+        print(f"wrote {request.html_file}")
     if request.explained is not None:
         _explain(request.explained, plan)
     if plan.lines and request.num_measured:

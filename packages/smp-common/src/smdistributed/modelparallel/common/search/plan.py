@@ -13,6 +13,7 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.planning.simulator import Timeline
+from smdistributed.modelparallel.common.search import page as pages
 from smdistributed.modelparallel.common.search import tables
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import ModelProfile
@@ -118,6 +119,22 @@ class Plan:
         """
         text = json.dumps(self._document(command_of), indent=2) + "\n"
         Path(path).write_text(text, encoding="utf-8")
+
+    def page(self) -> str:
+        """Returns the plan as a page of HTML, with pictures of its first line.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        best = self.best
+        is_pipeline = len(best.memory) > 1
+        return pages.page(
+            self.table(),
+            [(each.step_seconds, each.peak_bytes) for each in self.lines],
+            best.memory,
+            self._machine.memory_bytes,
+            self.timeline(best) if is_pipeline else None,
+        )
 
     def timeline(self, line: Line) -> Timeline:
         """Returns the simulated passes of a step of one of ``lines``."""
