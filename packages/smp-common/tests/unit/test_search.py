@@ -275,8 +275,8 @@ def seconds_of(profile: ModelProfile, on: Machine, configuration: Configuration)
 @pytest.mark.parametrize(
     ("partitions", "shards", "graphs", "is_captured"),
     [
-        (1, 1, "auto", False),
-        (1, 1, True, True),
+        (1, 1, "auto", True),
+        (1, 2, True, True),
         (1, 4, "auto", True),
         (1, 2, "auto", False),
         (2, 1, "auto", True),

@@ -96,6 +96,6 @@ def _is_captured(configuration: Configuration, profile: ModelProfile, machine: M
         return False
     if configuration.shards > 1 and configuration.partitions * configuration.slices > 1:
         return False
-    if profile.graphs is True or configuration.partitions > 1 or configuration.replicas == 1:
+    if profile.graphs is True or configuration.shards == 1:
         return True
-    return 1 < configuration.shards == configuration.replicas <= machine.devices_per_host
+    return configuration.shards == configuration.replicas <= machine.devices_per_host
