@@ -148,7 +148,6 @@ API: dict[str, Input] = {
     "step: unknown keyword": (_stepping(lambda model, x: x, z=1), "unexpected|got"),
     "step: scalar input": (_stepping(lambda model, x: x, torch.tensor(1.0)), "no axis 0"),
     "step: empty batch": (_stepping(lambda model, x: x, torch.ones(0, 4)), "is empty"),
-    "step: small batch": (_stepping(lambda model, x: x, torch.ones(1, 4)), "smaller"),
     "step: batches differ": (
         _stepping(lambda model, x, y: x, ONES, torch.ones(3, 4)),
         "same batch size",
@@ -199,7 +198,6 @@ API: dict[str, Input] = {
     "model outside a step": (lambda: _model()(ONES), "smp.step"),
     "the user's model outside a step": (lambda: _model().get_module()(ONES), "partitions"),
     "the user's state": (lambda: _model().get_module().state_dict(), "empty tensors"),
-    "model.generate": (lambda: _model().first, "get_module"),
     "parameters before the partition": (
         lambda: list(smp.DistributedModel(Net()).local_parameters()),
         "first call of a step function",

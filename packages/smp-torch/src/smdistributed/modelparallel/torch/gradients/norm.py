@@ -113,6 +113,7 @@ class _WholeModelFunctions:
                 "would bound something else: call optimizer.clip_master_grads(max_norm) before "
                 "optimizer.step()."
             )
+        self._check_is_over()
         given = {id(each): own.get(id(each), each) for each in chosen}
         self._check_reduced(given.values())
         found = [(each, gradient_here(each)) for each in given.values()]
@@ -126,6 +127,16 @@ class _WholeModelFunctions:
         holders: Any = [SimpleNamespace(grad=gradient) for _, gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)
         return norm
+
+    def _check_is_over(self) -> None:
+        """Raises if there are no gradients yet, since a step of several partitions is recorded."""
+        step = self._runtime.current_step
+        if step is not None and step.is_tracing:
+            raise UnsupportedError(
+                "torch.nn.utils.clip_grad_norm_ was called in a step function of several "
+                "partitions, whose gradients are there when it has returned: call it after the "
+                "step function, before optimizer.step()."
+            )
 
     def _check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
         chosen = set(map(id, parameters))

@@ -61,7 +61,7 @@ class FakeModel:
         self.names = {module: name for name, module in model.named_modules()}
         self.slice_guard = guard_of(model)
         self._children = {module: list(module._modules.values()) for module in self.names}
-        self._parameters = {module: list(module._parameters) for module in self.names}
+        self._parameters = {module: [*module._parameters.keys()] for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
         self.slots: dict[Slot, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
