@@ -604,8 +604,15 @@ def _alone(loop: Loop) -> Run:
     return _trained(loop, Run(net, model, loop.optimizer(model)), step)
 
 
+#: How tensor parallelism splits a model, where a job has it.
+MARKS: dict[str, Any] = {}
+
+
 def _distributed(loop: Loop) -> Run:
-    model = smp.DistributedModel(net := _net(loop))
+    net = _net(loop)
+    if smp.tp_size() > 1:
+        smp.set_tensor_parallelism(net, **MARKS)
+    model = smp.DistributedModel(net)
     body = smp.step(loop.body)
 
     def step(x: Any, y: Any) -> list[list[float]]:

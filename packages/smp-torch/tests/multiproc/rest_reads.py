@@ -1,7 +1,7 @@
-"""Between steps, what reads slices as if they were whole is refused, and what need not goes on.
+"""Between steps slices stand for whole tensors.
 
-A population of accesses, tensors and moments: each does the same to plain PyTorch. Accesses are
-those of scripts, and all roads to what reads or writes numbers.
+A population of accesses and tensors: each does the same to plain PyTorch. Accesses are those of
+scripts, and all roads to what reads or writes numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from weight_reads import KINDS, like_map
 
 import smdistributed.modelparallel.torch as smp
 
-#: What a rank has of a shape is its own, as in a pipeline.
-_LOCAL = ("shape", "size", "numel")
 #: Of all gradients or weights, a number.
 NUMBERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     "norm by hand": lambda each: torch.stack([one.norm() for one in each]).norm(),
@@ -48,7 +46,6 @@ NUMBERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     **{
         name: lambda each, read=read: sum(read(like_map(one)) for one in each if one.dim() == 2)
         for name, read in KINDS.items()
-        if name not in _LOCAL
     },
 }
 
@@ -104,7 +101,7 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], None]] = {
     "first row": first_row,
     "clip_grad_norm_": lambda each: torch.nn.utils.clip_grad_norm_(each, 0.01),
 }
-#: Those that work number by number, and have to go on working.
+#: Those that work number by number.
 POINTWISE: dict[str, Callable[[list[nn.Parameter]], None]] = {
     "sign": signed,
     "decay": decayed,
@@ -125,8 +122,10 @@ TENSORS: dict[str, Callable[[list[nn.Parameter]], list[torch.Tensor]]] = {
 }
 
 
-#: Roads that give the slice, as is documented of what is written to a file, or say whose it is.
-AS_IT_IS = ("as_subclass", "pickle", "save", "text")
+#: Roads that give the slice, as is documented, or say whose it is.
+AS_IT_IS = ("as_subclass", "text")
+#: Roads to bytes, which rounding changes in what was computed.
+BYTES = ("storage",)
 
 
 class Net(nn.Module):
@@ -179,8 +178,17 @@ class Pair:
                 torch.testing.assert_close(slice_itself(got.detach()), part)
 
 
+class NoReferenceError(Exception):
+    """Plain PyTorch cannot take a road."""
+
+
 def number(pair: Pair, kind: str, tensors: str) -> None:
-    got, want = (NUMBERS[kind](TENSORS[tensors](each)) for each in pair.parameters())
+    local, whole = pair.parameters()
+    try:
+        want = NUMBERS[kind](TENSORS[tensors](whole))
+    except Exception as error:
+        raise NoReferenceError from error
+    got = NUMBERS[kind](TENSORS[tensors](local))
     torch.testing.assert_close(torch.as_tensor(got).float(), torch.as_tensor(want).float())
 
 
@@ -190,10 +198,6 @@ def change(pair: Pair, kind: str) -> None:
     pair.compare()
     pair.step()
     pair.compare()
-
-
-class NoReferenceError(Exception):
-    """Plain PyTorch cannot take a road."""
 
 
 def taken(road: Road, pair: Pair, tensors: str) -> list[Any]:
@@ -227,7 +231,9 @@ def outcome(function: Callable[..., None], *args: Any) -> str:
         return "wrong"
     except Exception as error:  # TorchScript tells the library's in its own
         says = str(error)
-        is_clear = "has a slice of that parameter" in says and "get_total_norm" in says
+        is_clear = "tensor-parallel rank has a slice" in says and "clone()" in says
+        is_clear |= "write what has its shape and type by copy_" in says
+        is_clear |= "array is read-only" in says  # of NumPy
         return "refused" if is_clear else f"unclear {type(error).__name__}"
     return "exact"
 
@@ -240,6 +246,7 @@ def by_roads(*, auto: bool, first: int = 0, stride: int = 1) -> dict[str, int]:
     reads = itertools.product(chosen, TENSORS)
     writes = itertools.product(WRITES, ("weights", "gradients", "detached"))
     cases = [(read_by, *each) for each in reads] + [(written_by, *each) for each in writes]
+    cases = [each for each in cases if each[1] not in BYTES or each[2] != "products"]
     for function, label, tensors in cases[first::stride]:
         road = (READS if function is read_by else WRITES)[label]
         end = outcome(function, road, pair, tensors)
@@ -259,17 +266,12 @@ def population(*, auto: bool, stride: int = 1) -> dict[str, int]:
     pair = Pair(auto=auto)
     for kind, tensors in itertools.islice(itertools.product(NUMBERS, TENSORS), 0, None, stride):
         end = outcome(number, pair, kind, tensors)
-        if end not in ("exact", "refused"):
+        if end not in ("exact", "not in PyTorch"):
             print(f"{kind} of {tensors}: {end}")
         found[end] += 1
-    for kind in CHANGES:
-        end = outcome(change, Pair(auto=auto), kind)
-        if end not in ("exact", "refused"):
-            print(f"{kind}: {end}")
-        found[end] += 1
-    for kind in POINTWISE:
+    for kind in (*CHANGES, *POINTWISE):
         end = outcome(change, Pair(auto=auto), kind)
         if end != "exact":
             print(f"{kind}: {end}")
-        found["exact" if end == "exact" else f"pointwise {end}"] += 1
+        found[end] += 1
     return dict(found)

@@ -73,6 +73,9 @@ def start(config: dict[str, object], name: str) -> None:
         capture_every_step()
     if name == "compiled":
         every_step(compile={"backend": "aot_eager"})
+    if name == "tp2-auto":
+        examples = torch.zeros(loops.EXAMPLES // MICROBATCHES, loops.WIDTH)
+        loops.MARKS.update(auto=True, sample_inputs={"x": examples})
 
 
 CONFIGS: dict[str, dict[str, object]] = {
@@ -92,6 +95,9 @@ CONFIGS: dict[str, dict[str, object]] = {
         "sdp_gradient_clipping": float("inf"),
         "ddp": True,
     },
+    # Every rank has a slice of each weight, and all have the same batch.
+    "tp2": {"tensor_parallel_degree": 2, "ddp": True},
+    "tp2-auto": {"tensor_parallel_degree": 2, "ddp": True},
 }
 WORLDS = {
     name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=PRELOAD)
@@ -137,11 +143,14 @@ POPULATIONS = {
 ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features")
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
+#: Where ranks have parts of parameters, which are whole between two steps.
+IN_PARTS = {"sdp2": IN_SHARDS, "tp2": ("at rest",), "tp2-auto": ("at rest",)}
 #: Of what would be two of these parts, all but a few branches of the library are in one.
 MOST = {"uses": 20, "writes": 160, "order": 240, "views": 720}
 QUICK = {
     *(("pp2", kind, MOST.get(kind, 0)) for kind in POPULATIONS if kind != "at rest"),
     *(("sdp2", kind, 0) for kind in IN_SHARDS),
+    ("tp2", "at rest", 11),
     # Without graphs, what is around a step of one partition is around plain Python.
     *(("one", kind, 0) for kind in POPULATIONS if kind not in ("around", "at rest", *ONE_WORLD)),
     # These take seconds, and are the only ones that nothing is refused of.
@@ -158,7 +167,7 @@ PARTS = [
     (world, kind, part)
     for world in WORLDS
     for kind in POPULATIONS
-    if (kind in IN_SHARDS if world == "sdp2" else kind != "at rest")
+    if (kind in IN_PARTS[world] if world in IN_PARTS else kind != "at rest")
     for part in range(STRIDES[kind])
 ]
 
@@ -353,7 +362,7 @@ def test_nothing_is_silently_wrong(worlds: Worlds, world: str, kind: str, part: 
     # By one function of several, or by a hook of several gradients.
     is_often_refused = kind in ("order", "writes", "repeated", "gradients")
     assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
-    assert world != "sdp2" or counts["exact"] >= num_scripts * 3 // 4
+    assert world not in IN_PARTS or counts["exact"] >= num_scripts * 3 // 4
 
 
 def test_random_numbers_do_not_depend_on_the_partition(worlds: Worlds) -> None:

@@ -176,11 +176,10 @@ def run_rest(auto: bool, stride: int) -> dict[str, int]:
     ("auto", "stride"),
     [(False, 29), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (False, True))],
 )
-def test_slices_between_steps_are_used_number_by_number(
-    worlds: Worlds, auto: bool, stride: int
-) -> None:
+def test_slices_between_steps_are_whole_tensors(worlds: Worlds, auto: bool, stride: int) -> None:
     for found in run(worlds, WORLDS["tp2"], run_rest, auto, stride):
-        assert set(found) == {"exact", "refused"}
+        assert set(found) <= {"exact", "not in PyTorch"}
+        assert found["exact"] > 12
 
 
 def run_roads_at_rest(auto: bool, first: int, stride: int) -> dict[str, int]:
@@ -191,11 +190,12 @@ def run_roads_at_rest(auto: bool, first: int, stride: int) -> dict[str, int]:
     ("auto", "first", "stride"),
     [(False, 3, 41), *(pytest.param(each, 0, 1, marks=pytest.mark.slow) for each in (False, True))],
 )
-def test_no_road_to_a_kernel_reads_a_slice_between_steps(
+def test_no_road_to_a_kernel_reads_a_slice_between_two_steps(
     worlds: Worlds, auto: bool, first: int, stride: int
 ) -> None:
     for found in run(worlds, WORLDS["tp2"], run_roads_at_rest, auto, first, stride, timeout=280):
         assert set(found) <= {"exact", "refused", "not in PyTorch"}
+        assert found["exact"] > 4 * found.get("refused", 0)
 
 
 def run_passes(model: str, first: int, stride: int) -> dict[str, int]:
@@ -294,11 +294,11 @@ def test_reads_in_compiled_modules(worlds: Worlds, place: str) -> None:
         assert found == {("others", "refused"): 2, ("harmless", "exact"): 2}
 
 
-def test_between_steps_parameters_are_slices(worlds: Worlds) -> None:
+def test_between_steps_a_slice_stands_for_the_whole(worlds: Worlds) -> None:
     run(worlds, WORLDS["tp2"], run_reads_of, "between_steps")
 
 
-def test_what_was_made_of_slices_between_steps(worlds: Worlds) -> None:
+def test_steps_do_not_see_what_sees_a_slice_between_steps(worlds: Worlds) -> None:
     run(worlds, WORLDS["tp2"], run_reads_of, "kept_between_steps")
 
 

@@ -58,7 +58,7 @@ with warnings.catch_warnings():
 def guard_of(parameter: torch.Tensor) -> SliceGuard:
     module = nn.Module()
     module._parameters["weight"] = parameter  # type: ignore[assignment]
-    return SliceGuard([SliceSlot(module, "weight", "map.weight", WHOLE)], {})
+    return SliceGuard([SliceSlot(module, "weight", "map.weight", WHOLE, ())], {})
 
 
 @pytest.mark.parametrize("make", [here, fake, absent])

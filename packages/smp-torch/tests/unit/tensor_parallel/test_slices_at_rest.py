@@ -1,4 +1,4 @@
-"""Slices between steps, in one process: what works number by number has them, nothing else does."""
+"""Slices between steps, in one process, which has one of two ranks that are alike."""
 
 from __future__ import annotations
 
@@ -12,18 +12,53 @@ import pytest
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.torch.collectives.alike import AsIfAlike
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceSlot
 from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import (
     SliceAtRest,
-    rest,
-    wake,
+    SlicesAtRest,
 )
 
+SHAPE = (3, 4)
 
-def slice_at_rest() -> nn.Parameter:
-    parameter = nn.Parameter(torch.arange(1.0, 7.0).view(3, 2))
-    parameter.grad = torch.full((3, 2), 2.0)
-    rest([(parameter, "part.weight")])
+
+class Resting:
+    """A model of one parameter, half of which this rank has, and the other rank the same numbers.
+
+    Attributes:
+        parameter: of the model.
+        slices: those of the model.
+    """
+
+    def __init__(self) -> None:
+        module = nn.Module()
+        self.parameter = nn.Parameter(torch.arange(1.0, 7.0).view(3, 2))
+        self.parameter.grad = torch.full((3, 2), 2.0)
+        module.weight = self.parameter
+        parts = tuple(Rectangle.whole(SHAPE).cut(1, 2, rank) for rank in range(2))
+        self._slots = [(self.parameter, SliceSlot(module, "weight", "part.weight", SHAPE, parts))]
+        self._is_in_step = False
+        self.slices = SlicesAtRest(TensorGroup(AsIfAlike(2, 0)), lambda: not self._is_in_step)
+        self.rest()
+
+    def rest(self) -> None:
+        self.slices.rest(self._slots)
+
+    def step(self) -> None:
+        """Begins a step, in which something else has the parameter."""
+        self._is_in_step = True
+
+    def slice_here(self) -> torch.Tensor:
+        """Returns what this rank has."""
+        return self.parameter.as_subclass(torch.Tensor).detach()
+
+
+def whole() -> nn.Parameter:
+    parameter = nn.Parameter(torch.cat([torch.arange(1.0, 7.0).view(3, 2)] * 2, 1))
+    parameter.grad = torch.full(SHAPE, 2.0)
     return parameter
 
 
@@ -38,80 +73,111 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sin().sum()
 
 
-@script
-def gradient_summed(tensor: torch.Tensor) -> torch.Tensor:
-    gradient = tensor.grad
-    return tensor.new_zeros(()) if gradient is None else gradient.sum()
-
-
-REFUSED: dict[str, Callable[[Any], Any]] = {
+READS: dict[str, Callable[[Any], Any]] = {
     "script": summed,
-    "script of the gradient": gradient_summed,
     "vmap": lambda each: torch.func.vmap(torch.sum)(each),
     "grad": lambda each: torch.func.grad(lambda one: (one**3).sum())(each),
     "past functions": lambda each: torch.Tensor._make_subclass(torch.Tensor, each).norm(),
-    "pointer": lambda each: each.data_ptr(),
-    "storage": lambda each: each.untyped_storage(),
-    "numpy": lambda each: each.detach().numpy(),
-    "as another class, by torch": lambda each: torch.Tensor.as_subclass(each, torch.Tensor).sum(),
-    "mean": lambda each: each.mean(),
+    "numpy": lambda each: torch.as_tensor(each.detach().numpy().sum()),
+    "mean": lambda each: each.sum() / each.numel(),
+    "rows": lambda each: each.view(each.shape[0], -1).norm(dim=1),
     "of a gradient": lambda each: each.grad.norm(),
-    "of a copy": lambda each: copy.copy(each).norm(),
-    "written in a list": lambda each: _added(each)[0].norm(),
+    "of a copy": lambda each: copy.copy(each).norm() + copy.deepcopy(each).norm(),
+    "in a list": lambda each: torch._foreach_norm([each.detach(), each.grad])[0],
+    "parameter": lambda each: nn.Parameter(each).sum(),
+    "pickled": lambda each: pickle.loads(pickle.dumps(each)).sum(),
+    "differentiated": lambda each: torch.autograd.grad(each.pow(3).sum(), each)[0] * 1,
 }
 
 
-def _added(each: Any) -> list[torch.Tensor]:
-    totals = [torch.zeros(3, 2)]
-    torch._foreach_add_(totals, [each.detach()])
-    return totals
+@pytest.mark.parametrize("road", READS)
+def test_what_reads_gets_the_whole(road: str) -> None:
+    resting = Resting()
+    found, wanted = READS[road](resting.parameter), READS[road](whole())
+    torch.testing.assert_close(found.detach(), wanted.detach())
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "row": lambda each: each.data[0].zero_(),
+    "column": lambda each: each.data[:, ::2].mul_(3),
+    "by norms": lambda each: each.data.div_(each.norm(dim=1, keepdim=True)),
+    "view": lambda each: each.detach().view(-1)[5:].fill_(7),
+    "data": lambda each: setattr(each, "data", each.detach() * 3),
+    "gradient": lambda each: setattr(each, "grad", each.grad * each.detach()),
+    "foreach": lambda each: torch._foreach_mul_([each.grad], 3.0),
+    "penalty": lambda each: each.pow(3).sum().backward(),
+    "update": lambda each: torch.optim.AdamW([each], lr=0.1).step(),
+}
+
+
+@pytest.mark.parametrize("road", WRITES)
+def test_what_is_written_to_the_whole_comes_to_the_slice(road: str) -> None:
+    resting, plain = Resting(), whole()
+    for each in (resting.parameter, plain):
+        WRITES[road](each)
+    resting.slices.wake()
+    for found, wanted in (
+        (resting.parameter, plain),
+        (resting.parameter.grad, plain.grad),
+    ):
+        assert found is not None
+        assert wanted is not None
+        assert not isinstance(found, SliceAtRest)
+        torch.testing.assert_close(found.detach(), wanted.detach()[:, :2])
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "pointer": lambda each: each.data_ptr(),
+    "storage": lambda each: each.untyped_storage(),
+    "memory of another": lambda each: setattr(each, "data", torch.zeros(2, *SHAPE)[0]),
+}
 
 
 @pytest.mark.parametrize("road", REFUSED)
-def test_what_reads_the_whole_is_refused(road: str) -> None:
-    with pytest.raises((SliceReadError, RuntimeError), match=r"SliceReadError|part\.weight"):
-        REFUSED[road](slice_at_rest())
+def test_what_would_see_the_memory_of_a_whole_is_refused(road: str) -> None:
+    resting = Resting()
+    with pytest.raises(UnsupportedError, match=r"each tensor-parallel rank has a slice"):
+        REFUSED[road](resting.parameter)
+    torch.testing.assert_close(resting.slice_here(), torch.arange(1.0, 7.0).view(3, 2))
 
 
-NUMBER_BY_NUMBER: dict[str, Callable[[Any], Any]] = {
-    "product": lambda each: each.detach() * 3 + each.grad,
-    "copy": copy.deepcopy,
-    "vmap": lambda each: torch.func.vmap(torch.sin)(each),
-    "parameter": nn.Parameter,
-    "like": torch.zeros_like,
-    "data": lambda each: each.data.clamp_(2, 3),
-    "update": lambda each: torch.optim.AdamW([each], lr=0.1).step() or each,
-}
+def test_a_step_has_no_whole_tensors() -> None:
+    resting = Resting()
+    kept = resting.parameter.detach()
+    resting.step()
+    with pytest.raises(UnsupportedError, match=r"norm asks for part\.weight"):
+        kept.norm()
 
 
-@pytest.mark.parametrize("use", NUMBER_BY_NUMBER)
-def test_what_works_number_by_number_is_exact(use: str) -> None:
-    parameter = slice_at_rest()
-    result = NUMBER_BY_NUMBER[use](parameter)
-    plain = slice_at_rest()
-    wake([plain])
-    assert isinstance(result, SliceAtRest)
-    torch.testing.assert_close(
-        result.as_subclass(torch.Tensor), NUMBER_BY_NUMBER[use](plain).detach()
-    )
-    wake([parameter])
-    torch.testing.assert_close(parameter, plain)
-
-
-def test_what_other_tensors_of_a_list_are_stays() -> None:
-    parameter, whole = slice_at_rest(), nn.Parameter(torch.ones(4))
-    halves = torch._foreach_mul([parameter, whole], 0.5)
-    assert [type(each) for each in halves] == [SliceAtRest, torch.Tensor]
+def test_what_a_script_has_in_hand_rests_again() -> None:
+    resting = Resting()
+    gradient, view = resting.parameter.grad, resting.parameter.data
+    assert gradient is not None
+    assert resting.slices.wake()
+    assert not resting.slices.wake()
+    with torch.no_grad():
+        resting.parameter.add_(1)
+    resting.parameter.grad = None
+    resting.rest()
+    assert gradient.shape == SHAPE
+    torch.testing.assert_close(view.sum(), whole().sum().detach() + 12)
 
 
 def test_it_wakes_as_it_was() -> None:
-    parameter = slice_at_rest()
+    parameter = (resting := Resting()).parameter
     assert isinstance(parameter, nn.Parameter)
     assert parameter.grad is parameter.grad
-    parameter.data = torch.zeros(3, 2)
-    parameter.grad = torch.ones(3, 2)
-    assert type(pickle.loads(pickle.dumps(parameter))) is nn.Parameter
-    wake([parameter])
+    version = parameter._version
+    resting.slices.wake()
     assert type(parameter) is nn.Parameter
     assert type(parameter.grad) is torch.Tensor
-    assert float(parameter.detach().sum() + parameter.grad.sum()) == 6
+    assert parameter._version == version
+    torch.testing.assert_close(parameter.detach(), torch.arange(1.0, 7.0).view(3, 2))
+
+
+def test_a_copy_of_a_module_runs_on_slices() -> None:
+    copied: Any = copy.deepcopy(Resting().parameter)
+    with copied.awake():
+        assert copied.shape == (3, 2)
+        copied.data.mul_(2)
+    torch.testing.assert_close(copied.sum(), 2 * whole().sum())

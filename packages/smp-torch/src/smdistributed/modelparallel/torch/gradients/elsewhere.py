@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import (
     ABOUT_TENSORS,
     NUMBERS_OF_MANY,
 )
-from smdistributed.modelparallel.torch.sharding.arguments import (
+from smdistributed.modelparallel.torch.parts.arguments import (
     leaves_of,
     methods_of_tensors,
     name_of,

@@ -26,7 +26,7 @@ from smdistributed.modelparallel.torch.gradients.elsewhere import GradientElsewh
 from smdistributed.modelparallel.torch.runtime.protocols import Model
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.parameter import gradient_here, held
-from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import refuse_slices
+from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import whole
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -159,9 +159,8 @@ class _WholeModelFunctions:
         """Stands for ``torch.nn.utils.get_total_norm``."""
         given = _listed(tensors)
         if self._is_torchs_own_call or (given and not self._has_gradient(given)):
-            refuse_slices(torch.nn.utils.get_total_norm, given)
             norm: torch.Tensor = self.torch_get_total_norm(
-                given, norm_type, error_if_nonfinite, foreach
+                list(map(whole, given)), norm_type, error_if_nonfinite, foreach
             )
             return norm
         parameter_of = self._parameters_of_gradients()

@@ -60,7 +60,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import rest, wake
+from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import SlicesAtRest
 
 
 class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
@@ -114,6 +114,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         #: Parameters that came after the others were cut into shards, and their names.
         self._beside_shards: list[tuple[str, nn.Parameter]] = []
         self._compiled_calls = CompiledCalls()
+        self._slices = SlicesAtRest(runtime.tensor_group, lambda: runtime.current_step is None)
         self.drawing = DrawingModules(runtime.random, self.holder, self.compiled)
         if self.partitioned:  # first shards, since the whole model may fit on no device
             shard_parameters(runtime, self.holder, self.data_parallel.shards)
@@ -374,6 +375,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             PartitionError: a parameter is now shared between partitions.
         """
         self.wake_slices()
+        if not self.holder.fakes.is_current:
+            self._slices.follow(self.get_module(), self.holder.fakes.slice_guard)
         has_changed = self.holder.refresh()
         if has_changed and self.partitioned:
             name_sizes(self.holder, self.data_parallel.shards)
@@ -414,9 +417,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.drawing.refresh()
             follow_compiled(self.holder, self.compiled, self._compiled_calls)
 
-    def wake_slices(self) -> None:
-        """Has parameters in slices used as they are, by this library."""
-        wake(each for each, _ in self.holder.fakes.slice_guard.tensors())
+    def wake_slices(self) -> bool:
+        """Has parameters in slices used as they are; returns whether some were not."""
+        return self._slices.wake()
 
     @contextlib.contextmanager
     def slices_awake(self) -> Iterator[None]:
@@ -432,9 +435,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.rest_slices()
 
     def rest_slices(self) -> None:
-        """Has parameters in slices refuse what does not work number by number."""
-        found = self.holder.fakes.slice_guard.tensors()
-        rest((each, slot.name) for each, slot in found)
+        """Has parameters in slices stand for whole ones, since all ranks run the same Python."""
+        self._slices.rest(self.holder.fakes.slice_guard.tensors())
 
     def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
         """Takes a module or parameter that code adds during a step; called before it is there.

@@ -9,18 +9,11 @@ import torch
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
-from smdistributed.modelparallel.common.pieces import Part, Piece, Rectangle, covers
+from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
 from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.parts.blocks import put, taken
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensor_parallel.module import taken
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
-
-
-def put(whole: torch.Tensor, part: Part, held: torch.Tensor) -> None:
-    """Writes what is held of a tensor where it belongs in the whole."""
-    for there, here in part.places():
-        index = there.within(Rectangle.whole(whole.shape))
-        whole[index] = held[here.within(Rectangle.whole(held.shape))].to(whole.device)
 
 
 class SlicedTensors:

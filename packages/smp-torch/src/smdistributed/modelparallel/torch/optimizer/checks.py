@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
@@ -90,12 +93,15 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
 def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
     """Inside, optimizers that nothing wraps are checked before their first step, on every rank.
 
-    The steps of those that train a model are counted.
+    The steps of those that train a model are counted, and have slices as they are.
     """
     #: How many groups each had when it was checked, and whether it trains a model.
     known: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
-    def check(optimizer: Any, *_: object) -> None:
+    #: The models whose slices rest again after the step in progress.
+    awake: list[Any] = []
+
+    def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         groups = len(optimizer.param_groups)
         if known.get(optimizer, (-1, False))[0] != groups:
             wrapped = runtime.live_optimizers()
@@ -108,12 +114,25 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
             trains = is_wrapped or bool(runtime.models_trained_by(optimizer))
             known[optimizer] = groups, trains
         runtime.num_updates += known[optimizer][1]
+        # The Python of a closure is the script's, which sees whole tensors.
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if known[optimizer][1] and runtime.topology.tp_size > 1 and not has_closure:
+            trained = runtime.models_trained_by(optimizer)
+            awake.extend(model for model in trained if model.wake_slices())
 
-    handle = register_optimizer_step_pre_hook(check)
+    def rest(*_: object) -> None:
+        while awake:
+            awake.pop().rest_slices()
+
+    handles = [
+        register_optimizer_step_pre_hook(check),
+        register_optimizer_step_post_hook(rest),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:

@@ -228,7 +228,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
         with self._slices_awake():
-            return self._update(closure)
+            return self._update(None if closure is None else self._resting(closure))
 
     @contextlib.contextmanager
     def _slices_awake(self) -> Iterator[None]:
@@ -236,6 +236,21 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             for model in self._models():
                 stack.enter_context(model.slices_awake())
             yield
+
+    def _resting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure of the script, to which slices stand for whole parameters."""
+
+        @functools.wraps(closure)
+        def call() -> Any:
+            for model in self._models():
+                model.rest_slices()
+            try:
+                return closure()
+            finally:
+                for model in self._models():
+                    model.wake_slices()
+
+        return call
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._masters is not None:

@@ -53,6 +53,12 @@ class Model(Protocol):
     place_in_keys: int
     scaled_by: Any
 
+    def wake_slices(self) -> bool:
+        """Has slices used as they are; returns whether some stood for whole parameters."""
+
+    def rest_slices(self) -> None:
+        """Has slices stand for whole parameters."""
+
     @property
     def partitioned(self) -> bool:
         """Whether it is known which of its parameters are on this rank."""

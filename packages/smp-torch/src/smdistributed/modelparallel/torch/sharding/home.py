@@ -9,14 +9,16 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.parts.at_rest import PartView
+from smdistributed.modelparallel.torch.parts.blocks import Blocks
 from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
-from smdistributed.modelparallel.torch.sharding.blocks import Blocks
 from smdistributed.modelparallel.torch.sharding.gradients import ShardedViews, SoFar
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout, group_names
 from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
@@ -70,6 +72,9 @@ class ShardedModel:
 
     Attributes:
         generation: how often the parameters were given other values.
+        held: see ``Home``.
+        view_class: likewise.
+        when: likewise.
         is_read_in_blocks: whether functions of torch get the own blocks.
     """
 
@@ -103,6 +108,9 @@ class ShardedModel:
             has_begun=has_begun,
         )
         self.generation = 0
+        self.held = "each rank of the sharding group has a block"
+        self.view_class: type[torch.Tensor] = PartView
+        self.when = ", if the parameter is no slice of tensor parallelism"
         self.is_read_in_blocks = False
         self._is_in_pass = False
 
@@ -173,8 +181,9 @@ class ShardedModel:
         """See ``Home``."""
         self.residency.leave(units)
 
-    def is_at_rest(self, unit: int) -> bool:
+    def is_at_rest(self, blocks: Blocks) -> bool:
         """See ``Home``: ranks of tensor parallelism have other slices, which nothing gathers."""
+        unit, _ = _place_of(blocks)
         return not self.units[unit].is_sliced and self._rests()
 
     def prepare(self) -> None:
@@ -182,11 +191,20 @@ class ShardedModel:
         if torch.is_grad_enabled():
             self.gradients.watch()
 
+    def differentiable(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+        """See ``Home``: autograd knows the parameter itself."""
+        return None
+
+    def differentiated(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """See ``Home``: it is the whole one."""
+        return gradient
+
     def agree(self, blocks: Blocks) -> None:
         """See ``Home``."""
-        before = sum(len(unit.names) for unit in self.units[: blocks.unit])
+        unit, place = _place_of(blocks)
+        before = sum(len(each.names) for each in self.units[:unit])
         kind = Required.WHOLE_GRADIENT if blocks.is_gradient else Required.WHOLE
-        self._agreement.meet(kind, before + blocks.place)
+        self._agreement.meet(kind, before + place)
 
     def gather(self, blocks: Blocks) -> torch.Tensor:
         """See ``Home``."""
@@ -194,8 +212,9 @@ class ShardedModel:
         # A backward pass that gave no gradients to add up has left what it read.
         self.residency.empty()
         self.residency.meet_on_device()
-        places = map(list, map(self.units[blocks.unit].layout.places, range(self._groups.degree)))
-        parts = [found[blocks.place][0] for found in places]
+        unit, place = _place_of(blocks)
+        places = map(list, map(self.units[unit].layout.places, range(self._groups.degree)))
+        parts = [found[place][0] for found in places]
         return gather_blocks(self._groups, parts, blocks.values.detach(), blocks.shape)
 
     def check_use(self, name: str, what: str) -> None:
@@ -305,6 +324,11 @@ class ShardedModel:
 def _stable(kind: Callable[[str], tuple[torch.dtype, bool]]) -> Callable[[str], tuple[str, bool]]:
     """Returns what orders names by kind, and leaves their order as it is otherwise."""
     return lambda name: (str(kind(name)[0]), kind(name)[1])
+
+
+def _place_of(blocks: Blocks) -> tuple[int, int]:
+    """Returns the numbers of the unit of a parameter, and of the parameter in it."""
+    return cast(tuple[int, int], blocks.key)
 
 
 def is_sharded(parameter: object) -> bool:

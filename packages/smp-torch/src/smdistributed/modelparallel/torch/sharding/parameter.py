@@ -2,7 +2,7 @@
 
 It stays the object that the script knows, with its whole shape. Every function of torch that gets
 it goes through ``__torch_function__``: while the model runs, its unit is gathered first; between
-steps it is gathered alone, and may be written to (``sharding.at_rest``). What passes by this comes
+steps it is gathered alone, and may be written to (``parts.at_rest``). What passes by this comes
 to ``operate``: in between the parameter has no memory (``compat.private.below``).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -21,19 +21,34 @@ from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
-from smdistributed.modelparallel.torch.sharding.arguments import is_identity, name_of
-from smdistributed.modelparallel.torch.sharding.assigning import blocks_of_given
-from smdistributed.modelparallel.torch.sharding.at_rest import (
+from smdistributed.modelparallel.torch.parts.arguments import is_identity, name_of
+from smdistributed.modelparallel.torch.parts.assigning import blocks_of_given
+from smdistributed.modelparallel.torch.parts.at_rest import (
     ABOUT,
     CONVERSIONS,
-    InShards,
+    InParts,
     Lying,
-    ShardedView,
-    in_shards,
+    PartView,
+    in_parts,
     run,
     whole_of,
 )
-from smdistributed.modelparallel.torch.sharding.blocks import Blocks, Home
+from smdistributed.modelparallel.torch.parts.blocks import Blocks, Home
+
+
+class ShardsHome(Home, Protocol):
+    """Where the units of one model are."""
+
+    is_read_in_blocks: bool
+
+    def enter(self, units: Iterable[int]) -> None:
+        """Makes the parameters of units whole; they stay so until ``leave``."""
+
+    def leave(self, units: Iterable[int]) -> None:
+        """Lets units go again."""
+
+    def check_use(self, name: str, what: str) -> None:
+        """Raises where no values can be had."""
 
 
 class Shard:
@@ -58,7 +73,7 @@ class Shard:
         shape: torch.Size,
         part: Rectangle,
         values: torch.Tensor,
-        home: Home,
+        home: ShardsHome,
         unit: int,
         place: int,
     ) -> None:
@@ -68,16 +83,16 @@ class Shard:
         self.values = nn.Parameter(values)
         self.unit = unit
         self.place = place
-        self.blocks = Blocks(name, shape, part, self.values, home, unit, place)
+        self.blocks = Blocks(name, shape, part, self.values, home, (unit, place))
         self.vacant = without_memory(shape, values.dtype, values.device)
         self._wide: torch.Tensor | None = None
-        self._seen: ShardedView | None = None
+        self._seen: PartView | None = None
         self._square: tuple[int, torch.Tensor] | None = None
 
     @property
-    def home(self) -> Home:
+    def home(self) -> ShardsHome:
         """Where the unit of the parameter is."""
-        return self.blocks.home
+        return cast(ShardsHome, self.blocks.home)
 
     @property
     def is_wide(self) -> bool:
@@ -120,7 +135,7 @@ class Shard:
         version, square = self._square
         return square if version == gradient._version else None
 
-    def seen_gradient(self) -> ShardedView | None:
+    def seen_gradient(self) -> PartView | None:
         """Returns what a script sees of the gradient: the same object while it is the same."""
         self.forget_square()
         gradient = self.gradient
@@ -165,7 +180,7 @@ _DATA: Any = torch.Tensor.data
 _GIVING = (_DATA.__set__, torch.ops.aten.set_.source_Tensor)
 
 
-class ShardedParameter(nn.Parameter, InShards):
+class ShardedParameter(nn.Parameter, InParts):
     """See the module; parameters get this class when they are cut.
 
     Attributes:
@@ -239,7 +254,7 @@ class ShardedParameter(nn.Parameter, InShards):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function or an operation with whole parameters, or with blocks for the library."""
-    given = in_shards((args, kwargs))
+    given = in_parts((args, kwargs))
     parameters = [each for each in given if isinstance(each, ShardedParameter)]
     shards = [each.shard for each in parameters]
     if not parameters:
@@ -247,7 +262,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if all(each.home.is_read_in_blocks for each in shards):
         with past_subclass_functions():
             return func(*_as_blocks(args), **_as_blocks(kwargs))
-    is_at_rest = all(each.home.is_at_rest(each.unit) for each in shards)
+    is_at_rest = all(each.home.is_at_rest(each.blocks) for each in shards)
     handled, result = _of_one(func, args, kwargs, is_at_rest=is_at_rest)
     if handled:
         return result
@@ -323,7 +338,7 @@ def block_of(tensor: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_blocks(homes: Iterable[Home]) -> Iterator[None]:
+def as_blocks(homes: Iterable[ShardsHome]) -> Iterator[None]:
     """Lets the library read and write parameters: functions of torch get the own blocks."""
     changed = [home for home in homes if not home.is_read_in_blocks]
     for home in changed:

@@ -11,9 +11,12 @@ from torch import nn
 from smdistributed.modelparallel.torch.compat.private.below import give, past_operations
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import copy_all, storage_of
-from smdistributed.modelparallel.torch.sharding.blocks import Home
 from smdistributed.modelparallel.torch.sharding.layout import UnitLayout
-from smdistributed.modelparallel.torch.sharding.parameter import Shard, ShardedParameter
+from smdistributed.modelparallel.torch.sharding.parameter import (
+    Shard,
+    ShardedParameter,
+    ShardsHome,
+)
 
 
 class Unit:
@@ -54,7 +57,7 @@ class Unit:
         self._versions: list[int] = []
 
     @torch.no_grad()
-    def take(self, place: int, whole: torch.Tensor, home: Home) -> None:
+    def take(self, place: int, whole: torch.Tensor, home: ShardsHome) -> None:
         """Keeps the own block of a parameter, which is a sharded one from now on.
 
         Args:

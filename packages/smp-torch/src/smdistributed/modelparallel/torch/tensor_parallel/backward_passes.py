@@ -21,7 +21,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -67,6 +67,13 @@ class _DifferError(Exception):
         self.missing = missing
 
 
+class Resting(Protocol):
+    """Slices that may stand for whole parameters when a backward pass begins."""
+
+    def wake_in_this_pass(self) -> None:
+        """Has a backward pass use slices, and add to their gradients; then they rest again."""
+
+
 class PassesAlone:
     """The backward passes of a rank that computes its modules alone; see ``BackwardPasses``."""
 
@@ -100,6 +107,7 @@ class BackwardPasses:
 
     Attributes:
         has_differed: in the step in progress, a pass of this rank had not what others had.
+        resting: the slices of models, which passes through calls outside of steps use as well.
     """
 
     def __init__(self, collectives: Collectives, words: Words, *, is_prescaled: bool) -> None:
@@ -111,6 +119,7 @@ class BackwardPasses:
         self._serving: Serving = contextlib.nullcontext
         self._is_called_again = False
         self.has_differed = False
+        self.resting: weakref.WeakSet[Resting] = weakref.WeakSet()
         #: A pass is being started that ranks will agree on.
         self._is_starting = False
         words.join = self._join
@@ -315,6 +324,8 @@ class BackwardPasses:
 
     def _check(self, first: Callable[[], Node | None], gradients: object) -> None:
         """Compares a pass that the script has started by itself. Collective: TP_GROUP."""
+        for each in self.resting:
+            each.wake_in_this_pass()
         noted = self._noted
         if not self._is_starting and backward_pass_id() not in noted.agreed:
             node = first()

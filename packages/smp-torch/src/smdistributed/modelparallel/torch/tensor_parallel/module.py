@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
+from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
@@ -62,12 +63,6 @@ class Slice:
             found.append(Rectangle(offsets, sizes).cut(self.dim, size, rank))
             start += length
         return Bands(tuple(found), self.dim)
-
-
-def taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """Returns what is held of a whole tensor; it may share memory with that."""
-    parts = [whole[each.within(Rectangle.whole(whole.shape))] for each, _ in part.places()]
-    return parts[0] if isinstance(part, Rectangle) else torch.cat(parts, part.dim)
 
 
 class DistributedModule(nn.Module):
@@ -230,17 +225,23 @@ def name_places(model: nn.Module) -> None:
 def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
     """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
     distributed = [each for each in model.modules() if isinstance(each, DistributedModule)]
-    shapes = {
-        id(parameter): kept.shape
+    slices = {
+        id(parameter): kept
         for module in distributed
         for attribute, parameter in module._parameters.items()
         if (kept := module.slice_of(attribute)) is not None
     }
+    size = DistributedModule._group.size
+
+    def slot(module: nn.Module, attribute: str, name: str, kept: Slice) -> SliceSlot:
+        parts = tuple(kept.part(size, rank) for rank in range(size))
+        return SliceSlot(module, attribute, name, kept.shape, parts)
+
     slots = {
         module: [
-            SliceSlot(module, attribute, f"{prefix}.{attribute}".lstrip("."), shapes[id(parameter)])
+            slot(module, attribute, f"{prefix}.{attribute}".lstrip("."), slices[id(parameter)])
             for attribute, parameter in module._parameters.items()
-            if id(parameter) in shapes  # one that is tied is there twice
+            if id(parameter) in slices  # one that is tied is there twice
         ]
         for prefix, module in model.named_modules(prefix=name)
     }

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.pieces import Part
 from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     when_backward_ends,
@@ -60,12 +61,14 @@ class SliceSlot(NamedTuple):
         attribute: in the module.
         name: in the model.
         shape: of the whole.
+        parts: of the whole that the ranks of the group have.
     """
 
     module: nn.Module
     attribute: str
     name: str
     shape: tuple[int, ...]
+    parts: tuple[Part, ...]
 
 
 class SliceReadError(UnsupportedError):

@@ -1,316 +1,369 @@
-"""Between steps parameters are slices, and code that takes one for the whole is told so.
+"""Between steps parameters in slices stand for the whole ones, as those in shards do.
 
-Optimizers, averages of weights and clipping by value work number by number: of a slice they give
-the slice of what they give of the whole. A norm, a mean or a row does not. So between steps slices,
-their gradients and what is made of these have no memory that a kernel could read
-(``compat.private.below``): each operation, from wherever it comes, is asked whether PyTorch tags it
-as pointwise, or whether it moves numbers and keeps all of them. Then it has the slices, and what
-comes of them is a slice again. Everything else is refused. Code of this library uses slices as they
-are.
+``parts.at_rest`` brings slices together for each function of torch, and has each rank keep its own
+of what was written to. Code of this library uses slices as they are, and so does an optimizer that
+works number by number: nothing is gathered for an update.
 
-``tensor.as_subclass(torch.Tensor)`` gives who wants it the slice without the class.
+``tensor.as_subclass(torch.Tensor)`` gives who wants it the slice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private import below
-from smdistributed.modelparallel.torch.compat.private.below import (
-    is_of_unusable_tensor,
-    without_memory,
-)
+from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
 from smdistributed.modelparallel.torch.compat.private.modes import (
-    OpOverload,
-    TorchDispatchMode,
-    is_wrapped,
+    inside_transform,
     past_subclass_functions,
-    past_watchers,
-    pytree,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceReadError
+from smdistributed.modelparallel.torch.parts import at_rest
+from smdistributed.modelparallel.torch.parts.assigning import blocks_of_given
+from smdistributed.modelparallel.torch.parts.at_rest import (
+    InParts,
+    Lying,
+    PartView,
+    as_they_are,
+    hide,
+    in_parts,
+    run,
+    show,
+)
+from smdistributed.modelparallel.torch.parts.blocks import Blocks, put, taken
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceGuard, SliceSlot
+from smdistributed.modelparallel.torch.tensor_parallel.words import Moment
 
 _OWN_PACKAGE = __name__.partition(".torch.")[0]
-#: Whose frames lie between an operation and the code that wants it.
+#: Whose frames lie between a function of torch and the code that wants it.
 _BETWEEN = frozenset(("torch", "contextlib", "functools", "copy"))
-_MECHANISM = frozenset((__name__, below.__name__))
-#: Move numbers and keep them all, or make others of the same shape; PyTorch does not tag them.
-_KEEPING = frozenset(
-    (
-        *("alias", "clone", "copy", "copy_", "detach", "detach_", "fill", "fill_", "lift_fresh"),
-        *("empty_like", "full_like", "ones_like", "zeros_like", "zero", "zero_", "_to_copy"),
-        *("resolve_conj", "resolve_neg", "_has_compatible_shallow_copy_type"),
-    )
-)
+_MECHANISM = frozenset((__name__, below.__name__, at_rest.__name__))
 _Tensor: Any = torch.Tensor
 _GRADIENT: Any = _Tensor.grad
 _DATA: Any = _Tensor.data
-#: What gives a tensor other memory, or a gradient, to which that must be alike.
-_GIVING = frozenset((_DATA.__set__, _GRADIENT.__set__, _Tensor.share_memory_))
 
 
-class SliceAtRest(torch.Tensor):
+class SliceAtRest(PartView):
     """The class of slices between steps; for ``isinstance`` parameters stay such."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function of torch that got a slice; its operations come to ``operate``."""
+        """Runs a function of torch that got a slice, or what sees the memory of the whole."""
         kwargs = kwargs or {}
-        with past_subclass_functions():
-            if func in _GIVING or _is_of_library():
-                with _shown(_slices_in((args, kwargs))):
+        if (slices := _of_library(args, kwargs)) is not None:
+            with past_subclass_functions(), _as_slices(slices):
+                return func(*args, **kwargs)
+        own: Any = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None and isinstance(own, nn.Parameter):
+            if func == _DATA.__set__:
+                return None if args[1] is own else _take_data(own, args[1])
+            if func == _GRADIENT.__set__ and args[1] is not None:
+                return _take_gradient(own, args[1])
+            if func == _GRADIENT.__delete__ or func == _GRADIENT.__set__:
+                with past_subclass_functions():
                     return func(*args, **kwargs)
-            if func == _DATA.__get__:
-                func = _Tensor.detach
-            try:
-                result = func(*args, **kwargs)
-            except RuntimeError as error:
-                if not is_of_unusable_tensor(error):
-                    raise
-                raise _refusal(func, name_of(next(_slices_in((args, kwargs))))) from error
-            if isinstance(result, torch.UntypedStorage | torch.TypedStorage):
-                raise _refusal(func, name_of(args[0]))
-            if func == _GRADIENT.__get__ and type(result) is torch.Tensor:
-                _hide(result, name_of(args[0]))
-        return result
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def operate(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation that works number by number; see ``compat.private.below``.
-
-        Raises:
-            SliceReadError: it does not.
-        """
-        slices = list(_slices_in((args, kwargs)))
-        if not slices:
-            raise _refusal(func, "a parameter")
-        with past_subclass_functions(), _shown(slices):
-            if _is_of_library():
+        """Runs an operation that came past ``__torch_function__``; see ``compat.private.below``."""
+        if (slices := _of_library(args, kwargs)) is not None:
+            with past_subclass_functions(), _as_slices(slices):
                 return func(*args, **kwargs)
-            with _Pointwise(name_of(slices[0])) as judge:
-                result = func(*args, **kwargs)
-            judge.hide_results(result)
-        return result
+        return super().operate(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Says whose slice it is, and its numbers."""
-        return f"slice of {name_of(self)}: {_plain(self)!r}"
+        """Says whose slice it is, and its numbers: nobody else is asked."""
+        lying = self.lying
+        if not lying.is_all:
+            return super().__repr__()
+        return f"slice of {lying.blocks.told}: {lying.blocks.values.detach()!r}"
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, it is what it was."""
-        name = name_of(self)
-        _wake(self)
-        try:
+        """Inside, it is the slice."""
+        with past_subclass_functions(), _as_slices([self]):
             yield
-        finally:
-            _hide(self, name)
 
     def as_subclass(self, cls: Any) -> Any:
         """Returns the slice itself, as another class."""
-        with past_subclass_functions(), _shown([self]):
-            return super().as_subclass(cls)
+        lying = self.lying
+        own = lying.blocks.values.detach() if lying.is_all else self.clone().detach()
+        return own.requires_grad_(self.requires_grad).as_subclass(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is written as the slice without the class."""
-        return _plain(self).__reduce_ex__(protocol)
+        """Is written as the whole, a tensor as any other. Collective: TP_GROUP."""
+        return self._copied().__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
         """Is copied with its class."""
-        return _hide(copy.copy(_plain(self)), name_of(self))
+        return self._with(self.lying.blocks)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Is copied with its class."""
-        memo[id(self)] = _hide(_plain(self).__deepcopy__(memo), name_of(self))
+        """Is copied with its class: a module that has it runs on slices."""
+        if id(self) not in memo:
+            blocks = self.lying.blocks
+            copied = blocks.values.detach().clone()
+            is_all = self.lying.is_all
+            memo[id(self)] = (
+                self._with(blocks.like_these(copied, is_gradient=blocks.is_gradient))
+                if is_all
+                else self._copied()
+            )
         return memo[id(self)]
 
+    def _copied(self) -> Any:
+        copied = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(copied, self.requires_grad)
+        return copied
 
-def rest(slices: Iterable[tuple[torch.Tensor, str]]) -> None:
-    """Has parameters that are slices, and their gradients, refuse what takes them for the whole.
+    def _with(self, blocks: Blocks) -> Any:
+        made: Any = torch.empty(0, dtype=blocks.values.dtype, device=blocks.values.device)
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        hide(made, type(self), self.lying._replace(blocks=blocks))
+        return made
+
+
+class SlicesAtRest:
+    """The slices of one model on this rank, between steps.
 
     Args:
-        slices: parameters with their names.
+        group: the ranks that have the others.
+        rests: tells whether it is between two steps.
     """
-    for tensor, name in slices:
-        if type(tensor) is nn.Parameter and not tensor.is_meta:
-            gradient = tensor.grad
-            _hide(tensor, name)
-            if type(gradient) is torch.Tensor:
-                _hide(gradient, name)
+
+    def __init__(self, group: TensorGroup, rests: Callable[[], bool]) -> None:
+        self._group = group
+        self._rests = rests
+        self.held = "each tensor-parallel rank has a slice"
+        self.view_class: type[torch.Tensor] = SliceAtRest
+        self.when = ""
+        self._blocks: dict[str, Blocks] = {}
+        #: What was awake besides: a script may have it in hand.
+        self._woken: list[tuple[weakref.ref[torch.Tensor], Lying]] = []
+        self._slots: Sequence[tuple[torch.Tensor, SliceSlot]] = ()
+        self._are_resting = False
+        if group.passes is not None:
+            group.passes.resting.add(self)
+
+    def rest(self, slices: Iterable[tuple[torch.Tensor, SliceSlot]]) -> None:
+        """Has parameters that are slices, and their gradients, stand for the whole."""
+        self._slots = list(slices)
+        self._are_resting = bool(self._slots)
+        for tensor, slot in self._slots:
+            if type(tensor) is nn.Parameter and not tensor.is_meta:
+                gradient = tensor.grad
+                self._hide(tensor, slot)
+                if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                    blocks = self._blocks[slot.name]
+                    values = blocks.like_these(gradient.detach(), is_gradient=True)
+                    hide(gradient, SliceAtRest, Lying.all_of(values))
+        for woken, lying in self._woken:
+            each = woken()
+            if each is not None and not isinstance(each, InParts):
+                hide(each, SliceAtRest, lying)
+        self._woken.clear()
+
+    def wake(self) -> bool:
+        """Gives parameters, and gradients, back what they are; returns whether some rested."""
+        rested = self._are_resting = False
+        with past_subclass_functions():
+            for tensor, _ in self._slots:
+                gradient = tensor.grad
+                for each in (tensor, gradient):
+                    if isinstance(each, SliceAtRest):
+                        rested, lying = True, each.lying
+                        show(each, lying.blocks.values)
+                        if each is gradient:
+                            self._woken.append((weakref.ref(each), lying))
+        return rested
+
+    def follow(self, model: nn.Module, guard: SliceGuard) -> None:
+        """Cuts whole parameters that a script has put where slices were; all ranks have the same.
+
+        Raises:
+            UnsupportedError: something else is in the place of a slice.
+        """
+        modules = set(model.modules())
+        for slot in guard.slots:
+            if slot.module in modules and slot.attribute not in slot.module._parameters:
+                raise UnsupportedError(
+                    f"{slot.name}, of which {self.held}, is no parameter of its module any more, "
+                    "as after pruning or a parametrization: do that before smp.DistributedModel, "
+                    "and keep the module whole, by smp.set_tensor_parallelism(module, "
+                    "enabled=False)."
+                )
+        for tensor, slot in guard.tensors():
+            if type(tensor) is nn.Parameter and tensor.shape == slot.shape and not tensor.is_meta:
+                part = slot.parts[self._group.rank]
+                for each in (tensor, tensor.grad):
+                    if each is not None:
+                        each.data = taken(each.detach(), part).contiguous()
+
+    def _hide(self, tensor: torch.Tensor, slot: SliceSlot) -> None:
+        known = self._blocks.get(slot.name)
+        values = tensor.detach()  # a write counts as one to the parameter
+        if known is None or not _is_same(known.values, values):
+            part = slot.parts[self._group.rank]
+            known = Blocks(slot.name, torch.Size(slot.shape), part, values, self, slot)
+            self._blocks[slot.name] = known
+        hide(tensor, SliceAtRest, Lying.all_of(known))
+
+    # ------------------------------------------------------------------ a home of blocks
+
+    def is_at_rest(self, blocks: Blocks) -> bool:
+        """See ``Home``."""
+        return self._rests()
+
+    def prepare(self) -> None:
+        """See ``Home``; gradients come to slices by ``differentiable``."""
+
+    def differentiable(self, tensor: Any, whole: torch.Tensor) -> torch.Tensor | None:
+        """See ``Home``: of the whole of a parameter autograd gives the slice the gradient."""
+        if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf):
+            return None
+        blocks = tensor.lying.blocks
+        if inside_transform():  # whose own graph alone is differentiated
+            return whole
+        with past_subclass_functions(), _as_slices([tensor]):
+            found: torch.Tensor = _Gathered.apply(tensor, whole, blocks)  # type: ignore[no-untyped-call]
+        return found
+
+    def differentiated(self, tensor: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """See ``Home``: it is a slice as that of the parameter."""
+        blocks: Blocks = tensor.lying.blocks
+        if gradient.shape == blocks.values.shape and tensor.lying.is_all:
+            values = blocks.like_these(gradient.detach(), is_gradient=True)
+            hide(gradient, SliceAtRest, Lying.all_of(values))
+        return gradient
+
+    def agree(self, blocks: Blocks) -> None:
+        """See ``Home``."""
+        assert self._group.words is not None
+        number = zlib.crc32(blocks.told.encode())
+        everyones = self._group.words.say(Moment.WHOLE, blocks.told, [number])
+        if any(each[0] != number for each in everyones):
+            self._group.refuse(
+                "must use the parameters of a model in the same order between steps, since they "
+                "gather them together",
+                f"use of {blocks.told}",
+            )
+
+    def gather(self, blocks: Blocks) -> torch.Tensor:
+        """See ``Home``."""
+        self.agree(blocks)
+        slot: Any = blocks.key
+        values = blocks.values.detach()
+        sizes = [1] * self._group.size
+        found = self._group.collectives.gather(values.contiguous()[None], sizes)
+        whole = values.new_empty(blocks.shape)
+        for part, each in zip(slot.parts, found, strict=True):
+            put(whole, part, each)
+        return whole
+
+    def updated(self) -> None:
+        """See ``Home``; who goes by what parameters were looks at their versions."""
+
+    def wake_in_this_pass(self) -> None:
+        """Has a backward pass use slices, and add to their gradients; then they rest again."""
+        if self._are_resting:
+            self.wake()
+            when_backward_ends(functools.partial(self.rest, self._slots))
 
 
-def wake(slices: Iterable[torch.Tensor]) -> None:
-    """Gives parameters, and their gradients, back what they are."""
+class _Gathered(torch.autograd.Function):
+    """The whole of a slice: its gradient is the slice of that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, held: torch.Tensor, whole: torch.Tensor, blocks: Blocks) -> Any:
+        ctx.blocks = blocks
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        home: Any = ctx.blocks.home
+        home.wake_in_this_pass()
+        return ctx.blocks.of_this_rank(gradient).contiguous(), None, None
+
+
+def _take_data(own: Any, tensor: Any) -> None:
+    """Has a tensor that a script gives be the data of a parameter. Collective: TP_GROUP."""
+    former: Blocks = own.lying.blocks
+    former.home.agree(former)
+    with as_they_are():
+        blocks = blocks_of_given(tensor, former, former.values.dtype)
+        if blocks is not former:
+            kept, former.values = former.values, former.values.clone()
+            kept.copy_(blocks.values)
+            blocks.values = kept
+            own.lying = Lying.all_of(blocks)
+
+
+def _take_gradient(own: Any, tensor: Any) -> None:
+    """Has a tensor that a script gives be the gradient of a parameter. Collective: TP_GROUP."""
     with past_subclass_functions():
-        for tensor in slices:
-            for each in (tensor, tensor.grad):
-                if isinstance(each, SliceAtRest):
-                    _wake(each)
-
-
-def refuse_slices(function: Any, tensors: Iterable[object]) -> None:
-    """Raises if a function, which takes tensors for whole ones, is given slices.
-
-    Raises:
-        SliceReadError: it is.
-    """
-    for each in tensors:
-        if isinstance(each, SliceAtRest):
-            raise _refusal(function, name_of(each))
-
-
-_NAME = "_smp_slice_of"
-#: Where a slice keeps its numbers while it has none that a kernel could read.
-_ITSELF = "_smp_slice"
-#: How torch knows a parameter of another class.
-_IS_PARAMETER = "_is_param"
-
-
-def name_of(tensor: torch.Tensor) -> str:
-    """Returns the name of the parameter that a tensor comes from."""
-    return str(vars(tensor).get(_NAME, "a parameter"))
-
-
-def _hide(tensor: torch.Tensor, name: str) -> Any:
-    """Takes the numbers of a slice away; returns it."""
-    about = vars(tensor)
-    about[_NAME] = name
-    about[_ITSELF] = data = tensor.data
-    tensor.data = _vacant(data.shape, data.dtype, data.device)
-    if isinstance(tensor, nn.Parameter):
-        about[_IS_PARAMETER] = True
-    tensor.__class__ = SliceAtRest
-    return tensor
-
-
-def _show(tensor: torch.Tensor) -> bool:
-    """Gives a slice its numbers; returns whether it had none."""
-    data = vars(tensor).pop(_ITSELF, None)
-    if data is not None:
-        tensor.data = data
-    return data is not None
-
-
-def _wake(tensor: torch.Tensor) -> None:
-    """Makes a slice what it was."""
-    _show(tensor)
-    is_parameter = vars(tensor).pop(_IS_PARAMETER, False)
-    tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor
+        if tensor is own.grad:
+            return
+    blocks: Blocks = own.lying.blocks
+    like = blocks.like_these(blocks.values.new_empty(0), is_gradient=True)
+    like.home.agree(like)
+    with as_they_are():
+        blocks_of_given(tensor, like, blocks.values.dtype)
+    with past_subclass_functions():
+        _GRADIENT.__set__(own, tensor)
 
 
 @contextlib.contextmanager
-def _shown(slices: Iterable[SliceAtRest]) -> Iterator[None]:
-    """Inside, slices have their numbers. To be entered past functions of subclasses."""
-    with past_watchers():
-        hidden = [each for each in slices if _show(each)]
+def _as_slices(slices: Iterable[Any]) -> Iterator[None]:
+    """Inside, what stands for whole tensors is what this rank has of them."""
+    shown = [(each, each.lying) for each in slices]
+    for each, lying in shown:
+        show(each, lying.blocks.values)
     try:
         yield
     finally:
-        with past_watchers():
-            for each in hidden:
-                _hide(each, name_of(each))
+        for each, lying in shown:
+            if not isinstance(each, InParts):
+                if not _is_same(each, lying.blocks.values):
+                    lying.blocks.values = each.detach()
+                hide(each, SliceAtRest, lying)
 
 
-#: What has no memory of a form, which slices share.
-_vacant = functools.lru_cache(maxsize=1024)(functools.partial(without_memory, operated=SliceAtRest))
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors see the same memory alike."""
+    return (
+        storage_of(one) == storage_of(other)
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
 
 
-def _plain(tensor: SliceAtRest) -> Any:
-    """Returns a tensor of the same numbers, without the class."""
-    with past_subclass_functions(), _shown([tensor]):
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(tensor.data, tensor.requires_grad)
-        return torch.Tensor.as_subclass(tensor, torch.Tensor)
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as any other of all numbers. Collective, if ranks have slices: TP_GROUP."""
+    return run(_Tensor.clone, (tensor,), {}) if isinstance(tensor, SliceAtRest) else tensor
 
 
-class _Pointwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets operations have slices that work number by number, and refuses others.
-
-    Args:
-        name: of the parameter, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._name = name
-        self._made: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = next(_slices_in((args, kwargs)), None)
-        if given is None:
-            return func(*args, **kwargs)
-        works = _works_by_number(func)
-        result = func(*args, **kwargs) if works or func.is_view else None
-        is_whole = isinstance(result, torch.Tensor) and result.numel() == given.numel()
-        if not works and not is_whole:
-            raise _refusal(func, self._name)
-        for each in _of_slices(func, args, kwargs, result):
-            if type(each) is torch.Tensor:
-                each.__class__ = SliceAtRest
-                self._made.append(each)
-        return result
-
-    def hide_results(self, result: Any) -> None:
-        """Hides what came of slices; autograd makes other objects of views."""
-        made = list(self._made)
-        others = [each for each in pytree.tree_iter(result) if type(each) is torch.Tensor]
-        if others:
-            memories = set(map(storage_of, made))
-            made += [
-                each for each in others if not is_wrapped(each) and storage_of(each) in memories
-            ]
-        with past_watchers():
-            for each in made:
-                _hide(each, self._name)
-
-
-def _of_slices(func: OpOverload, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
-    """Yields what an operation that got slices has made of them, or written to.
-
-    In lists what is at a place goes with what is there in the others.
-    """
-    parameters = func._schema.arguments
-    named = {each.name: value for each, value in zip(parameters, args, strict=False)} | kwargs
-    written = [
-        named[each.name]
-        for each in parameters
-        if each.alias_info is not None and each.alias_info.is_write and each.name in named
-    ]
-    lists = [each for each in named.values() if isinstance(each, list | tuple)]
-    places = {at for each in lists for at, one in enumerate(each) if isinstance(one, SliceAtRest)}
-    is_any = any(isinstance(each, SliceAtRest) for each in named.values())
-    for each in (result, *written):
-        if isinstance(each, list | tuple):
-            yield from (one for at, one in enumerate(each) if is_any or at in places)
-        else:
-            yield each
-
-
-@functools.cache
-def _works_by_number(operation: OpOverload) -> bool:
-    """Whether an operation works on each number of its tensors by itself."""
-    own_name = operation.overloadpacket.__name__
-    name = own_name.removeprefix("_foreach_")
-    if torch.Tag.pointwise in operation.tags or name in _KEEPING:
-        return True
-    if name == own_name:
-        return False
-    of_one = getattr(torch.ops.aten, name)
-    return any(torch.Tag.pointwise in getattr(of_one, each).tags for each in of_one.overloads())
-
-
-def _slices_in(structure: Any) -> Iterator[SliceAtRest]:
-    return (each for each in pytree.tree_leaves(structure) if isinstance(each, SliceAtRest))
+def _of_library(args: Any, kwargs: Any) -> list[Any] | None:
+    """Returns the slices in arguments, if code of this library calls, which uses them as such."""
+    if not _is_of_library():
+        return None
+    slices = [each for each in in_parts((args, kwargs)) if isinstance(each, SliceAtRest)]
+    return slices if all(each.lying.is_all for each in slices) else None
 
 
 def _is_of_library() -> bool:
@@ -322,16 +375,3 @@ def _is_of_library() -> bool:
             return module.startswith(_OWN_PACKAGE)
         frame = frame.f_back
     return False
-
-
-def _refusal(func: Any, name: str) -> SliceReadError:
-    what = torch.overrides.resolve_name(func) or getattr(func, "__name__", func)
-    return SliceReadError(
-        f"{what} was given {name}, or its gradient, or what was made of one; each tensor-parallel "
-        "rank has a slice of that parameter, of which this gives something else than of the whole: "
-        "only what works number by number may use it. The norm of all gradients is what "
-        "torch.nn.utils.clip_grad_norm_ and get_total_norm return, which see whole tensors; "
-        "model.state_dict() has whole weights; keep the module whole by "
-        "smp.set_tensor_parallelism(module, enabled=False) before smp.DistributedModel; and "
-        "tensor.as_subclass(torch.Tensor) is the slice as it is."
-    )

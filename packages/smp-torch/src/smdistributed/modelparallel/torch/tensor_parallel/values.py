@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
+from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
     Slice,
-    taken,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Translation
 

@@ -28,6 +28,7 @@ class Moment(enum.IntEnum):
     END = 4
     CONFIRMED = 5
     OTHER_WAY = 6
+    WHOLE = 7
 
 
 _DOING = {
@@ -36,6 +37,7 @@ _DOING = {
     Moment.BACKWARD: "differentiates {}",
     Moment.END: "ends the step",
     Moment.CONFIRMED: "ends a pass that it runs as captured",
+    Moment.WHOLE: "uses {} between steps",
     Moment.OTHER_WAY: "goes another way than in the pass that was captured",
 }
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
@@ -43,7 +44,6 @@ from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
     distributed_modules_in,
-    taken,
 )
 from smdistributed.modelparallel.torch.tensors.reads import Reads
 from smdistributed.modelparallel.torch.trial.alone import alone

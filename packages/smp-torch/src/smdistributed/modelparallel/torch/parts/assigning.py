@@ -1,4 +1,4 @@
-"""A tensor that a script gives a parameter in shards as its data or gradient.
+"""A tensor that a script gives a parameter in parts as its data or gradient.
 
 In PyTorch both are one tensor from then on. So are they here: the tensor becomes what the script
 sees of the parameter or gradient, and each rank keeps its own block. What else would see its memory
@@ -13,8 +13,8 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import users_of_memory
-from smdistributed.modelparallel.torch.sharding.at_rest import InShards, Lying, ShardedView, hide
-from smdistributed.modelparallel.torch.sharding.blocks import Blocks
+from smdistributed.modelparallel.torch.parts.at_rest import InParts, Lying, hide
+from smdistributed.modelparallel.torch.parts.blocks import Blocks
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def blocks_of_given(tensor: Any, like: Blocks, told_dtype: torch.dtype) -> Block
         UnsupportedError: it has another form, or others see its memory.
     """
     allowed = {told_dtype, like.values.dtype}
-    if isinstance(tensor, InShards):
+    if isinstance(tensor, InParts):
         lying: Lying = tensor.lying
         blocks = lying.blocks
         is_former = (blocks.home, blocks.name, blocks.is_gradient) == (
@@ -51,7 +51,7 @@ def blocks_of_given(tensor: Any, like: Blocks, told_dtype: torch.dtype) -> Block
         )
     if tensor.shape != like.shape or tensor.dtype not in allowed or not is_alone:
         raise UnsupportedError(
-            f"{like.told} is in blocks on the ranks of a sharding group: what takes its place has "
+            f"{like.told_of_ranks}, is given another tensor: what takes its place has "
             f"its form, and nothing else sees its memory. Received {tensor.dtype} of shape "
             f"{tuple(tensor.shape)} for {told_dtype} of {tuple(like.shape)}"
             + ("" if is_alone else ", which another tensor sees, or which requires a gradient")
@@ -59,5 +59,5 @@ def blocks_of_given(tensor: Any, like: Blocks, told_dtype: torch.dtype) -> Block
         )
     values = like.of_this_rank(tensor).to(like.values.dtype, copy=True).contiguous()
     blocks = like.like_these(values, is_gradient=like.is_gradient)
-    hide(tensor, ShardedView, Lying.all_of(blocks))
+    hide(tensor, blocks.home.view_class, Lying.all_of(blocks))
     return blocks

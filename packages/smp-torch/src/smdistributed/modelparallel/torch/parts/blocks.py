@@ -1,42 +1,47 @@
-"""A parameter, or its gradient, of which each rank of a sharding group has a block of numbers."""
+"""A parameter, or its gradient, of which each rank of a group has a part: its block of numbers."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.common.pieces import Part, Rectangle
 
 
 class Home(Protocol):
-    """Where the units of one model are."""
+    """What brings the parts of one model's tensors together.
 
-    is_read_in_blocks: bool
+    Attributes:
+        held: who has which kind of part of a tensor, for messages.
+        view_class: of what sees the memory of a whole tensor between steps.
+        when: when parts come together, and what to do otherwise, for messages.
+    """
 
-    def enter(self, units: Iterable[int]) -> None:
-        """Makes the parameters of units whole; they stay so until ``leave``."""
+    held: str
+    view_class: type[torch.Tensor]
+    when: str
 
-    def leave(self, units: Iterable[int]) -> None:
-        """Lets units go again."""
-
-    def check_use(self, name: str, what: str) -> None:
-        """Raises where no values can be had."""
-
-    def is_at_rest(self, unit: int) -> bool:
+    def is_at_rest(self, blocks: Blocks) -> bool:
         """Whether all ranks run the same Python, so that any numbers can be gathered."""
 
     def prepare(self) -> None:
         """Gets ready for gradients of what is computed outside of steps, if it may have any."""
 
+    def differentiable(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+        """Returns what autograd knows as the whole of a tensor; None where that is itself."""
+
+    def differentiated(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns what a script sees of a gradient that it has asked autograd for."""
+
     def agree(self, blocks: Blocks) -> None:
-        """Waits until all ranks use the same. Collective: the sharding group."""
+        """Waits until all ranks use the same. Collective: the group."""
 
     def gather(self, blocks: Blocks) -> torch.Tensor:
-        """Returns the whole of what ranks have in blocks. Collective: the sharding group."""
+        """Returns the whole of what ranks have in blocks. Collective: the group."""
 
     def updated(self) -> None:
         """Takes note that parameters have other values."""
@@ -48,11 +53,10 @@ class Blocks:
     Args:
         name: of the parameter.
         shape: of the whole.
-        part: where the block of this rank is in it.
+        part: which part of it the block of this rank is.
         values: the block.
-        home: where the unit of the parameter is.
-        unit: number of the unit.
-        place: number of the parameter in the unit.
+        home: what brings the blocks together.
+        key: by which that knows the parameter.
         is_gradient: whether these are the numbers of the gradient.
     """
 
@@ -60,11 +64,10 @@ class Blocks:
         self,
         name: str,
         shape: torch.Size,
-        part: Rectangle,
+        part: Part,
         values: torch.Tensor,
         home: Home,
-        unit: int,
-        place: int,
+        key: Hashable,
         *,
         is_gradient: bool = False,
     ) -> None:
@@ -73,13 +76,12 @@ class Blocks:
         self.part = part
         self.values = values
         self._home = weakref.ref(home)  # which has the parameter, too
-        self.unit = unit
-        self.place = place
+        self.key = key
         self.is_gradient = is_gradient
 
     @property
     def home(self) -> Home:
-        """Where the unit of the parameter is.
+        """What brings the blocks together.
 
         Raises:
             SMPError: its model is gone.
@@ -87,7 +89,7 @@ class Blocks:
         home = self._home()
         if home is None:
             raise SMPError(
-                f"the DistributedModel of parameter {self.name} is gone, and with it the shards "
+                f"the DistributedModel of parameter {self.name} is gone, and with it the parts "
                 "of the other ranks: keep the model as long as its parameters are used."
             )
         return home
@@ -97,6 +99,11 @@ class Blocks:
         """What this is, for messages."""
         return f"the gradient of {self.name}" if self.is_gradient else self.name
 
+    @property
+    def told_of_ranks(self) -> str:
+        """What this is, and who has it, for messages."""
+        return f"{self.told}, of which {self.home.held}"
+
     def like_these(self, values: torch.Tensor, *, is_gradient: bool) -> Blocks:
         """Returns other numbers of the same parameter, or of its gradient."""
         return Blocks(
@@ -105,14 +112,13 @@ class Blocks:
             self.part,
             values,
             self.home,
-            self.unit,
-            self.place,
+            self.key,
             is_gradient=is_gradient,
         )
 
     def of_this_rank(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the block of this rank in a whole tensor."""
-        return whole[self.part.within(Rectangle.whole(self.shape))]
+        """Returns the block of this rank in a whole tensor; it may share memory with that."""
+        return taken(whole, self.part)
 
     def keep(self, whole: torch.Tensor) -> bool:
         """Takes the block of this rank from the whole; returns whether it is another one.
@@ -124,6 +130,19 @@ class Blocks:
             return False
         self.values.copy_(new)
         return True
+
+
+def taken(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns what is held of a whole tensor; it may share memory with that."""
+    parts = [whole[each.within(Rectangle.whole(whole.shape))] for each, _ in part.places()]
+    return parts[0] if isinstance(part, Rectangle) else torch.cat(parts, part.dim)
+
+
+def put(whole: torch.Tensor, part: Part, held: torch.Tensor) -> None:
+    """Writes what is held of a tensor where it belongs in the whole."""
+    for there, here in part.places():
+        index = there.within(Rectangle.whole(whole.shape))
+        whole[index] = held[here.within(Rectangle.whole(held.shape))].to(whole.device)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

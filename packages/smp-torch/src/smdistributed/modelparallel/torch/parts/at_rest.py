@@ -1,9 +1,10 @@
-"""Between steps a tensor in shards stands for the whole one, since all ranks run the same Python.
+"""Between steps a tensor in parts stands for the whole one, since all ranks run the same Python.
 
-For each function of torch what it gets is gathered, one tensor after the other, and is a tensor as
-any other while the function runs. Then each rank keeps its own block of what has been written to,
-and the rest goes. What sees the memory of a whole tensor, such as ``.data`` or a row, stays a view:
-it knows where it lies in the whole, and reads and writes that.
+Parts are shards, or slices of tensor parallelism. For each function of torch what it gets is
+gathered, one tensor after the other, and is a tensor as any other while the function runs. Then
+each rank keeps its own block of what has been written to, and the rest goes. What sees the memory
+of a whole tensor, such as ``.data`` or a row, stays a view: it knows where it lies in the whole,
+and reads and writes that.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from smdistributed.modelparallel.torch.compat.private.tensors import (
     storage_of,
     version_of,
 )
-from smdistributed.modelparallel.torch.sharding.arguments import (
+from smdistributed.modelparallel.torch.parts.arguments import (
     is_identity,
     leaves_of,
     methods_of_tensors,
     name_of,
 )
-from smdistributed.modelparallel.torch.sharding.blocks import Blocks
+from smdistributed.modelparallel.torch.parts.blocks import Blocks
 
 _TENSOR: Any = torch.Tensor
 #: What asks for no values.
@@ -111,8 +112,8 @@ class Lying(NamedTuple):
         return Lying(self.blocks, *place, tensor.dtype)
 
 
-class InShards:
-    """What stands for a whole tensor of which each rank of a sharding group has a block.
+class InParts:
+    """What stands for a whole tensor of which each rank of a group has a block.
 
     Attributes:
         lying: in the whole.
@@ -121,8 +122,8 @@ class InShards:
     lying: Any
 
 
-class ShardedView(torch.Tensor, InShards):
-    """What sees the memory of a parameter in shards, or of its gradient; the gradient, too."""
+class PartView(torch.Tensor, InParts):
+    """What sees the memory of a parameter in parts, or of its gradient; the gradient, too."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,39 +151,41 @@ class ShardedView(torch.Tensor, InShards):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is; its values are on several ranks."""
         lying = self.lying
-        return f"ShardedView({lying.blocks.told}, shape={tuple(lying.size)})"
+        return f"{type(self).__name__}({lying.blocks.told}, shape={tuple(lying.size)})"
 
 
-def whole_of(blocks: Blocks) -> ShardedView:
+def whole_of(blocks: Blocks) -> PartView:
     """Returns what stands for the whole of what ranks have in blocks."""
     made: Any = torch.empty(0, dtype=blocks.values.dtype, device=blocks.values.device)
-    hide(made, ShardedView, Lying.all_of(blocks))
+    hide(made, blocks.home.view_class, Lying.all_of(blocks))
     return made  # type: ignore[no-any-return]
 
 
 def hide(tensor: torch.Tensor, kind: type[Any], lying: Lying) -> None:
-    """Takes the memory of a whole tensor away; what it was part of is in shards."""
+    """Takes the memory of a whole tensor away; what it was part of is in parts."""
     own: Any = tensor
-    with _as_they_are(), past_operations():
+    with as_they_are(), past_operations():
         is_parameter = isinstance(tensor, nn.Parameter)
         tensor.data = _vacant(lying.size, lying.dtype, tensor.device, kind, lying.stride)
         own.__class__ = kind
-    if kind is ShardedView:
+    if issubclass(kind, PartView):
         own.lying = lying
         if is_parameter:
             own._is_param = True
 
 
-def _show(tensor: Any, kind: type[Any], whole: torch.Tensor, lying: Lying) -> None:
-    """Gives a tensor its memory: it is as any other."""
-    with _as_they_are(), past_operations():
-        tensor.data = lying.seen_in(whole)
-        tensor.__class__ = torch.Tensor if kind is ShardedView else nn.Parameter
-    vars(tensor).pop("lying", None)
+def show(tensor: Any, data: torch.Tensor) -> None:
+    """Gives a tensor memory: it is as any other."""
+    with as_they_are(), past_operations():
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensor.data = data
+        tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor
+    for each in ("lying", "_is_param"):
+        vars(tensor).pop(each, None)
 
 
 @contextlib.contextmanager
-def _as_they_are() -> Iterator[None]:
+def as_they_are() -> Iterator[None]:
     """Inside, no class of tensors takes part, and what is made is as made outside of all modes."""
     with past_watchers(), past_subclass_functions(), torch.inference_mode(False), torch.no_grad():
         yield
@@ -192,9 +195,9 @@ def _as_they_are() -> Iterator[None]:
 _vacant: Any = functools.lru_cache(maxsize=1024)(without_memory)
 
 
-def in_shards(structure: Any) -> list[Any]:
+def in_parts(structure: Any) -> list[Any]:
     """Returns what stands for whole tensors in arguments, each once."""
-    found = {id(each): each for each in leaves_of(structure) if isinstance(each, InShards)}
+    found = {id(each): each for each in leaves_of(structure) if isinstance(each, InParts)}
     return list(found.values())
 
 
@@ -204,19 +207,24 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         UnsupportedError: it is no time for it, or the ranks could not keep what comes of it.
     """
-    given = in_shards((args, kwargs))
+    given = in_parts((args, kwargs))
     if not given:
         raise UnsupportedError(
-            f"{name_of(func)} got a tensor that was given the data of one in shards on the ranks "
-            "of a sharding group: give it what clone() returns, or write by copy_."
+            f"{name_of(func)} got a tensor that was given the data of one of which ranks have "
+            "parts: give it what clone() returns, or write by copy_."
         )
     for each in given:
         _check_rests(each.lying.blocks, func)
     if func in _DIFFERENTIATING:
-        with past_subclass_functions():
-            return func(*args, **kwargs)
+        return _differentiate(func, args, kwargs)
     if func in _MEMORY:
-        raise _refusal(func, given[0].lying.blocks, "asks for the memory of")
+        raise _refusal(
+            func,
+            given[0].lying.blocks,
+            "asks for the memory of",
+            " A file is to be written of state_dict() of the DistributedModel, which every rank "
+            "calls: save_pretrained(folder, state_dict=state).",
+        )
     if is_traced():
         raise _refusal(func, given[0].lying.blocks, "runs in torch.jit.trace, with")
     if func is _TENSOR.__iter__:
@@ -224,29 +232,43 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if getattr(func, "__name__", "").startswith("_foreach_"):
         return _one_by_one(func, args, kwargs)
     with _Shown(given) as shown:
-        result = func(*args, **kwargs)
+        result = shown.call(func, args, kwargs)
         views = shown.views_in(func, (args, kwargs), result)
     shown.keep()
     for view, lying in views:
-        hide(view, ShardedView, lying)
+        hide(view, lying.blocks.home.view_class, lying)
     return result
 
 
 def _check_rests(blocks: Blocks, func: Any) -> None:
-    if not blocks.home.is_at_rest(blocks.unit):
+    if not blocks.home.is_at_rest(blocks):
         raise UnsupportedError(
-            f"{name_of(func)} asks for {blocks.told}, of which each rank of the sharding group has "
-            "a block. They come together between steps, if the parameter is no slice of tensor "
-            "parallelism: inside of a step use the parameters of the model, and for norms "
+            f"{name_of(func)} asks for {blocks.told_of_ranks}. They come together between steps"
+            f"{blocks.home.when}: inside of a step use the parameters of the model, and for norms "
             "smp.clip_grad_norm_ or torch.nn.utils.get_total_norm between steps."
         )
 
 
-def _refusal(func: Any, blocks: Blocks, what: str) -> UnsupportedError:
+def _refusal(func: Any, blocks: Blocks, what: str, more: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"{name_of(func)} {what} {blocks.told}, of which each rank of the sharding group has a "
-        "block, so that a whole one is there for as long as a function of torch runs: take what "
-        "clone() returns, and write by copy_."
+        f"{name_of(func)} {what} {blocks.told_of_ranks}, so that a whole one is there for as long "
+        f"as a function of torch runs: take what clone() returns, and write by copy_.{more}"
+    )
+
+
+def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a backward pass; returns gradients as a script sees them."""
+    with past_subclass_functions():
+        result = func(*args, **kwargs)
+    if func is not torch.autograd.grad:
+        return result
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    return tuple(
+        each.lying.blocks.home.differentiated(each, gradient)
+        if isinstance(each, InParts) and gradient is not None
+        else gradient
+        for each, gradient in zip(inputs, result, strict=True)
     )
 
 
@@ -264,9 +286,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
 
         some = [chosen(each) for each in args]
         named = {key: chosen(each) for key, each in kwargs.items()}
-        given = in_shards((some, named))
+        given = in_parts((some, named))
         with _Shown(given) as shown:
-            results.append(func(*some, **named))
+            results.append(shown.call(func, some, named))
         shown.keep()
     first = results[0]
     return None if first is None else type(first)(each for one in results for each in one)
@@ -281,7 +303,10 @@ class _Shown:
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = [(each, type(each), each.lying) for each in given]
+        self._all = {id(each): each for each in given}
         self._wholes: dict[Blocks, torch.Tensor] = {}
+        #: What autograd knows as the whole of a tensor, by the number of that.
+        self._stand_ins: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
         self._written: set[Blocks] = set()
 
@@ -290,12 +315,38 @@ class _Shown:
             blocks = lying.blocks
             if blocks not in self._wholes:
                 blocks.home.prepare()
-                with _as_they_are():
+                with as_they_are():
                     self._wholes[blocks] = blocks.home.gather(blocks)
-        for each, kind, lying in self._given:
-            _show(each, kind, self._wholes[lying.blocks], lying)
+        for each, _, lying in self._given:
+            whole = self._wholes[lying.blocks]
+            stand_in = lying.blocks.home.differentiable(each, whole)
+            if stand_in is None:
+                with as_they_are():
+                    data = lying.seen_in(whole)
+                show(each, data)
+            else:
+                self._stand_ins[id(each)] = stand_in
+        self._given = [one for one in self._given if id(one[0]) not in self._stand_ins]
         self._versions = [version_of(each) for each, _, _ in self._given]
         return self
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function with the whole tensors; returns what it does of those given."""
+        if not self._stand_ins:
+            return func(*args, **kwargs)
+        result = func(*self._replaced(args), **self._replaced(kwargs))
+        for number, stand_in in self._stand_ins.items():
+            if result is stand_in:
+                return self._all[number]
+        return result
+
+    def _replaced(self, structure: Any) -> Any:
+        """Returns arguments with what autograd knows as the whole of some of them."""
+        if isinstance(structure, dict):
+            return {key: self._replaced(value) for key, value in structure.items()}
+        if type(structure) in (list, tuple):
+            return type(structure)(map(self._replaced, structure))
+        return self._stand_ins.get(id(structure), structure)
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         moved = None
@@ -306,20 +357,20 @@ class _Shown:
             whole = self._wholes[lying.blocks]
             size = each.untyped_storage().nbytes()
             stays = storage_of(each) == storage_of(whole) and size == whole.nbytes
-            if not stays or (now != lying and kind is not ShardedView):
+            if not stays or (now != lying and not issubclass(kind, PartView)):
                 moved, now = lying.blocks, lying
             hide(each, kind, now)
         if moved is not None and failed is None:
             raise UnsupportedError(
-                f"{moved.told} would get another form, or other memory, and the ranks of a "
-                "sharding group have blocks of the one that it has: write what has its shape and "
-                "type by copy_, and give parameters data and gradients themselves."
+                f"{moved.told} would get another form, or other memory, and {moved.home.held} of "
+                "the one that it has: write what has its shape and type by copy_, and give "
+                "parameters data and gradients themselves."
             )
 
     def keep(self) -> None:
         """Has each rank keep its own block of what has been written to."""
         for blocks, whole in self._wholes.items():
-            with _as_they_are():
+            with as_they_are():
                 is_other = blocks.keep(whole)
             if (is_other or blocks in self._written) and not blocks.is_gradient:
                 blocks.home.updated()
@@ -333,7 +384,7 @@ class _Shown:
         if isinstance(result, np.ndarray):
             result.setflags(write=False)  # what is written there no rank would see
         whole_at = {storage_of(whole): blocks for blocks, whole in self._wholes.items()}
-        own = {id(each) for each, _, _ in self._given}
+        own = self._all.keys()
         found = []
         for each in _tensors_in(result, own):
             blocks = whole_at.get(storage_of(each))
@@ -366,4 +417,4 @@ def _tensors_in(structure: Any, without: Collection[int]) -> Iterator[torch.Tens
 def _are_numbers(structure: Any) -> bool:
     """Whether the tensors in arguments are numbers, which are what they are of any block."""
     leaves = (each for each in leaves_of(structure) if isinstance(each, torch.Tensor))
-    return all(each.dim() == 0 and not isinstance(each, InShards) for each in leaves)
+    return all(each.dim() == 0 and not isinstance(each, InParts) for each in leaves)
