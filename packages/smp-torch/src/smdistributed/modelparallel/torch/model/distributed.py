@@ -122,7 +122,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.place_whole()
             name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
-            self.rest_slices()
+        self.rest_slices()
 
     def is_made_of(self, module: nn.Module) -> bool:
         """Whether a module is this model, or the user's that it was made of."""

@@ -65,9 +65,9 @@ class SliceAtRest(PartView):
             with past_subclass_functions(), _as_slices(slices):
                 return func(*args, **kwargs)
         own: Any = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None and func == _DATA.__set__ and _is_held(own):
+            return None if args[1] is own else _take_data(own, args[1])
         if own is not None and isinstance(own, nn.Parameter):
-            if func == _DATA.__set__:
-                return None if args[1] is own else _take_data(own, args[1])
             if func == _GRADIENT.__set__ and args[1] is not None:
                 return _take_gradient(own, args[1])
             if func == _GRADIENT.__delete__ or func == _GRADIENT.__set__:
@@ -300,16 +300,34 @@ class _Gathered(torch.autograd.Function):
 
 
 def _take_data(own: Any, tensor: Any) -> None:
-    """Has a tensor that a script gives be the data of a parameter. Collective: TP_GROUP."""
+    """Has a tensor that a script gives be the data of a parameter, or of its gradient.
+
+    It may have another type, or be elsewhere. Collective: TP_GROUP.
+    """
     former: Blocks = own.lying.blocks
     former.home.agree(former)
     with as_they_are():
-        blocks = blocks_of_given(tensor, former, former.values.dtype)
-        if blocks is not former:
+        form = former.values.new_empty(0, dtype=tensor.dtype, device=tensor.device)
+        is_alike = (form.dtype, form.device) == (former.values.dtype, former.values.device)
+        like = former if is_alike else former.like_these(form, is_gradient=former.is_gradient)
+        blocks = blocks_of_given(tensor, like, tensor.dtype)
+        if not is_alike:
+            hide(own, SliceAtRest, Lying.all_of(blocks))
+        elif blocks is not former:
             kept, former.values = former.values, former.values.clone()
             kept.copy_(blocks.values)
             blocks.values = kept
             own.lying = Lying.all_of(blocks)
+
+
+def _is_held(own: Any) -> bool:
+    """Whether a tensor is a parameter or its gradient, and no view of one."""
+    if isinstance(own, nn.Parameter):
+        return True
+    slot: SliceSlot = own.lying.blocks.key
+    with past_subclass_functions():
+        parameter = slot.module._parameters.get(slot.attribute)
+        return parameter is not None and own is parameter.grad
 
 
 def _take_gradient(own: Any, tensor: Any) -> None:
