@@ -19,7 +19,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
-from smdistributed.modelparallel.torch.sharding.at_rest import ABOUT
+from smdistributed.modelparallel.torch.parts.at_rest import ABOUT
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 _GRAD: Any = torch.Tensor.grad
