@@ -136,7 +136,7 @@ def assert_same(ranks: list[Trained], expected: Trained, num_partitions: int) ->
     for rank in ranks:
         np.testing.assert_allclose(rank.losses, expected.losses, rtol=1e-6, atol=1e-6)
     pipeline = ranks[:num_partitions]
-    held: list[int] = sorted(position for rank in pipeline for position in rank.weights)
+    held: list[int] = sorted(position for rank in pipeline for position in rank.held)
     assert held == list(range(expected.num_variables)), "each variable lives on one rank"
     if num_partitions > 1:
         _assert_each_operation_is_executed_once(pipeline)

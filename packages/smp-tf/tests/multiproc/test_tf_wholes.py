@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 FEW = {
     *(("several", "gradients", "body"), ("one", "both", "outside"), ("none", "both", "optimizer")),
     ("one", "mean"),
-    *("some", "one is told", "gradients of a root", "a metric", "given to a function", "for each"),
 }
 
 
@@ -45,26 +44,15 @@ def test_gradients_go_through_them(worlds: Worlds, kind: str, name: str) -> None
     assert_same(worlds, tf_wholes.penalized, kind, name, world=TWO_BY_HAND)
 
 
-#: Outside of the body, and in it; those of Python's numbers are outside alone.
-_BODIES = ("some", "a difference", "parts", "clipped in a function", "for each")
-
-
-@pytest.mark.parametrize("what", ["gradients", pytest.param("weights", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("name", "is_in_body"),
+    ("what", "is_in_body"),
     [
-        *(pytest.param(name, False, marks=_marks(name)) for name in tf_wholes.OF_SOME),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in _BODIES),
+        ("gradients", False),
+        *(
+            pytest.param(what, is_in_body, marks=pytest.mark.slow)
+            for what, is_in_body in [("weights", False), ("gradients", True), ("weights", True)]
+        ),
     ],
 )
-def test_numbers_of_some_are_refused(
-    worlds: Worlds, what: str, name: str, is_in_body: bool
-) -> None:
-    worlds.run(TWO_BY_HAND, tf_wholes.refused, what, name, is_in_body)
-
-
-@pytest.mark.parametrize(
-    "what", ["gradients", "weights", pytest.param("both", marks=pytest.mark.slow)]
-)
-def test_numbers_that_python_may_add_up_are_told_with_a_warning(worlds: Worlds, what: str) -> None:
-    worlds.run(TWO_BY_HAND, tf_wholes.told, what)
+def test_numbers_of_some(worlds: Worlds, what: str, is_in_body: bool) -> None:
+    assert_same(worlds, tf_wholes.of_some, what, is_in_body, world=TWO_BY_HAND)

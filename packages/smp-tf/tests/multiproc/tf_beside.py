@@ -129,9 +129,10 @@ def compare(ranks: Sequence[Found], expected: Found, tolerance: float) -> None:
     for found in ranks:
         _assert_close(found.same, expected.same, tolerance)
         own |= found.own
+        for name, value in found.own.items():
+            other = expected.own.get(name, np.nan)
+            np.testing.assert_allclose(value, other, tolerance, tolerance, err_msg=name)
     assert sorted(own) == sorted(expected.own)
-    for name, value in expected.own.items():
-        np.testing.assert_allclose(own[name], value, tolerance, tolerance, err_msg=name)
 
 
 def _assert_close(found: Any, expected: Any, tolerance: float) -> None:

@@ -222,6 +222,5 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "updates in the body": (_updates_in_the_body, "which would be made 4 times a batch"),
     "parts alone": (_parts_alone, "that no step function has placed"),
     "backup": (_backup, r"save and restore with smp\.CheckpointManager"),
-    "nothing to add up": (lambda side: tf.add_n([]), r"received none in this process: of model\.t"),
     "without accumulate": (_without_accumulate, r"a tensor for each microbatch \(4\)"),
 }

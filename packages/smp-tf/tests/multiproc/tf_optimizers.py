@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_worlds import MICROBATCHES
 
 from smdistributed.modelparallel.tensorflow.compat.keras import build_optimizer
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
 STEPS = 12
 HALF = 6
@@ -26,7 +27,7 @@ class Outcome(NamedTuple):
         losses: of each step.
         extra: of each step, a scale of losses, or a norm.
         finite: of each step, whether the gradients of this process are finite.
-        weights: of the layers of this process, by the number of the layer.
+        weights: of the layers, by their numbers.
     """
 
     losses: list[float]
@@ -173,7 +174,9 @@ def _train(
         if number == HALF:
             at_half()
         gradients, loss = run()
-        finite.append(all(bool(np.isfinite(each).all()) for each in gradients))
+        flags = [bool(np.isfinite(each).all()) for each in gradients]
+        pairs = zip(flags, model.trainable_variables, strict=True)
+        finite.append(all(flag for flag, variable in pairs if is_here(variable)))
         gradients = _unscaled(optimizer, gradients)
         if case.clips:
             gradients, norm = clip(gradients, NORM)

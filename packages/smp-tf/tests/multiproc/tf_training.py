@@ -12,6 +12,8 @@ import tensorflow as tf
 from tf_models import PROBLEMS
 from tf_worlds import MICROBATCHES, library
 
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
+
 STEPS = 5
 
 
@@ -22,7 +24,8 @@ class Trained:
     Attributes:
         losses: of each step.
         gradients: of the last step by position of the variable in the whole model, as arrays.
-        weights: after training, of the variables of this process, by position.
+        weights: after training, by position.
+        held: positions of the variables of this process.
         num_variables: of the whole model.
         operations: of the whole model's trace, by name, constants aside.
         own: those that this process executes.
@@ -31,6 +34,7 @@ class Trained:
     losses: list[float]
     gradients: dict[int, Any]
     weights: dict[int, Any]
+    held: list[int]
     num_variables: int
     operations: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
@@ -97,6 +101,7 @@ def _train(name: str) -> Trained:
         losses,
         {every.index(id(v)): g.numpy() for g, v in pairs if id(v) in every},
         {every.index(id(v)): _array(v) for v in model.variables},
+        [place for place, variable in enumerate(variables) if is_here(variable)],
         len(every),
         _names(traced.operations),
         [name for graph in functions for name in _names(graph.get_operations())],
@@ -147,6 +152,7 @@ def train_plainly(name: str) -> Trained:
         losses,
         {every.index(id(v)): g.numpy() for g, v in pairs},
         {every.index(id(v)): _array(v) for v in model.variables},
+        list(range(len(every))),
         len(every),
     )
 

@@ -7,7 +7,6 @@ training step x models of which processes have many variables, one, or none.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,7 +210,7 @@ def _gradients_of(number: Callable[[Values], Any]) -> Callable[[Values], Any]:
     return gradients
 
 
-#: Each takes values; processes would have one of their own, which is refused.
+#: Each takes values, of which processes have some.
 OF_SOME: dict[str, Callable[[Values], Any]] = {
     "some": lambda values: values[0] / sum(tf.reduce_sum(v**2) for v in _kernels(values)),
     "some are told": lambda values: float(tf.linalg.global_norm(_kernels(values))),
@@ -235,44 +234,39 @@ OF_SOME: dict[str, Callable[[Values], Any]] = {
         lambda: values[0],
     ),
     "for each": lambda values: [v / tf.linalg.global_norm(list(values)) for v in values],
-    "on one process": lambda values: [
-        tf.linalg.global_norm(list(values)) for _ in range(1 + len(values) % 2)
-    ],
 }
 
 
-def refused(what: str, name: str, is_in_body: bool) -> None:
-    """Computes a number of some variables of its process, which must be an error on each."""
-    import pytest
-    from tf_beside import with_library
+#: Those that a graph has.
+IN_BODIES = ("some", "a difference", "parts", "for each", "in a branch")
 
-    from smdistributed.modelparallel.common.errors import SMPError
 
-    side = with_library()
-    model = _model(side, "slices" if name in ("for each", "on one process") else "several")
+def of_some(side: Side, what: str, is_in_body: bool) -> Found:
+    """Computes numbers of some variables or gradients, and tells Python numbers."""
+    model, found = _model(side, "several"), []
 
     @side.step
-    def compute(x: Any, is_told: bool) -> Any:
+    def compute(x: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(x, training=True) - 0.3))
         gradients = tape.gradient(loss, model.trainable_variables)
-        if not is_told:
-            return gradients
-        values = _values(what, gradients, model.trainable_variables)
-        return gradients, OF_SOME[name]([tf.convert_to_tensor(each) for each in values])
+        if not is_in_body:
+            return gradients, {}
+        values = [tf.convert_to_tensor(v) for v in _values(what, gradients, _weights(model))]
+        return gradients, {name: OF_SOME[name](values) for name in IN_BODIES}
 
-    gradients = [tf.convert_to_tensor(each.accumulate()) for each in compute(rows(), False)]
-    values = [*_values(what, gradients, model.trainable_variables)]
+    for number in range(2):
+        gradients, numbers = compute(rows(number))
+        found.append(tf.nest.map_structure(lambda each: each.reduce_mean(), numbers))
+        values = _values(what, [each.accumulate() for each in gradients], _weights(model))
+        if not is_in_body:
+            values = [tf.convert_to_tensor(each) for each in values]
+            found.append({name: way(values) for name, way in {**OF_SOME, **TOLD}.items()})
+    return Found(tf.nest.map_structure(tf.convert_to_tensor, found), {})
 
-    def use() -> None:
-        if is_in_body:
-            compute(rows(), True)
-        else:
-            OF_SOME[name](values)
-            compute(rows(), False)
 
-    with pytest.raises(SMPError, match=r"(several|all) variables or gradients"):
-        use()
+def _weights(model: Any) -> Values:
+    return [tf.convert_to_tensor(each) for each in model.trainable_variables]
 
 
 #: Each takes values, and tells Python numbers of them, one after the other.
@@ -284,40 +278,5 @@ TOLD: dict[str, Callable[[Values], Any]] = {
     "arrays": lambda values: sum(np.linalg.norm(each.numpy()) for each in values),
     "decisions": lambda values: any(bool(tf.reduce_any(v != v)) for v in values),
     "in a row": lambda values: np.sum(tf.stack([tf.norm(each) for each in values]).numpy()),
-    "texts": lambda values: [f"{tf.norm(each):.2f}" for each in values],
+    "texts": lambda values: [float(f"{tf.norm(each):.3f}") for each in values],
 }
-#: Of the whole model, or of one variable.
-UNTOLD: dict[str, Callable[[Values], Any]] = {
-    "the norm of all": lambda values: float(tf.linalg.global_norm(list(values))),
-    "the sum of all": lambda values: tf.add_n([tf.norm(each) for each in values]).numpy(),
-    "one": lambda values: [float(tf.norm(values[0])) for _ in range(2)],
-    "shapes": lambda values: [tuple(each.shape) for each in values],
-}
-
-
-def told(what: str) -> None:
-    """Tells Python numbers of variables or gradients, with a warning where they are of several."""
-    from tf_beside import with_library
-
-    side = with_library()
-    model = _model(side, "several")
-
-    @side.step
-    def compute(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(x, training=True) - 0.3))
-        return tape.gradient(loss, model.trainable_variables)
-
-    gradients = [each.accumulate() for each in compute(rows())]
-    values = _values(what, gradients, model.trainable_variables)
-    for name, way in (*TOLD.items(), *UNTOLD.items(), ("of the model", lambda _: _all_of(model))):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            way(values)
-        found = [str(each.message) for each in caught if "told to Python" in str(each.message)]
-        assert len(found) == (name in TOLD), (name, found)
-        assert not found or "/kernel" in found[0]
-
-
-def _all_of(model: Any) -> None:
-    model.set_weights(model.get_weights())

@@ -37,7 +37,12 @@ def test_access_of_variables_is_checked_and_then_no_longer() -> None:
         lambda: variable.read_value(),
         lambda: tf.convert_to_tensor(variable),
     )
-    with checked_access(seen.append, seen.append, lambda variable, value: False):
+
+    def is_here(each: Any) -> bool:
+        seen.append(each)
+        return True
+
+    with checked_access(is_here, lambda each: None, seen.append, lambda variable, value: False):
         for access in accesses:
             seen.clear()
             access()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from smdistributed.modelparallel.common.facade import Facade
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
-from smdistributed.modelparallel.tensorflow.gradients import shared, whole
+from smdistributed.modelparallel.tensorflow.gradients import following, whole
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime, start
 
 slot: RuntimeSlot[TFRuntime] = RuntimeSlot()
@@ -35,4 +35,4 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime = slot.get()
         runtime.replacements.enter_context(whole.in_optimizers(runtime))
         if runtime.topology.pp_size > 1:
-            runtime.replacements.enter_context(shared.followed(runtime))
+            runtime.replacements.enter_context(following.followed(runtime))

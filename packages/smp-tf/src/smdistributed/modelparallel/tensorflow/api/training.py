@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from smdistributed.modelparallel.tensorflow.api.start import slot
-from smdistributed.modelparallel.tensorflow.gradients import whole
 from smdistributed.modelparallel.tensorflow.gradients.replicas import averaged, broadcast_from_first
 from smdistributed.modelparallel.tensorflow.stepping import function as stepping
 
@@ -64,19 +65,21 @@ def allreduce(value: Any) -> Any:
 
 
 def clip_by_global_norm(gradients: Sequence[Any], clip_norm: Any) -> tuple[list[Any], Any]:
-    """Returns gradients of this process, scaled as one process would do it, and their norm.
+    """Returns gradients, scaled such that all together have at most a norm, and their norm.
 
-    As ``tf.clip_by_global_norm``, but the norm is that of the gradients of all partitions together.
+    The same as ``tf.clip_by_global_norm``, whose norm is that of the gradients of all partitions.
     Keras's optimizers with ``global_clipnorm`` do that by themselves. Usable eagerly and in a
-    ``tf.function``, outside step functions. Collective: every process of the pipeline.
+    ``tf.function``. Collective: every process of the pipeline.
 
     Args:
-        gradients: of the trainable variables of this process: tensors, ``tf.IndexedSlices``, None.
+        gradients: tensors, ``tf.IndexedSlices``, None.
         clip_norm: greatest norm.
 
     Shape: those of the gradients; the norm is a scalar.
     """
-    return whole.clip_by_global_norm(slot.get(), gradients, clip_norm)
+    slot.get()
+    clipped, norm = tf.clip_by_global_norm(list(gradients), clip_norm)
+    return clipped, norm
 
 
 def broadcast_variables(variables: Iterable[Any]) -> None:

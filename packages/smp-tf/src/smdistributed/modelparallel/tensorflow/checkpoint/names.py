@@ -13,6 +13,7 @@ from smdistributed.modelparallel.common.errors import NotPartitionedError, Unsup
 from smdistributed.modelparallel.tensorflow.checkpoint.numbered import renumbered
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
 
 class CheckpointNames:
@@ -97,7 +98,7 @@ class CheckpointNames:
         names = self._names
         for name, child in self._children.items():
             if isinstance(child, DistributedModel):
-                for variable in map(keras.variable_of, child.variables):
+                for variable in filter(is_here, map(keras.variable_of, child.variables)):
                     yield names[id(variable)], variable
             elif is_optimizer(child):
                 yield from self._optimizer(name, child)
@@ -106,9 +107,14 @@ class CheckpointNames:
                     yield path, keras.variable_of(variable)
 
     def local(self) -> dict[str, Any]:
-        """Returns what optimizers can train here, as Keras has it.
+        """Returns those of ``trained`` that live in this process."""
+        found = self.trained()
+        return {name: found[name] for name in found if is_here(found[name])}
 
-        These are variables of the models that live in this process, and those that are no model's.
+    def trained(self) -> dict[str, Any]:
+        """Returns what optimizers can train, as Keras has it.
+
+        These are variables of the models, wherever they live, and those that are no model's.
         """
         found = {
             self._names[id(keras.variable_of(variable))]: variable
@@ -144,17 +150,9 @@ class CheckpointNames:
 
         One about a frozen variable of a model is left out; see ``leftover``.
         """
-        known = {
-            *self._names,
-            *(
-                id(anchor)
-                for model in self._models.values()
-                for anchor in model._smp_engine.anchor_variables()
-            ),
-        }
         for slot in slots:
             trained = getattr(keras.variable_of(slot), "_smp_slot_of", None)
-            if trained is None or id(trained) in known:
+            if trained is None or id(trained) in self._names:
                 continue
             raise UnsupportedError(
                 f"the checkpoint has an optimizer ({name}) but not {trained.name}, which it "
@@ -197,7 +195,7 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
 
     They have it from their first update on; before that it is made here.
     """
-    local = CheckpointNames(checkpoint).local()
+    trained = CheckpointNames(checkpoint).trained()
     for name, child in _children(checkpoint).items():
         if not is_optimizer(child):
             continue
@@ -205,13 +203,8 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
         if not parts:
             continue
         # An optimizer may keep nothing of each variable, and yet a scale of losses.
-        known = {part[2] for part in parts if len(part) == 3} or local.keys()
-        variables = [variable for key, variable in local.items() if key in known]
-        if not variables:
-            # This process trains nothing but has an optimizer like the others.
-            models = [m for m in _children(checkpoint).values() if isinstance(m, DistributedModel)]
-            variables = models[0].trainable_variables if models else []
-        keras.build_optimizer(child, variables)
+        known = {part[2] for part in parts if len(part) == 3} or trained.keys()
+        keras.build_optimizer(child, [trained[key] for key in trained if key in known])
 
 
 def _names_of(name: str, model: Any) -> dict[int, str]:

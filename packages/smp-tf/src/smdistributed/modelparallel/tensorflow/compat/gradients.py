@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, imperative_grad, record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import gradients_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
@@ -57,6 +57,21 @@ def is_recorded(tensor: Any) -> bool:
     return not record.could_possibly_record() or record.should_record_backprop([tensor])
 
 
+def is_followed(tensor: Any, in_body: bool) -> bool:
+    """Tells whether gradients of a tensor, or of a variable, are asked for.
+
+    Args:
+        tensor: that is used beside others.
+        in_body: gradients are asked for later, if no tape is there, unless it is a constant.
+    """
+    if not isinstance(tensor, tf.Tensor):
+        return bool(getattr(tensor, "trainable", False))
+    if record.could_possibly_record():
+        return bool(record.should_record_backprop([tensor]))
+    is_symbolic = not isinstance(tensor, ops.EagerTensor)
+    return in_body and is_symbolic and tf.get_static_value(tensor) is None
+
+
 def has_tangents(tensors: Sequence[Any]) -> bool:
     """Tells whether ``tf.autodiff.ForwardAccumulator`` follows any of the tensors."""
     return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
@@ -71,6 +86,30 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 #: What the request for gradients that is under way asks them of.
 _sources: ContextVar[tuple[Any, ...]] = ContextVar("sources", default=())
 _is_vectorizing: ContextVar[bool] = ContextVar("is_vectorizing", default=False)
+
+
+#: What the request for gradients that is under way reaches of variables of other processes.
+_reached: ContextVar[dict[int, Any]] = ContextVar("reached", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def reaching() -> Iterator[dict[int, Any]]:
+    """Within, gradients are asked for; ``reach`` says of which variables of other processes.
+
+    Yields:
+        what has shape and dtype of each gradient, by ``id`` of the variable.
+    """
+    found: dict[int, Any] = {}
+    token = _reached.set(found)
+    try:
+        yield found
+    finally:
+        _reached.reset(token)
+
+
+def reach(variable: Any, like: Any) -> None:
+    """Notes that the present request reaches a variable that this process does not have."""
+    _reached.get()[id(variable)] = like
 
 
 #: Tapes that record in this thread.
@@ -105,6 +144,11 @@ def _pauses(original: Any) -> Any:
         _tapes.set(tuple(each for each in _tapes.get() if each is not self))
 
     return pop
+
+
+def accessed(variable: Any) -> None:
+    """Lets tapes know that a variable is used, as if it were read here."""
+    resource_variable_ops.variable_accessed(variable)
 
 
 def watched(tensor: Any) -> Any:

@@ -320,7 +320,7 @@ def optimizer_slots(optimizer: Any) -> dict[str, dict[Any, Any]]:
     )
     for name, value in sorted(vars(optimizer).items()):
         is_list = isinstance(value, (list, tuple)) and len(value) == len(positions) > 0
-        if is_list and name not in ("_trainable_variables", "_variables", "_smp_trained"):
+        if is_list and name not in ("_trainable_variables", "_variables"):
             slots = {key: value[place] for key, place in positions.items()}
             if all(hasattr(variable, "assign") for variable in slots.values()):
                 found[name] = slots

@@ -25,68 +25,106 @@ from smdistributed.modelparallel.tensorflow.compat.keras import (
 )
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
+from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable
 
 Gradients = Sequence[Any]
-#: Takes the norm of this process's gradients, and the variables; returns that of all gradients.
-Norm = Callable[[Any, Sequence[Any]], Any]
+#: Takes what computes a norm, gradients of this process and their variables; returns the norm of
+#: the gradients of all processes.
+Norm = Callable[[Any, Gradients, Sequence[Any]], Any]
 #: Takes whether the gradients of this process are finite, a tensor; returns whether those of all.
 IsFinite = Callable[[Any], Any]
-#: Takes variables of which none has a gradient in this process; tells whether others may have some.
-HasOthers = Callable[[Sequence[Any]], bool]
+#: Takes a variable; tells whether another process has its value.
+IsElsewhere = Callable[[Any], bool]
+#: Takes a variable that an optimizer keeps of another one, and that one.
+NoteSlot = Callable[[Any, Any], None]
+#: Takes pairs of gradients and variables; returns them as each process needs them.
+Given = Callable[[Sequence[tuple[Any, Any]]], list[tuple[Any, Any]]]
 #: Takes gradients and the variables that are to be updated by them; raises if that cannot be.
 Check = Callable[[Sequence[Any], Sequence[Any]], None]
 
 
 def whole_model(
-    norm: Norm, is_finite: IsFinite, has_others: HasOthers, check: Check
+    norm: Norm,
+    is_finite: IsFinite,
+    is_elsewhere: IsElsewhere,
+    note: NoteSlot,
+    given: Given,
+    check: Check,
 ) -> AbstractContextManager[None]:
-    """Within, optimizers decide by the gradients of all processes.
+    """Within, optimizers decide by the gradients of all processes, and update what is here.
 
-    One that gets no gradient in this process counts the update, where Keras raises.
+    They know all variables, and have no memory for what they keep of those of other processes. An
+    update of those alone is counted.
 
     Args:
         norm: returns the norm that gradients have together with those of the other processes.
         is_finite: tells whether all processes have finite gradients.
-        has_others: tells whether other processes may have gradients where this one has none.
+        is_elsewhere: tells whether another process updates a variable.
+        note: is told of what an optimizer keeps of a variable.
+        given: is asked for what each process needs of an update.
         check: is called before each update.
     """
     kind = _keras_3 if IS_KERAS_3 else _keras_2
-    deciding = [*kind(norm, is_finite), *_skipping(norm, has_others, check)]
-    return replaced([*deciding, *_finalizing(has_others), *_checking(check)])
+    slots = _slots(is_elsewhere, note)
+    deciding = [*kind(norm, is_finite), *slots, *_updating(norm, is_elsewhere, given, check)]
+    return replaced([*deciding, *_checking(check)])
 
 
-def _skipping(norm: Norm, has_others: HasOthers, check: Check) -> Iterator[Replacement]:
-    """Yields what makes optimizers take no gradients as an update of other processes alone."""
+def _updating(
+    norm: Norm, is_elsewhere: IsElsewhere, given: Given, check: Check
+) -> Iterator[Replacement]:
+    """Yields what makes optimizers update the variables that are here."""
 
-    def count(optimizer: Any, variables: Sequence[Any]) -> Any:
-        if not variables:
-            _checked(check, [], [])
-        if scales(optimizer):
-            return _count_scaled(optimizer, variables)
-        return _count(optimizer, variables, norm)
+    def update(optimizer: Any, pairs: list[tuple[Any, Any]], apply: Callable[[Any], Any]) -> Any:
+        pairs = given(pairs)
+        kept = [(gradient, variable) for gradient, variable in pairs if not is_elsewhere(variable)]
+        # From here on processes do other things than each other.
+        with unnoted():
+            if len(kept) == len(pairs) or all(gradient is None for gradient, _ in pairs):
+                return apply(pairs)
+            variables = [variable for _, variable in pairs]
+            if not hasattr(optimizer, "_create_all_weights"):  # of Keras's legacy ones each is made
+                build_optimizer(optimizer, variables)
+            if all(gradient is None for gradient, _ in kept):
+                count = _count_scaled if scales(optimizer) else _count
+                return count(optimizer, variables, norm)
+            return apply(kept)
 
     def of_pairs(original: Any) -> Any:
         def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
-            variables = [variable for _, variable in pairs]
-            if any(each is not None for each, _ in pairs) or not has_others(variables):
-                return original(self, pairs, *args, **kwargs)
-            return count(self, variables)
+            if not pairs:
+                _checked(check, [], [])
+            return update(self, pairs, lambda some: original(self, some, *args, **kwargs))
 
         return apply_gradients
 
     def of_lists(original: Any) -> Any:
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
             gradients, variables = list(grads), _given(self, trainable_variables)
-            if any(each is not None for each in gradients) or not has_others(variables):
-                original(self, gradients, trainable_variables)
-            else:
-                count(self, variables)
+            if not gradients:
+                _checked(check, [], variables)
+            if len(gradients) != len(variables):
+                return original(self, gradients, trainable_variables)
+            pairs = list(zip(gradients, variables, strict=True))
+            return update(
+                self, pairs, lambda some: original(self, *map(list, zip(*some, strict=True)))
+            )
 
         return apply
 
+    def not_empty(original: Any) -> Any:
+        def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            if not pairs:
+                _checked(check, [], [])
+            return original(self, pairs, *args, **kwargs)
+
+        return apply_gradients
+
+    # With Keras 3 ``apply_gradients`` calls ``apply``, which may be the user's, of all gradients.
     for kind in optimizer_bases():
-        yield Replacement(kind, "apply_gradients", of_pairs)
+        yield Replacement(kind, "apply_gradients", not_empty if IS_KERAS_3 else of_pairs)
     if IS_KERAS_3:
         yield Replacement(private("optimizers.base_optimizer").BaseOptimizer, "apply", of_lists)
         scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
@@ -132,23 +170,6 @@ def _checked(check: Check, gradients: Gradients, variables: Sequence[Any]) -> No
         raise
 
 
-def _finalizing(has_others: HasOthers) -> Iterator[Replacement]:
-    """Yields what makes an optimizer give averages to the variables that it trains itself.
-
-    The training loop of Keras 3 asks for those of the whole model, Keras 2 for those of a process.
-    """
-
-    def make(original: Any) -> Any:
-        def finalize_variable_values(self: Any, var_list: Any) -> None:
-            original(self, self._trainable_variables if has_others(var_list) else var_list)
-
-        return finalize_variable_values
-
-    if IS_KERAS_3:
-        base = private("optimizers.base_optimizer").BaseOptimizer
-        yield Replacement(base, "finalize_variable_values", make)
-
-
 def _count(optimizer: Any, variables: Sequence[Any], norm: Norm) -> Any:
     """Counts an update in which other processes alone have gradients."""
     if optimizer.global_clipnorm and not optimizer.clipnorm:
@@ -158,23 +179,22 @@ def _count(optimizer: Any, variables: Sequence[Any], norm: Norm) -> Any:
                 "gradient in every process; this one got none: leave one of the two out, or give "
                 "the loss a part that depends on every partition."
             )
-        norm(tf.zeros([]), variables)  # which the others ask for, too
+        norm(tf.linalg.global_norm, [], [])  # which the others ask for, too
     with tf.init_scope():
         _ = optimizer.iterations  # a legacy optimizer makes the counter when it is asked for
     optimizer._iterations.assign_add(1)
     return optimizer._iterations
 
 
-def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
+def _count_scaled(optimizer: Any, variables: Sequence[Any], norm: Norm) -> Any:
     """Counts such an update, or the overflow of other processes, where losses are scaled."""
     own = [tf.zeros([])]  # finite, as far as this process knows
-    inner, pairs = optimizer.inner_optimizer, [(None, variable) for variable in variables]
+    inner = optimizer.inner_optimizer
 
     def keep() -> None:
         if IS_KERAS_3:
-            optimizer._stateful_handle_finite_grads([], variables)  # by ``apply``, and the scale
-        else:
-            inner.apply_gradients(pairs)
+            optimizer._stateful_handle_finite_grads([], variables)  # the scale may grow
+        _count(inner, variables, norm)
 
     def skip() -> None:
         inner.iterations.assign_add(1)
@@ -185,15 +205,6 @@ def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
         else:
             keep()
         return inner.iterations
-    if not optimizer.built:
-        if not variables:
-            raise UnsupportedError(
-                "a LossScaleOptimizer that was not built got no gradient in this process, where "
-                "others have some: call optimizer.build(model.trainable_variables) before the "
-                "first update, or give apply_gradients the variables without gradients as well, "
-                "as pairs with None."
-            )
-        build_optimizer(optimizer, variables)
     tf.cond(optimizer.check_finite(own), keep, optimizer._stateful_handle_non_finite_grads)
     return inner.iterations
 
@@ -201,8 +212,8 @@ def _count_scaled(optimizer: Any, variables: Sequence[Any]) -> Any:
 def _keras_3(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     base = private("optimizers.base_optimizer").BaseOptimizer
     scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
-    yield Replacement(base, "_clip_gradients", _clipping(norm, "_trainable_variables"))
-    yield Replacement(base, "add_variable_from_reference", _noting_slots)
+    yield Replacement(base, "_clip_gradients", _clipping(norm))
+    yield Replacement(base, "_backend_apply_gradients", _noting_applied)
     yield Replacement(
         scaling,
         "check_finite",
@@ -212,9 +223,8 @@ def _keras_3(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
 
 def _keras_2(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     base = private("optimizers.optimizer").Optimizer
-    yield Replacement(base, "_clip_gradients", _clipping(norm, "_smp_trained"))
+    yield Replacement(base, "_clip_gradients", _clipping(norm))
     yield Replacement(base, "apply_gradients", _noting_trained)
-    yield Replacement(base, "add_variable_from_reference", _noting_slots)
     # What legacy optimizers clip with is made when they are.
     yield Replacement(
         private("optimizers.utils"), "make_global_gradient_clipnorm_fn", lambda _: _legacy(norm)
@@ -226,18 +236,17 @@ def _keras_2(norm: Norm, is_finite: IsFinite) -> Iterator[Replacement]:
     )
 
 
-def _clipping(norm: Norm, trained: str) -> Callable[[Any], Any]:
+def _clipping(norm: Norm) -> Callable[[Any], Any]:
     """Returns what makes optimizers clip by the norm of the whole model.
 
     Args:
         norm: see ``whole_model``.
-        trained: the attribute in which optimizers have the variables of the gradients.
     """
 
     def make(original: Any) -> Any:
         def clip_gradients(self: Any, gradients: Gradients) -> Gradients:
             if self.global_clipnorm and not self.clipnorm:
-                return _clipped(gradients, self.global_clipnorm, getattr(self, trained), norm)
+                return _clipped(gradients, self.global_clipnorm, self._smp_trained(), norm)
             result: Gradients = original(self, gradients)
             return result
 
@@ -248,18 +257,33 @@ def _clipping(norm: Norm, trained: str) -> Callable[[Any], Any]:
 
 def _clipped(gradients: Gradients, most: Any, variables: Sequence[Any], norm: Norm) -> Gradients:
     """Returns gradients, scaled as Keras does it, such that all together have at most a norm."""
-    present = [each for each in gradients if each is not None]
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    present, theirs = [g for g, _ in pairs], [v for _, v in pairs]
     if not IS_KERAS_3:
         with unnoted():
-            whole = norm(tf.linalg.global_norm(present) if present else tf.zeros([]), variables)
+            whole = norm(tf.linalg.global_norm, present, theirs)
         return list(tf.clip_by_global_norm(list(gradients), most, use_norm=whole)[0])
-    norm_of = private("optimizers.base_optimizer").global_norm
     with unnoted():
-        whole = norm(norm_of(present) if present else tf.zeros([]), variables)
+        whole = norm(private("optimizers.base_optimizer").global_norm, present, theirs)
     # No finite norm makes no finite gradient. The product of slices is dense, as it is in Keras,
     # whose optimizers update by slices in another way.
     scale = most * tf.minimum(1.0 / whole, 1.0 / most) + (whole - whole)
     return [each if each is None else each * scale for each in gradients]
+
+
+def _note_trained(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Notes what an optimizer is about to update, past what Keras does with attributes."""
+    object.__setattr__(optimizer, "_smp_trained", lambda: variables)
+
+
+def _noting_applied(original: Any) -> Any:
+    """Returns what optimizers of Keras 3 update with, such that they have the variables."""
+
+    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
+        _note_trained(self, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return apply_gradients
 
 
 def _noting_trained(original: Any) -> Any:
@@ -267,23 +291,47 @@ def _noting_trained(original: Any) -> Any:
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
-        self._smp_trained = tuple(variable for _, variable in pairs)
+        _note_trained(self, [variable for gradient, variable in pairs if gradient is not None])
         return original(self, pairs, *args, **kwargs)
 
     return apply_gradients
 
 
-def _noting_slots(original: Any) -> Any:
-    """Returns what makes an optimizer's variables such that each knows the one that it is about."""
-    place = inspect.signature(original)
+def _slots(is_elsewhere: IsElsewhere, note: NoteSlot) -> Iterator[Replacement]:
+    """Yields what makes an optimizer's variables such that each knows the one that it is about.
 
-    def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(self, *args, **kwargs)
-        _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
-        variable_of(slot)._smp_slot_of = variable_of(reference)
-        return slot
+    They have no memory where that one is elsewhere.
+    """
 
-    return add_variable_from_reference
+    def make(original: Any) -> Any:
+        place = inspect.signature(original)
+
+        def add_variable_from_reference(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _, reference, *_ = place.bind(self, *args, **kwargs).arguments.values()
+            if is_elsewhere(reference):
+                with tf.variable_creator_scope(_without_memory):
+                    slot = original(self, *args, **kwargs)
+            else:
+                slot = original(self, *args, **kwargs)
+            variable_of(slot)._smp_slot_of = variable_of(reference)
+            note(slot, variable_of(reference))
+            return slot
+
+        return add_variable_from_reference
+
+    if IS_KERAS_3:
+        base = private("optimizers.base_optimizer").BaseOptimizer
+    else:
+        base = private("optimizers.optimizer").Optimizer
+    yield Replacement(base, "add_variable_from_reference", make)
+
+
+def _without_memory(_: Any, **arguments: Any) -> Any:
+    """Makes a variable without memory; a creator as ``tf.variable_creator_scope`` takes it."""
+    value = arguments.get("initial_value")
+    with unnoted():
+        like = tf.convert_to_tensor(value() if callable(value) else value, arguments.get("dtype"))
+    return empty_variable(like, arguments)
 
 
 def _legacy(norm: Norm) -> Callable[[Any], Any]:

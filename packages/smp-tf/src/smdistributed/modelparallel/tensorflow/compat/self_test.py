@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
 import time
 from collections import deque
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -31,8 +31,8 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.operations import (
+    leaves,
     operations_noted,
-    stands_for,
     unnoted,
 )
 from smdistributed.modelparallel.tensorflow.compat.optimizers import whole_model
@@ -192,8 +192,21 @@ def _test_access() -> None:
             tf.train.Checkpoint(one=variable).read(path).assert_consumed()
         return set(seen)
 
-    with checked_access(note("access"), note("saved"), note("restored")):
+    def is_here(each: Any) -> bool:
+        note("access")(each)
+        return not absent
+
+    absent: list[Any] = []
+    checked = checked_access(is_here, lambda _: tf.constant(5.0), note("saved"), note("restored"))
+    with checked:
         assert use() == {"access", "saved", "restored"}
+        absent.append(variable)
+        with tf.GradientTape() as tape:
+            product = variable * 2.0
+        gradient = tape.gradient(product, variable)
+        variable.assign(7.0)
+    found = float(product), float(gradient), float(variable)
+    assert found == (10.0, 2.0, 2.0), found
     assert not use()
 
 
@@ -276,13 +289,15 @@ def _test_functions() -> None:
 def _test_optimizers() -> None:
     """Optimizers ask for the norm and the overflows of all processes, within; without, they do not.
 
-    They know the variables that they train, and those that they keep for them know these.
+    They update what is here, and know the variables that they train; those that they keep for them
+    know these.
     """
     asked: list[str] = []
     trained = (tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable)([1.0])
 
-    def norm(own: Any, variables: Any) -> Any:
+    def norm(norm_of: Any, gradients: Any, variables: Any) -> Any:
         assert [keras.variable_of(each) for each in variables] == [keras.variable_of(trained)]
+        own = norm_of(gradients)
         asked.append(f"norm {float(own)}")
         return 8.0 * own
 
@@ -295,21 +310,25 @@ def _test_optimizers() -> None:
         optimizer.apply_gradients([(tf.constant([2.0]), trained)])
         return float(keras.variable_of(trained)[0])
 
-    def has_others(variables: Any) -> bool:
-        return not variables
+    def is_elsewhere(variable: Any) -> bool:
+        return variable is other
+
+    def note(slot: Any, reference: Any) -> None:
+        kept.append(keras.variable_of(slot))
 
     def check(gradients: Any, variables: Any) -> None:
         checked.append((len(gradients), len(variables)))
 
     checked: list[tuple[int, int]] = []
-    with whole_model(norm, is_finite, has_others, check):
-        unused = tf.keras.optimizers.SGD(1.0)
-        unused.apply_gradients([])
+    kept: list[Any] = []
+    other = type(trained)([1.0])
+    with whole_model(norm, is_finite, is_elsewhere, note, list, check):
+        unused = tf.keras.optimizers.SGD(1.0, momentum=0.5)
+        unused.apply_gradients([(tf.constant([2.0]), other)])
         assert int(tf.convert_to_tensor(unused.iterations)) == 1
-        assert set(checked) == {(0, 0)}
-        if keras.IS_KERAS_3:
-            unused.apply([], [])
-            assert int(tf.convert_to_tensor(unused.iterations)) == 2
+        assert float(keras.variable_of(other)[0]) == 1.0
+        (slot,) = kept
+        assert not bool(tf.raw_ops.VarIsInitializedOp(resource=slot.handle))
         for kind in keras.optimizer_kinds("SGD"):
             assert after(kind(1.0, global_clipnorm=4.0)) == 0.5
         assert checked[-1] == (1, 1)
@@ -323,7 +342,7 @@ def _test_optimizers() -> None:
         averaging = tf.keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
         assert after(averaging) == -1.0
         averaging.apply_gradients([(tf.constant([2.0]), trained)])
-        averaging.finalize_variable_values([] if keras.IS_KERAS_3 else [trained])
+        averaging.finalize_variable_values([trained])
         assert float(keras.variable_of(trained)[0]) > -3.0
     norms = ["norm 2.0"] * len(keras.optimizer_kinds("SGD"))
     assert asked == [*norms, "finite True"], asked
@@ -331,25 +350,57 @@ def _test_optimizers() -> None:
     assert asked == [*norms, "finite True"], asked
 
 
-def _test_operations() -> None:
-    """Operations are seen, eagerly and in graphs, and get other results; so are calls and reads."""
-    calls: list[tuple[int, int]] = []
-    reads: list[Any] = []
-    begun: list[Any] = []
+class _Doubling:
+    """Doubles what is added, and what Python is told; notes what it sees."""
 
-    def made(kind: str, args: Any, results: Any) -> Any:
-        if kind == "AddN":
-            assert list(args) == [one]
-            assert results[0] is not one
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def before(self, kind: str, args: Any) -> Any:
         if kind != "AddV2":
-            return results
+            return args, None
         with unnoted():
-            tenfold = 10.0 * tf.identity(args[0]) + 10.0
-        stands_for(tenfold, results[0])
-        return [tenfold]
+            return [tf.identity(args[0]) * 2.0, *args[1:]], kind
 
-    def called(graph: Any, args: Any, results: Any) -> None:
-        calls.append((len(graph.inputs), len(results)))
+    def after(self, kind: str, known: Any, results: Any) -> None:
+        assert known in (None, kind)
+        if known:
+            self.seen.append(f"{kind} {len(results)}")
+
+    def call(self, graph: Any, args: Any) -> Any:
+        return args, len(graph.inputs)
+
+    def called(self, graph: Any, known: Any, results: Any) -> None:
+        assert len(graph.outputs) == len(results)
+        self.seen.append(f"called with {known}")
+
+    def differentiated(self, sources: Any, gradients: Any, reached: Any, watched: Any) -> Any:
+        assert not reached
+        assert watched is None or not watched
+        self.seen.append(f"gradients {len(sources)}")
+        return [3.0 * each for each in gradients]
+
+    def is_owned(self, tensor: Any) -> bool:
+        return bool(tensor.dtype == tf.float32)
+
+    def numbers(self, tensor: Any) -> Any:
+        with unnoted():
+            return 2.0 * tensor._numpy()
+
+    def packed(self, values: Any) -> Any:
+        self.seen.append(f"packed {len(values)}")
+        return [*values, tf.constant(0.0)], "Pack"
+
+    def assigned(self, variable: Any, value: Any) -> Any:
+        return value + 0.5
+
+
+def _test_operations() -> None:
+    """Operations are seen, eagerly and in graphs, and get other arguments; so are calls and reads.
+
+    NumPy has no way past that.
+    """
+    follower, one, variable = _Doubling(), tf.constant(1.0), tf.Variable(0.0)
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def added(x: Any) -> Any:
@@ -358,28 +409,26 @@ def _test_operations() -> None:
             total = x + 1.0
         return total, tape.gradient(total, x)
 
-    one = tf.constant(1.0)
-
-    def differentiated(targets: Any, sources: Any, gradients: Any) -> None:
-        assert len(targets) == len(sources) == len(gradients) == 1
-
-    def nothing() -> None:
-        raise LookupError
-
-    with operations_noted(made, made, begun.append, called, differentiated, reads.append, nothing):
-        total = tf.add_n([one]) + 1.0
-        with contextlib.suppress(LookupError):
-            tf.math.add_n([])
-            raise AssertionError
+    with operations_noted(follower):
+        total = one + 1.0
         inside, gradient = added(one)
+        packed = tf.constant([1.0, 2.0])
+        variable.assign(1.0)
         with unnoted():
             unseen = one + 1.0
             assert float(unseen) == 2.0
-        assert not reads
-        assert float(unseen) == 2.0
-    assert reads == [unseen]
-    assert (len(begun), calls) == (1, [(1, 2)])
-    assert (float(total), float(inside), float(gradient)) == (20.0, 20.0, 10.0)
+        assert float(unseen) == np.sum(unseen) == np.asarray(unseen) == 4.0
+        assert memoryview(tf.constant(3)).nbytes == 4
+    assert float(np.asarray(unseen)) == float(unseen) == 2.0
+    assert memoryview(unseen).nbytes == 4
+    assert packed.shape == (3,)
+    found = (float(total), float(inside), float(gradient), float(variable))
+    assert found == (3.0, 3.0, 6.0, 1.5), found
+    seen = ["AddV2 1", "AddV2 1", "gradients 1", "called with 1", "packed 2", "Pack 1"]
+    assert follower.seen == seen, follower.seen
+    assert (leaves("StringFormat"), leaves("Assert"), leaves("EagerPyFunc")) == (True,) * 3
+    assert not leaves("AddV2")
+    assert not leaves("AssignVariableOp")
 
 
 def _test_surviving_calls() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.util import object_identity
 
@@ -16,6 +17,8 @@ from smdistributed.modelparallel.tensorflow.compat.autograph import not_converte
 from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, replaced
 
 Variable = Any
+#: Classes of variables. Eager ones are of the second, which has some methods of its own.
+VARIABLES = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
 
 
 def variable_bytes(handle: Any) -> int:
@@ -80,27 +83,51 @@ def free(variable: Variable) -> None:
 
 @contextlib.contextmanager
 def checked_access(
-    check: Callable[[Variable], None],
+    is_here: Callable[[Variable], bool],
+    elsewhere: Callable[[Variable], Any],
     saved_alone: Callable[[Variable], None],
     restored: Callable[[Variable, Any], bool],
 ) -> Iterator[None]:
     """Within, variables are watched.
 
     Args:
-        check: called with every variable that Python code reads or writes.
+        is_here: called with every variable that Python code reads or writes; tells whether this
+            process has its value. If not, nothing is written.
+        elsewhere: returns what stands for the value of a variable that is not here.
         saved_alone: called with every variable that a checkpoint of TensorFlow takes.
         restored: called with every variable that such a checkpoint is to give a value, and the
             value; returns whether that is done with.
     """
-    names = ("_read_variable_op", "assign", "assign_add", "assign_sub", "sparse_read")
-    kinds = (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable)
+    writing = (
+        *("assign", "assign_add", "assign_sub", "batch_scatter_update", "scatter_add"),
+        *("scatter_div", "scatter_max", "scatter_min", "scatter_mul", "scatter_nd_add"),
+        *("scatter_nd_max", "scatter_nd_min", "scatter_nd_sub", "scatter_nd_update"),
+        *("scatter_sub", "scatter_update"),
+    )
 
-    def checking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def access(self: Variable, *args: Any, **kwargs: Any) -> Any:
-            check(self)
-            return original(self, *args, **kwargs)
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs) if is_here(self) else _stand_in(self, elsewhere)
 
-        unconverted: Callable[..., Any] = not_converted(access)
+        unconverted: Callable[..., Any] = not_converted(read)
+        return unconverted
+
+    def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(self: Variable, indices: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_here(self):
+                return original(self, indices, *args, **kwargs)
+            return tf.gather(_stand_in(self, elsewhere), indices)
+
+        unconverted: Callable[..., Any] = not_converted(gather)
+        return unconverted
+
+    def changing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def change(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            if is_here(self):
+                return original(self, *args, **kwargs)
+            return self if tf.executing_eagerly() else _stand_in(self, elsewhere)
+
+        unconverted: Callable[..., Any] = not_converted(change)
         return unconverted
 
     def restoring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,12 +151,27 @@ def checked_access(
 
         return serialize
 
-    others = {"_serialize_to_tensors": saving, "_restore_from_tensors": restoring}
-    # Eager variables are of the second class, which has some of these methods of its own.
+    makers = {
+        **dict.fromkeys(writing, changing),
+        "_read_variable_op": reading,
+        "sparse_read": gathering,
+        "_serialize_to_tensors": saving,
+        "_restore_from_tensors": restoring,
+    }
     with replaced(
-        Replacement(kind, name, others.get(name, checking))
-        for kind in kinds
-        for name in (*names, *others)
+        Replacement(kind, name, make)
+        for kind in VARIABLES
+        for name, make in makers.items()
         if name in vars(kind)
     ):
         yield
+
+
+def _stand_in(variable: Variable, elsewhere: Callable[[Variable], Any]) -> Any:
+    """Returns what stands for the value of a variable, which tapes take for it."""
+    resource_variable_ops.variable_accessed(variable)
+    result = elsewhere(variable)
+    record.record_operation(
+        "ReadVariableOp", [result], [variable.handle], backward_function=lambda dy: [dy]
+    )
+    return result

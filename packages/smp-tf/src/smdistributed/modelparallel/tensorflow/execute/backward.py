@@ -14,6 +14,7 @@ from smdistributed.modelparallel.tensorflow.compat.gradients import (
     has_tangents,
     is_vectorizing,
     present_sources,
+    reach,
     unrecorded,
     with_gradient,
 )
@@ -48,9 +49,10 @@ class Backward:
             adds; returns the ``replay.Request``.
         outputs: of the programs; what the call returns stands behind them.
         sources: what the call takes: inputs, then values of variables: those of the model that live
-            here, others, and those that stand for missing ones.
-        own: gradients in the trace of all these variables but those that stand for missing ones.
-        num_missing: how many of the sources stand for missing variables.
+            here, others, and the anchors of the library.
+        own: gradients in the trace of all these variables but the anchors.
+        absent: variables that live elsewhere, and their gradients in the trace.
+        num_anchors: how many of the sources are anchors.
         differentiate: computes gradients of gradients.
     """
 
@@ -60,7 +62,8 @@ class Backward:
     outputs: Sequence[Any]
     sources: Sequence[Any]
     own: Sequence[Any]
-    num_missing: int
+    absent: Sequence[tuple[Any, Any]]
+    num_anchors: int
     differentiate: Differentiate
     _asked: int = field(default=0, init=False)
     _attached: list[Any] = field(default_factory=list, init=False)
@@ -120,8 +123,10 @@ class Backward:
             request = self.ask(given, values)
             gradients = (*trace.input_gradients, *self.own)
             found = [self._found(each, values, asked) for each in gradients]
-            # Of what stands for missing variables.
-            found += [tf.zeros([]) for _ in range(self.num_missing)]
+            found += [tf.zeros([]) for _ in range(self.num_anchors)]
+        for variable, gradient in self.absent:
+            if gradient is not None and self._depends(gradient, asked):
+                reach(variable, gradient)
         return self._once(found, request)
 
     def _refuse_own_outputs(self) -> None:
@@ -137,14 +142,17 @@ class Backward:
 
     def _found(self, gradient: Any, values: dict[str, Any], asked: int) -> Any:
         """Returns a gradient of the trace in this graph; None if no loss depends on its source."""
-        trace = self.call.local.plan.trace
-        depends_on = trace.dependencies(gradient)
-        if depends_on and not depends_on & asked:
+        if not self._depends(gradient, asked):
             return None
         parts = [values[tensor.name] for tensor in tensors_in(gradient)]
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(*parts)
         return parts[0] if parts else None
+
+    def _depends(self, gradient: Any, asked: int) -> bool:
+        """Tells whether a loss depends on what a gradient of the trace is of."""
+        depends_on = self.call.local.plan.trace.dependencies(gradient)
+        return not depends_on or bool(depends_on & asked)
 
     def _once(self, found: Sequence[Any], request: Any) -> list[Any]:
         """Returns the gradients with gradients of their own."""

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import graphs, resources
-from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, watched
+from smdistributed.modelparallel.tensorflow.compat.gradients import accessed, unrecorded, watched
 from smdistributed.modelparallel.tensorflow.execute.backward import Backward, Differentiate
 from smdistributed.modelparallel.tensorflow.execute.links import Key, Links
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms, constants
-from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 from smdistributed.modelparallel.tensorflow.planning.segments import Pass, Transfer
 from smdistributed.modelparallel.tensorflow.record.tracing import results_of
 
@@ -99,8 +99,7 @@ class Replay:
             local: what this process executes.
             inputs: tensors of the present graph.
             key: of random operations, int64 of shape [2].
-            anchors: variables that stand for missing ones where this process trains few. Their
-                gradients are zero.
+            anchors: variables of which gradients are asked with all others, and are zero.
             calls: of the microbatch until now, to which this one is added.
             differentiate: computes gradients of the gradients of inputs.
         """
@@ -120,16 +119,14 @@ class Replay:
         with unrecorded():
             self._run(call, call, Kind.FORWARD, values, keys, key)
             outputs = [values[output.name] for output in trace.outputs]
-        mine = [
-            (variable, gradient)
-            for variable, gradient in zip(trace.variables, trace.variable_gradients, strict=True)
-            if variable._smp_home.is_here
+        pairs = [
+            *zip(trace.variables, trace.variable_gradients, strict=True),
+            *zip(trace.others, trace.other_gradients, strict=True),
         ]
-        mine += [
-            (variable, gradient)
-            for variable, gradient in zip(trace.others, trace.other_gradients, strict=True)
-            if (home := home_of(variable)) is None or home.is_here
-        ]
+        mine = [(variable, gradient) for variable, gradient in pairs if is_here(variable)]
+        absent = [(variable, gradient) for variable, gradient in pairs if not is_here(variable)]
+        for variable, _ in absent:
+            accessed(variable)
         reads = [variable.read_value() for variable, _ in mine]
         # Of a process that has none of the variables that a tape watches others wait for its part.
         reads += [watched(anchor.read_value()) for anchor in anchors]
@@ -148,6 +145,7 @@ class Replay:
             outputs,
             [*inputs, *reads],
             [gradient for _, gradient in mine],
+            absent,
             len(anchors),
             differentiate,
         )

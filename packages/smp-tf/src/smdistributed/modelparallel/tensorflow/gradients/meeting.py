@@ -1,6 +1,8 @@
-"""Numbers that all processes of a pipeline compute together, wherever their script is.
+"""Values that one partition has, brought to all processes of its pipeline.
 
-Each says where it is, so that numbers of different lines are an error, not mixed up.
+All of them run the same script, so each comes to the line that needs them. Eagerly the control
+plane carries them, and says where processes come to other lines; graphs have transfers of their
+own, whose places are compared before a function is called for the first time.
 """
 
 from __future__ import annotations
@@ -14,30 +16,151 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.parameters.owners import owner_of
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 #: What lies between a line of a script and an operation.
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tf_keras/", "/smdistributed/", "contextlib")
-#: How many numbers go from process to process at once, at most: a sum, and of how many numbers.
-_MOST_NUMBERS = 2
+#: As what values travel in graphs: integers, which add up to themselves where others have zeros,
+#: and which stay in the memory of the host, where transfers need no order.
+_AS_BITS = {
+    tf.float64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.float32: tf.int32,
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+}
 
 
-def of_partitions(runtime: TFRuntime, numbers: Sequence[Any]) -> list[Any]:
-    """Returns numbers of all partitions, those of one kind in a row. Collective: pipeline.
+def told(runtime: TFRuntime, value: Any) -> Any:
+    """Returns the numbers of an eager tensor that one partition has. Collective: pipeline."""
+    owner: Any = owner_of(value)
+    own = value._numpy() if owner.is_here else None
+    return _from_owners(runtime, owner.name, [own])[owner.partition][0]
 
-    In double precision, as bits, which add up to themselves where others have zeros. Integers
-    stay in the memory of the host, where transfers need no order.
+
+def brought(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
+    """Returns values that partitions have as all processes have them. Collective: pipeline.
+
+    The gradient of each is that of the value, in the process that has it.
+
+    Raises:
+        UnsupportedError: a graph does not know the shape of one.
     """
-    place = _place_in_script()
-    if tf.executing_eagerly():
-        runtime.places.append(place)
-    else:
-        note_places(tf.compat.v1.get_default_graph(), [place])
-    row = tf.stack([tf.cast(each, tf.float64) for each in numbers])
-    row = tf.pad(tf.bitcast(row, tf.int64), [[0, _MOST_NUMBERS - len(numbers)]])
-    columns = _exchanged(runtime, place, row)
-    return [tf.bitcast(each, tf.float64) for each in columns[: len(numbers)]]
+    owners: list[Any] = [owner_of(each) for each in values]
+    for value, owner in zip(values, owners, strict=True):
+        _refuse_unnumbered(value, owner)
+    with unnoted():
+        values = [tf.convert_to_tensor(each) for each in values]
+        if tf.executing_eagerly():
+            own = [v.numpy() if o.is_here else None for v, o in zip(values, owners, strict=True)]
+            every = _from_owners(runtime, owners[0].name, own)
+            with unrecorded():
+                whole = [
+                    tf.constant(every[owner.partition][place], value.dtype)
+                    for place, (value, owner) in enumerate(zip(values, owners, strict=True))
+                ]
+        else:
+            note_places(tf.compat.v1.get_default_graph(), [_place_in_script()])
+            whole = _summed(runtime, values, owners)
+        return [_differentiated(*pair) for pair in zip(values, whole, strict=True)]
+
+
+def on_all(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
+    """Returns values such that all processes have each. Collective: pipeline, if one is owned."""
+    owned = [each for each in values if owner_of(each) is not None]
+    whole = iter(brought(runtime, owned) if owned else ())
+    return [each if owner_of(each) is None else next(whole) for each in values]
+
+
+def _from_owners(runtime: TFRuntime, name: str, own: list[Any]) -> list[Any]:
+    frame = frame_of_script()
+    purpose = f"values of {name} in line {frame.f_lineno} of {frame.f_code.co_name}"
+    return runtime.communicator.allgather(own, CommGroup.PP_GROUP, purpose)
+
+
+def _summed(runtime: TFRuntime, values: Sequence[Any], owners: Sequence[Any]) -> list[Any]:
+    """Returns values of partitions, in a graph, as sums with the zeros of others.
+
+    All of a type go in one row.
+    """
+    rows: dict[Any, list[Any]] = {}
+    places = []
+    with unrecorded():
+        for value, owner in zip(values, owners, strict=True):
+            bits = _bits_of(value, owner)
+            row = rows.setdefault(bits.dtype, [])
+            places.append((bits.dtype, sum(each.shape[0] for each in row)))
+            row.append(bits)
+        totals = {
+            dtype: runtime.links.all_reduce(
+                tf.concat(row, 0), CommGroup.PP_GROUP, runtime.pipeline_ranks
+            )
+            for dtype, row in rows.items()
+        }
+        found = []
+        for value, (dtype, begin) in zip(values, places, strict=True):
+            bits = totals[dtype][begin : begin + value.shape.num_elements()]
+            found.append(_of_bits(tf.reshape(bits, value.shape), value.dtype))
+        return found
+
+
+def _bits_of(value: Any, owner: Any) -> Any:
+    """Returns the numbers of a value in a row, as what travels; zeros where it is not here."""
+    if not value.shape.is_fully_defined() or value.dtype == tf.complex128:
+        raise UnsupportedError(
+            "what is computed of variables or gradients of several partitions in a graph goes to "
+            f"all processes, as tensors of a known shape; received {value.shape} of "
+            f"{value.dtype.name}, of {owner.name}: compute it eagerly, outside of the function, or "
+            "without tf.boolean_mask and others whose shape depends on numbers."
+        )
+    bits = value
+    while bits.dtype in _AS_BITS:
+        to = _AS_BITS[bits.dtype]
+        is_same = to.size == bits.dtype.size
+        bits = tf.bitcast(bits, to) if is_same else tf.cast(bits, to)
+    if bits.dtype not in (tf.int32, tf.int64):
+        bits = tf.cast(bits, tf.int64)
+    count = value.shape.num_elements()
+    return tf.reshape(bits, [count]) if owner.is_here else tf.zeros([count], bits.dtype)
+
+
+def _refuse_unnumbered(value: Any, owner: Any) -> None:
+    """Raises if a value is no tensor of numbers.
+
+    Raises:
+        UnsupportedError: it is none.
+    """
+    if value.dtype == tf.variant:
+        raise UnsupportedError(
+            "a list of tensors (of a loop, a tf.map_fn, a dataset) stays where it was made; "
+            f"received one that is computed of {owner.name}, which is on one partition, where all "
+            "processes need it: compute it eagerly, or by operations on whole tensors."
+        )
+
+
+def _of_bits(bits: Any, dtype: Any) -> Any:
+    if bits.dtype == dtype:
+        return bits
+    if dtype not in _AS_BITS:
+        return tf.cast(bits, dtype)
+    to = _AS_BITS[dtype]
+    value = _of_bits(bits, to)
+    return tf.bitcast(value, dtype) if to.size == dtype.size else tf.cast(value, dtype)
+
+
+def _differentiated(value: Any, whole: Any) -> Any:
+    """Returns what all processes have such that its gradient is that of the value here."""
+    if not (value.dtype.is_floating or value.dtype.is_complex):
+        return whole
+
+    def gradient(of_value: Any, of_whole: Any) -> list[Any]:
+        given = [each for each in (of_value, of_whole) if each is not None]
+        return [tf.add_n(given) if given else None, None]
+
+    return with_gradient([value, whole], gradient, "SmpBrought")[1]
 
 
 def _place_in_script() -> int:
@@ -61,67 +184,31 @@ def _is_of_libraries(path: str) -> bool:
     return any(each in path for each in _LIBRARIES)
 
 
-def _exchanged(runtime: TFRuntime, place: int, row: Any) -> list[Any]:
-    """Returns the numbers of each column of the rows of all partitions. Collective: pipeline.
-
-    Args:
-        runtime: of this process.
-        place: in the script; 0 where the next step begins. Eagerly it is compared at once.
-        row: int64 tensor of ``_MOST_NUMBERS``.
-
-    Raises:
-        UnsupportedError: the others are at another place; on every process.
-    """
-    ranks = runtime.pipeline_ranks
-    own = tf.concat([[tf.constant(place, tf.int64)], row], 0)[tf.newaxis]
-    before = ranks.index(runtime.rank)
-    own = tf.pad(own, [[before, len(ranks) - 1 - before], [0, 0]])
-    every = runtime.links.all_reduce(own, CommGroup.PP_GROUP, ranks)
-    columns: list[Any] = tf.unstack(every, axis=1)
-    if tf.executing_eagerly():
-        _refuse_unequal(runtime, [[each] for each in columns[0].numpy().tolist()])
-    return columns[1:]
-
-
-def _refuse_unequal(runtime: TFRuntime, places: Sequence[Sequence[int]]) -> None:
-    """Raises if processes have made numbers in other places: they would be mixed up.
-
-    Raises:
-        UnsupportedError: they have; on every process.
-    """
-    if any(each != places[0] for each in places):
-        runtime.places.clear()
-        raise UnsupportedError(
-            "numbers of all variables or gradients are computed on every process of a pipeline, as "
-            f"often and in one order; ranks {runtime.pipeline_ranks} came to different lines of "
-            "the script, or some of them more often: compute them once, not again for each "
-            "variable, of all of model.trainable_variables or their gradients, outside of "
-            "conditions on the rank."
-        )
-
-
 def note_places(graph: Any, places: Sequence[int]) -> None:
-    """Notes in a graph, and in those around it, which numbers, or a step function, it has."""
+    """Notes in a graph, and in those around it, which transfers, or a step function, it has."""
     while hasattr(graph, "outer_graph"):
         graph._smp_places = [*getattr(graph, "_smp_places", []), *places]
         graph = graph.outer_graph
 
 
 def begin_function(runtime: TFRuntime, graph: Any) -> None:
-    """Sees to it that processes call a function with a step or such numbers in it alike.
+    """Sees to it that processes call a function with a step or such transfers in it alike.
 
-    Collective: pipeline, before the first call, and wherever eager numbers came before.
+    Collective: pipeline, before the first call.
 
     Raises:
-        UnsupportedError: they have made other numbers; on every process.
+        UnsupportedError: they have made other transfers; on every process.
     """
     places = getattr(graph, "_smp_places", None)
-    if places is None or not tf.executing_eagerly():
+    if places is None or not tf.executing_eagerly() or getattr(graph, "_smp_agreed", False):
         return
+    graph._smp_agreed = True
     with unnoted():
-        if runtime.places:
-            runtime.places.clear()
-            _exchanged(runtime, 0, tf.zeros([_MOST_NUMBERS], tf.int64))
-        if not getattr(graph, "_smp_agreed", False):
-            graph._smp_agreed = True
-            _refuse_unequal(runtime, runtime.communicator.allgather(places, CommGroup.PP_GROUP))
+        every = runtime.communicator.allgather(places, CommGroup.PP_GROUP)
+    if any(each != every[0] for each in every):
+        raise UnsupportedError(
+            "values of all variables or gradients are computed on every process of a pipeline, as "
+            f"often and in one order; ranks {runtime.pipeline_ranks} came to different lines of "
+            "the script, or some of them more often: compute them outside of conditions on the "
+            "rank."
+        )

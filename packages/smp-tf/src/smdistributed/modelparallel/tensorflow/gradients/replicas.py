@@ -12,6 +12,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.parameters.owners import is_absent
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -28,7 +29,7 @@ def averaged(runtime: TFRuntime, value: Any) -> Any:
     Shape: that of ``value``, the same on all ranks of the group; slices may differ in number.
     """
     members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
-    if len(members) == 1:
+    if len(members) == 1 or is_absent(value):
         return value
     if runtime.config.horovod:
         import horovod.tensorflow as hvd
@@ -71,7 +72,7 @@ def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:
     members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
     if len(members) == 1:
         return
-    own = [keras.variable_of(variable) for variable in variables]
+    own = [each for each in map(keras.variable_of, variables) if not is_absent(each)]
     is_first = runtime.rank == members[0]
     with unnoted():
         values = [variable.numpy() for variable in own] if is_first else None

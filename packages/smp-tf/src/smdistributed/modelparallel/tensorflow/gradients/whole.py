@@ -6,8 +6,10 @@ are the whole model's, so that all processes clip alike and skip the same update
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -19,51 +21,49 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat import keras, optimizers
-from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.gradients.following import given_to_optimizers
+from smdistributed.modelparallel.tensorflow.parameters.owners import note, owner_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
-
-
-def clip_by_global_norm(
-    runtime: TFRuntime, gradients: Sequence[Any], clip_norm: Any
-) -> tuple[list[Any], Any]:
-    """Returns gradients of this process, scaled as one process would do it, and their norm.
-
-    Args:
-        runtime: of this process.
-        gradients: tensors, ``tf.IndexedSlices`` or None.
-        clip_norm: greatest norm of the gradients of all partitions together.
-    """
-    present = [each for each in gradients if each is not None]
-    with unnoted():
-        own = tf.linalg.global_norm(present) if present else tf.zeros([])
-        norm = _whole_norm(runtime, own)
-    clipped, _ = tf.clip_by_global_norm(list(gradients), clip_norm, use_norm=norm)
-    return clipped, norm
 
 
 def in_optimizers(runtime: TFRuntime) -> AbstractContextManager[None]:
     """Within, Keras's optimizers clip and check the gradients of a whole model."""
 
-    def norm(own: Any, variables: Sequence[Any]) -> Any:
-        if not variables or any(home_of(variable) is not None for variable in variables):
-            return _whole_norm(runtime, own)
-        return own
+    def norm(norm_of: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+        if variables and all(home_of(variable) is None for variable in variables):
+            return norm_of(gradients)
+        # What is no model's is trained by every process, and counts once.
+        is_first = runtime.coordinates.pp_rank == 0
+        pairs = zip(gradients, variables, strict=True)
+        own = [each for each, one in pairs if is_first or home_of(one) is not None]
+        return _whole_norm(runtime, norm_of(own) if own else tf.zeros([]))
 
     def is_finite(own: Any) -> Any:
         return _over_partitions(runtime, 1.0 - tf.cast(own, tf.float32)) == 0.0
 
-    def has_others(variables: Sequence[Any]) -> bool:
-        if runtime.topology.pp_size == 1:
-            return False
-        return not variables or any(home_of(variable) is not None for variable in variables)
+    def is_elsewhere(variable: Any) -> bool:
+        return not runtime.guard.is_here(keras.variable_of(variable))
 
     def check(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         _refuse_in_body(runtime)
         _refuse_nothing(runtime, gradients, variables)
         _refuse_unplaced(runtime, variables)
 
-    return optimizers.whole_model(norm, is_finite, has_others, check)
+    given = functools.partial(given_to_optimizers, runtime)
+    return optimizers.whole_model(norm, is_finite, is_elsewhere, _note_slot, given, check)
+
+
+def _note_slot(slot: Any, reference: Any) -> None:
+    """Notes that a variable that an optimizer keeps lives where the one is that it is about."""
+    home, owner = home_of(reference), owner_of(reference)
+    if home is None or owner is None:
+        return
+    variable = keras.variable_of(slot)
+    variable._smp_home = home
+    own = replace(owner, variable=variable, name=f"{owner.name}, of an optimizer")
+    for each in (slot, variable, variable.handle):
+        note(each, own)
 
 
 def _refuse_in_body(runtime: TFRuntime) -> None:
@@ -86,20 +86,19 @@ class _NothingToUpdateError(SMPError, ValueError):
 
 
 def _refuse_nothing(runtime: TFRuntime, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Raises if an update has no variables, and not because other processes alone have gradients.
+    """Raises if an update has no variables.
 
     Raises:
         _NothingToUpdateError: it has none.
     """
     if variables or runtime.topology.pp_size == 1:
         return
-    if gradients or not runtime.has_asked_in_vain:
-        raise _NothingToUpdateError(
-            f"an update needs the variables that it is of; received {len(gradients)} gradients and "
-            "no variables, as where a script keeps what a model had before its first call: ask for "
-            "model.trainable_variables after the first call of a step function, and build "
-            "optimizers then."
-        )
+    raise _NothingToUpdateError(
+        f"an update needs the variables that it is of; received {len(gradients)} gradients and "
+        "no variables, as where a script keeps what a model had before its first call: ask for "
+        "model.trainable_variables after the first call of a step function, and build "
+        "optimizers then."
+    )
 
 
 def _refuse_unplaced(runtime: TFRuntime, variables: Sequence[Any]) -> None:

@@ -39,8 +39,8 @@ class DistributedModel(KerasTraining):
 
     Subclass it and write ``call``, or give it a model of Keras (functional, sequential, or of any
     class). It is called in step functions only, on every process; its results are on all of them,
-    whichever computed them. ``trainable_variables`` and ``variables`` are those of this process
-    once the model is partitioned, which the first call does; ``weights`` those of the whole model.
+    whichever computed them. The first call partitions it. Its variables are listed whole on every
+    process; each has the values of its own, and reads those of others, when all processes do.
 
     Args:
         args: a Keras model to be spread, or what ``tf.keras.Model`` takes.
@@ -226,9 +226,9 @@ class DistributedModel(KerasTraining):
 
     @property
     def trainable_variables(self) -> list[Any]:
-        """The trainable variables of this process; two or more after partitioning.
+        """The trainable variables of the whole model, in its order, on every process.
 
-        Where fewer live there are variables of the library, whose gradients are zero.
+        What is computed of those of other processes, read or written is theirs.
         """
         engine: Engine = self._smp_engine
         return engine.trainable(super().trainable_variables)
@@ -238,24 +238,6 @@ class DistributedModel(KerasTraining):
         """Same as ``trainable_variables``."""
         engine: Engine = self._smp_engine
         return engine.trainable(super().trainable_weights)
-
-    @property
-    def non_trainable_weights(self) -> list[Any]:
-        """Same as ``non_trainable_variables``, with the seeds of layers."""
-        engine: Engine = self._smp_engine
-        return engine.local(super().non_trainable_weights)
-
-    @property
-    def non_trainable_variables(self) -> list[Any]:
-        """The other variables of this process."""
-        engine: Engine = self._smp_engine
-        return engine.local(super().non_trainable_variables)
-
-    @property
-    def variables(self) -> list[Any]:
-        """All variables of the model that have a value in this process."""
-        engine: Engine = self._smp_engine
-        return engine.local(super().variables)
 
     @property
     def losses(self) -> list[Any]:

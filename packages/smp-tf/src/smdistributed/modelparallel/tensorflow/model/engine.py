@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ from smdistributed.modelparallel.tensorflow.execute.backward import (
 )
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
+from smdistributed.modelparallel.tensorflow.gradients.meeting import on_all
 from smdistributed.modelparallel.tensorflow.model.agreement import agree
 from smdistributed.modelparallel.tensorflow.model.second_gradients import differentiated_again
 from smdistributed.modelparallel.tensorflow.model.signature import (
@@ -28,7 +29,7 @@ from smdistributed.modelparallel.tensorflow.model.signature import (
     example,
     signature,
 )
-from smdistributed.modelparallel.tensorflow.parameters.shares import Family, Key, Share, note
+from smdistributed.modelparallel.tensorflow.parameters.owners import Owner, note, owner_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import (
     Home,
     ModelVariables,
@@ -85,7 +86,7 @@ class Engine:
         losses: returns the losses of its layers after a call.
         is_tracing: whether the model's own call is being traced.
         is_partitioned: whether variables have their places.
-        anchors: see ``anchor_variables``.
+        anchor: see ``anchor_variable``.
         layer_names: of its layers.
         placement: what is decided about it.
         example: positional arguments of its first call, as specs, and the others.
@@ -101,7 +102,7 @@ class Engine:
     losses: Callable[[], list[Any]]
     is_tracing: bool = False
     is_partitioned: bool = False
-    anchors: list[Any] = field(default_factory=list)
+    anchor: Any = None
     layer_names: LayerNames = field(default_factory=LayerNames)
     placement: Placement = field(default_factory=Placement)
     example: Any = None
@@ -113,8 +114,6 @@ class Engine:
         self._variables = ModelVariables(
             self.runtime.coordinates.pp_rank, self.runtime.pipeline_ranks
         )
-        self._names: dict[Key, str] = {}
-        self._family = Family(self._members, lambda key: self._names.get(key, ""))
         self._replay = Replay(self.runtime.links, self.runtime.pipeline_ranks)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,6 +122,7 @@ class Engine:
         refuse_vectorizing()
         is_nested = self._is_nested(step.graph)
         asked = signature(args, kwargs)
+        asked = replace(asked, tensors=on_all(self.runtime, asked.tensors))
         # What encloses a loop or a branch asks for the gradients of all that goes in.
         wanted = tuple(_is_wanted(tensor, is_nested) for tensor in asked.tensors)
         # Python's state may be another one at each call of the body, and in each graph that is
@@ -152,8 +152,9 @@ class Engine:
     ) -> Backward:
         """Adds a call to the step; returns what has its outputs and computes its gradients."""
         key, calls = step.random_key(), step.calls[-1]
-        anchors = self.anchor_variables()
-        return self._replay.call(local, tensors, key, anchors, calls, differentiate)
+        return self._replay.call(
+            local, tensors, key, [self.anchor_variable()], calls, differentiate
+        )
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Has the layers make their variables, which get no values yet, for inputs like these."""
@@ -182,65 +183,38 @@ class Engine:
             )
         return bool(around)
 
-    def anchor_variables(self) -> list[Any]:
-        """Returns the variables that stand for missing ones where less than two are trained.
+    def anchor_variable(self) -> Any:
+        """Returns a variable of the library whose gradient is asked for with all others.
 
-        Their gradients are zero. Without one a process that trains nothing would never be asked for
-        gradients, and the others would wait for its part of the backward pass. With two of them
-        each process sees where a script puts variables or gradients together.
+        It is zero. Without one a process that trains nothing would never be asked for gradients,
+        and the others would wait for its part of the backward pass.
         """
-        if not self.anchors:
+        if self.anchor is None:
             kind: Any = tf.keras.Variable if keras.IS_KERAS_3 else tf.Variable
             partition = self.runtime.coordinates.pp_rank
             home = Home(partition, self.runtime.pipeline_ranks[partition], is_here=True)
-            for place in range(2 if self.runtime.topology.pp_size > 1 else 1):
-                # Not seen by a tf.function, which would make the graph again without new variables.
-                make = functools.partial(kind, 0.0, name=f"smp_anchor_{place}")
-                self.anchors.append(apart(make))
-                keras.variable_of(self.anchors[-1])._smp_home = home
-            self._note_shares(self.anchors, is_padding=True)
-        return [keras.variable_of(each) for each in self.anchors]
+            # Not seen by a tf.function, which would make the graph again without new variables.
+            self.anchor = keras.variable_of(apart(lambda: kind(0.0, name="smp_anchor")))
+            self.anchor._smp_home = home
+        return self.anchor
 
     def trainable(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns those of the trainable variables that this process has, with missing ones."""
-        found = self.local(variables)
-        if not found and not self.is_partitioned:
-            return NoVariablesYet(self)
-        if self.is_partitioned and not self.is_tracing:
-            self.anchor_variables()
-            found += self.anchors[: max(len(self.anchors) - len(found), 0)]
-        return found
+        """Returns the trainable variables, those of other processes among them."""
+        found = list(variables)
+        return found if found or self.is_partitioned else NoVariablesYet(self)
 
-    def _note_shares(self, variables: Sequence[Any], is_padding: bool = False) -> None:
-        """Lets values that are computed of variables of this process know which they are of."""
+    def _note_owners(self, variables: Sequence[Any]) -> None:
+        """Lets values that are computed of variables know which partition has them."""
         if self.runtime.topology.pp_size == 1:
             return
         for each in variables:
             variable = keras.variable_of(each)
             home = home_of(variable)
-            if home is None or not home.is_here:
+            if home is None or home.partition is None or owner_of(variable) is not None:
                 continue
-            key = (id(self), id(variable))
-            self._names[key] = "" if is_padding else path_of(variable)
-            share = Share(
-                frozenset([key]),
-                frozenset([self._family]),
-                is_padding=is_padding,
-                is_variable=True,
-            )
+            owner = Owner(home.partition, home.is_here, path_of(variable), variable=variable)
             for known in (each, variable, variable.handle):
-                note(known, share)
-
-    def _members(self) -> frozenset[Any]:
-        """Returns the trainable variables of this process, as shares know them."""
-        every = self.trainable(self.everywhere()[0])
-        return frozenset((id(self), id(keras.variable_of(each))) for each in every)
-
-    def local(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns those of the variables that have a value in this process."""
-        if self.is_tracing or not self.is_partitioned:
-            return list(variables)
-        return [v for v in variables if (home := home_of(v)) is None or home.is_here]
+                note(known, owner)
 
     def make(
         self,
@@ -271,7 +245,7 @@ class Engine:
         metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
         self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
-        self._note_shares([*every, *self._variables.made])
+        self._note_owners([*every, *self._variables.made, *traced.foreign])
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True

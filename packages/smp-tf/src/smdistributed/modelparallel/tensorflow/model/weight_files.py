@@ -19,7 +19,7 @@ from smdistributed.modelparallel.tensorflow.model.whole_optimizer import (
     with_state,
 )
 from smdistributed.modelparallel.tensorflow.model.whole_weights import collected
-from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
 
 def write_weights(engine: Any, write: Callable[[], Any]) -> None:
@@ -102,8 +102,7 @@ def read_weights(engine: Any, read: Callable[[], Any]) -> None:
             failure = _failure(engine, read)
     finally:
         for variable in map(keras.variable_of, engine.everywhere()[1]):
-            home = home_of(variable)
-            if home is not None and not home.is_here:
+            if not is_here(variable):
                 free(variable)
     _raise_everywhere(engine, failure, "read")
 

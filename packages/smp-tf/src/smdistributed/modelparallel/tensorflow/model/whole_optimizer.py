@@ -9,6 +9,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.groups import RankType
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
 #: Numbers by the place of the trained variable in the model, and by the name of the slot.
 _State = dict[tuple[int, str], Any]
@@ -55,7 +56,7 @@ def _own_state(engine: Any, optimizer: Any) -> _State:
             for place, variable in enumerate(engine.everywhere()[0])
             for key in [keras.slot_key(optimizer, variable)]
             for name, kept in slots.items()
-            if key in kept
+            if key in kept and is_here(variable)
         }
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
-from smdistributed.modelparallel.tensorflow.parameters.variables import home_of
+from smdistributed.modelparallel.tensorflow.parameters.variables import home_of, is_here
 
 
 def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
@@ -20,7 +20,7 @@ def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
         own = {
             place: keras.variable_of(variable).numpy()
             for place, variable in enumerate(variables)
-            if _is_here(variable)
+            if is_here(variable)
         }
     every: dict[int, Any] = {}
     for each in engine.runtime.communicator.allgather(own, CommGroup.PP_GROUP):
@@ -66,11 +66,6 @@ def distribute(engine: Any, variables: Sequence[Any], values: Sequence[Any]) -> 
                 "order of get_weights."
             )
     for variable, value in zip(variables, values, strict=True):
-        if _is_here(variable):
+        if is_here(variable):
             own = keras.variable_of(variable)
             own.assign(tf.cast(value, own.dtype))
-
-
-def _is_here(variable: Any) -> bool:
-    home = home_of(variable)
-    return home is None or home.is_here

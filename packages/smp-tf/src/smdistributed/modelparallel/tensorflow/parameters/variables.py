@@ -19,6 +19,7 @@ from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
+from smdistributed.modelparallel.tensorflow.parameters.owners import Owner, owner_of, stand_in
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ def home_of(variable: Any) -> Home | None:
     return getattr(keras.variable_of(variable), "_smp_home", None)
 
 
+def is_here(variable: Any) -> bool:
+    """Tells whether a variable has a value in this process."""
+    home = home_of(variable)
+    return home is None or home.is_here
+
+
 def path_of(variable: Any) -> str:
     """Returns the name of a variable with its layers, where the library knows it."""
     return str(getattr(variable, "_smp_path", variable.name))
@@ -55,7 +62,7 @@ def _too_early(variable: Any) -> NotPartitionedError:
 
 
 class AccessGuard:
-    """Refuses reads and writes of variables that have no value in this process.
+    """Knows which variables have a value in this process, and refuses those that have none yet.
 
     Args:
         num_partitions: of models.
@@ -75,25 +82,24 @@ class AccessGuard:
         finally:
             self._is_suspended = saved
 
-    def check(self, variable: Any) -> None:
-        """Raises unless this process has a value of the variable, or needs to know nothing of it.
+    def is_here(self, variable: Any) -> bool:
+        """Tells whether this process has a value of a variable, or needs to know nothing of it.
 
         Raises:
             NotPartitionedError: no process has one yet.
-            PartitionError: another process has it.
         """
         home = getattr(variable, "_smp_home", None)
         if home is None or home.is_here or self._is_suspended:
-            return
+            return True
         if home.partition is None:
             raise _too_early(variable)
-        raise PartitionError(
-            f"variable {path_of(variable)} lives on rank {home.rank} (partition {home.partition}), "
-            "not in this process: read it in the model's call, as a kernel_regularizer or add_loss "
-            "there does for a penalty, take its value from model.get_weights(), or let "
-            "smp.CheckpointManager or save_model collect it, where tf.train.Checkpoint would write "
-            "a part. model.trainable_variables and model.variables hold those of this process."
-        )
+        return False
+
+    def elsewhere(self, variable: Any) -> Any:
+        """Returns what stands for the value of a variable that lives in another process."""
+        home = variable._smp_home
+        owner = owner_of(variable) or Owner(home.partition, False, path_of(variable))
+        return stand_in(variable, owner.of_value)
 
     def check_saving(self, variable: Any) -> None:
         """Raises unless a checkpoint of TensorFlow can have a variable.
@@ -102,7 +108,13 @@ class AccessGuard:
             NotPartitionedError: no process has a value yet.
             PartitionError: it would have a part of a model or an optimizer.
         """
-        self.check(variable)
+        if not self.is_here(variable):
+            home = variable._smp_home
+            raise PartitionError(
+                f"variable {path_of(variable)} lives on rank {home.rank} (partition "
+                f"{home.partition}), not in this process: let smp.CheckpointManager or save_model "
+                "collect it, where tf.train.Checkpoint would write a part."
+            )
         trained = getattr(variable, "_smp_slot_of", None)
         if self._num_partitions > 1 and home_of(trained) is not None and not self._is_suspended:
             raise PartitionError(

@@ -64,9 +64,6 @@ class TFRuntime(Runtime):
         calls: see ``processes.surviving_calls``.
         replacements: what ends with the library: functions that stand replaced, and the watch.
         engines: what executes the models of the script.
-        places: in the script, where it made numbers of the whole model of those of this process,
-            eagerly, since the last step.
-        has_asked_in_vain: whether gradients were asked for of which this process has none.
         current_step: the step function whose graph is being made.
         timeline: plan of the step whose graph was made last.
         is_partitioned: whether some model is.
@@ -81,8 +78,6 @@ class TFRuntime(Runtime):
     calls: deque[Any]
     replacements: ExitStack = field(default_factory=ExitStack)
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    places: list[int] = field(default_factory=list)
-    has_asked_in_vain: bool = False
     current_step: Any = None
     timeline: Timeline | None = None
     is_partitioned: bool = False
@@ -165,7 +160,9 @@ def start(
     autograph.leave_unconverted("smdistributed")
     guard = AccessGuard(topology.pp_size)
     replacements.enter_context(requests_noted())
-    replacements.enter_context(checked_access(guard.check, guard.check_saving, guard.restore))
+    replacements.enter_context(
+        checked_access(guard.is_here, guard.elsewhere, guard.check_saving, guard.restore)
+    )
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
@@ -217,12 +217,12 @@ class StepFunction:
                     with tf.name_scope(f"microbatch_{microbatch}"), tf.control_dependencies(checks):
                         results.append(self._body(*some, **named))
                 progress.stage = "the order of its passes"
-                self._finish(runtime, step, results)
+                self._finish(runtime, step)
             finally:
                 runtime.current_step = None
         return joined(results, weights)
 
-    def _finish(self, runtime: TFRuntime, step: StepInProgress, results: Any) -> None:
+    def _finish(self, runtime: TFRuntime, step: StepInProgress) -> None:
         """Puts the passes of all microbatches in order."""
         if not any(step.calls):
             raise SMPError(
@@ -233,14 +233,8 @@ class StepFunction:
         body.refuse_kept()
         if runtime.topology.pp_size > 1:
             give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
-            # A process that holds none of these variables must take the same order, or fail, too.
-            found = body.meets_models(), body.partial_result(results), body.fewest_gradients()
-            answers = runtime.communicator.allgather(found, CommGroup.PP_GROUP)
-            meet, reasons, fewest = zip(*answers, strict=True)
-            if refused := [reason for reason in reasons if reason]:
-                raise UnsupportedError(refused[0])
-            if any(each is not None and each < 2 for each in fewest):
-                body.note_uneven()
+            # A process that holds none of these variables must take the same order, too.
+            meet = runtime.communicator.allgather(body.meets_models(), CommGroup.PP_GROUP)
             self._timeline = runtime.timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.modelparallel.tensorflow.parameters.owners import is_absent
+
 _METHODS = ("variable", "add_n", "accumulate_n")
 
 
@@ -40,6 +42,8 @@ class StepOutput:
         Raises:
             ValueError: the shapes differ.
         """
+        if _is_stand_in(self._outputs[0]):
+            return self._outputs[0]
         return self._sum("reduce_mean", self._weighted())
 
     def reduce_sum(self) -> Any:
@@ -99,6 +103,8 @@ class StepOutput:
                 f"accumulate has the methods {', '.join(_METHODS)}; received {method!r}: use one."
             )
         self._check_shapes("accumulate")
+        if _is_stand_in(self._outputs[0]):
+            return self._outputs[0]
         parts = self._weighted()
         if method == "variable" and var is not None:
             return self._into(var, parts)
@@ -174,6 +180,14 @@ class StepOutput:
 
     def __repr__(self) -> str:
         return f"StepOutput({self._outputs!r})"
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Tells whether a value is dense and of another process, so that its mean stands for as much.
+
+    Slices become more with each microbatch.
+    """
+    return not isinstance(value, tf.IndexedSlices) and is_absent(value)
 
 
 def _dense(value: Any) -> Any:

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from smdistributed.modelparallel.tensorflow.parameters.owners import (
+    is_absent,
+    owner_of,
+    stand_in,
+)
 from smdistributed.modelparallel.tensorflow.stepping.output import StepOutput
 
 
@@ -18,6 +23,25 @@ class _Plain:
     """What a step returns that is no tensor: a value, or one a microbatch."""
 
     value: Any
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """What a step returns that another process has.
+
+    Attributes:
+        like: have shape and dtype, by microbatch.
+        owner: who has it.
+        weights: of the microbatches; of no consequence.
+    """
+
+    like: Sequence[Any]
+    owner: Any
+    weights: Sequence[float]
+
+    def made(self) -> StepOutput:
+        """Returns what stands for it."""
+        return StepOutput([stand_in(each, self.owner) for each in self.like], self.weights)
 
 
 def _is_result(value: Any) -> bool:
@@ -67,10 +91,15 @@ def without_plain(structure: Any) -> Any:
 def taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], Any]:
     """Adds the tensors of a result to a list; returns what builds the result from such a list."""
     leaves: list[StepOutput | _Plain] = tf.nest.flatten(result)
-    places: list[tuple[int, int, Sequence[float]] | _Plain] = []
+    places: list[tuple[int, int, Sequence[float]] | _Plain | _Absent] = []
     for leaf in leaves:
         if isinstance(leaf, _Plain):
             places.append(leaf)
+            continue
+        if is_absent(leaf.outputs[0]) and not isinstance(leaf.outputs[0], tf.IndexedSlices):
+            # Made anew: what another process has need not be computed here.
+            specs = [tf.TensorSpec(each.shape, each.dtype) for each in leaf.outputs]
+            places.append(_Absent(specs, owner_of(leaf.outputs[0]), [1.0] * len(specs)))
             continue
         begin = len(tensors)
         tensors += leaf.outputs
@@ -86,6 +115,9 @@ def taken_apart(result: Any, tensors: list[Any]) -> Callable[[Sequence[Any]], An
         for place in places:
             if isinstance(place, _Plain):
                 built.append(place)
+                continue
+            if isinstance(place, _Absent):
+                built.append(place.made())
                 continue
             begin, end, weights = place
             weights = weights or values[end : 2 * end - begin]
