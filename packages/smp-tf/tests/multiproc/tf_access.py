@@ -225,7 +225,9 @@ def _ways(place: str, moment: str) -> dict[str, Callable[[Values], Any]]:
     if place == "slots":  # of names that Keras makes, and vectors beside them
         ways = {name: way for name, way in ways.items() if name not in ("inverse",)}
     if place in ("variables", "layers") and moment != "body":
-        ways |= {name: WRITES[name] for name in WRITES if place == "layers" or name != "swap"}
+        in_graphs = ("swap", "scaled", "added")
+        names = WRITES if moment != "function" else in_graphs
+        ways |= {name: WRITES[name] for name in names if place == "layers" or name != "swap"}
     return ways
 
 

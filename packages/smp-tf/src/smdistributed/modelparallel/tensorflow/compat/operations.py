@@ -52,7 +52,7 @@ class Follower(Protocol):
         """Takes gradients that were asked for, whose operations nobody sees; returns them."""
 
     def is_owned(self, tensor: Any) -> bool:
-        """Takes an eager tensor; tells whether its memory says nothing to NumPy."""
+        """Takes an eager tensor; tells whether its memory says nothing to NumPy and to graphs."""
 
     def numbers(self, tensor: Any) -> Any:
         """Takes an eager tensor whose numbers Python asks for; returns others, or None."""
@@ -170,6 +170,14 @@ def operations_noted(follower: Follower) -> Iterator[None]:
 
         return run
 
+    def capturing(original: Any) -> Any:
+        """Returns what makes a constant of a small tensor that a graph takes, but of some."""
+
+        def capture(self: Any, name: Any) -> Any:
+            return None if follower.is_owned(self) else original(self, name)
+
+        return capture
+
     def packing(original: Any) -> Any:
         def run(value: Any, *args: Any, **kwargs: Any) -> Any:
             if _is_unnoted.get() or not isinstance(value, (list, tuple)):
@@ -205,6 +213,7 @@ def operations_noted(follower: Follower) -> Iterator[None]:
                 ),
                 Replacement(gradients_util, "_GradientsHelper", differentiating("ys", "xs")),
                 Replacement(ops._EagerTensorBase, "_numpy", reading),
+                Replacement(ops._EagerTensorBase, "_capture_as_const", capturing),
                 Replacement(constant_op, "convert_to_eager_tensor", packing),
                 *(
                     Replacement(kind, name, assigning)

@@ -400,7 +400,8 @@ def _test_operations() -> None:
 
     NumPy has no way past that.
     """
-    follower, one, variable = _Doubling(), tf.constant(1.0), tf.Variable(0.0)
+    follower, one, three = _Doubling(), tf.constant(1.0), tf.constant(3)
+    variable, kinds = tf.Variable(0.0), list[str]()
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def added(x: Any) -> Any:
@@ -412,6 +413,8 @@ def _test_operations() -> None:
     with operations_noted(follower):
         total = one + 1.0
         inside, gradient = added(one)
+        tf.function(lambda: kinds.extend(tf.convert_to_tensor(t).op.type for t in (one, three)))()
+        assert kinds == ["Placeholder", "Const"]
         packed = tf.constant([1.0, 2.0])
         variable.assign(1.0)
         with unnoted():
