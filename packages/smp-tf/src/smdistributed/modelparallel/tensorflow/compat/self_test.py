@@ -401,7 +401,7 @@ def _test_operations() -> None:
     NumPy has no way past that.
     """
     follower, one, three = _Doubling(), tf.constant(1.0), tf.constant(3)
-    variable, kinds = tf.Variable(0.0), list[str]()
+    variable, few, kinds = tf.Variable(0.0), (one, three), list[str]()
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def added(x: Any) -> Any:
@@ -413,7 +413,8 @@ def _test_operations() -> None:
     with operations_noted(follower):
         total = one + 1.0
         inside, gradient = added(one)
-        tf.function(lambda: kinds.extend(tf.convert_to_tensor(t).op.type for t in (one, three)))()
+        taken = tf.function(lambda: kinds.extend(tf.identity(t).op.inputs[0].op.type for t in few))
+        taken.get_concrete_function()
         assert kinds == ["Placeholder", "Const"]
         packed = tf.constant([1.0, 2.0])
         variable.assign(1.0)
