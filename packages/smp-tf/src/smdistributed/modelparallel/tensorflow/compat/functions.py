@@ -66,8 +66,8 @@ def graph_of(graph: graphs.Graph, name: str) -> graphs.Graph:
 
 
 def own_graph(graph: graphs.Graph, name: str) -> graphs.Graph:
-    """Returns the graph of a function that a graph knows, the very one if it was made here."""
-    return graph._get_function(name).graph
+    """Returns the very graph of a function that a graph knows; None if it was not made here."""
+    return getattr(graph._get_function(name), "graph", None)
 
 
 def attributes_of(graph: graphs.Graph, name: str) -> dict[str, Any]:

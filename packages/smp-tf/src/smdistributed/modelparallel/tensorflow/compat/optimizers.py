@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.compat.keras import (
     IS_KERAS_3,
     build_optimizer,
@@ -78,13 +79,14 @@ def _updating(
     def update(optimizer: Any, pairs: list[tuple[Any, Any]], apply: Callable[[Any], Any]) -> Any:
         pairs = given(pairs)
         kept = [(gradient, variable) for gradient, variable in pairs if not is_elsewhere(variable)]
+        variables = [variable for _, variable in pairs]
         # From here on processes do other things than each other.
         with unnoted():
+            # A tf.function that sees new variables is made again, on processes that have some.
+            if pairs and not hasattr(optimizer, "_create_all_weights"):  # legacy ones make each
+                apart(lambda: build_optimizer(optimizer, variables))
             if len(kept) == len(pairs) or all(gradient is None for gradient, _ in pairs):
                 return apply(pairs)
-            variables = [variable for _, variable in pairs]
-            if not hasattr(optimizer, "_create_all_weights"):  # of Keras's legacy ones each is made
-                build_optimizer(optimizer, variables)
             if all(gradient is None for gradient, _ in kept):
                 count = _count_scaled if scales(optimizer) else _count
                 return count(optimizer, variables, norm)

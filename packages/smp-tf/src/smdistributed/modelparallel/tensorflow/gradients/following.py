@@ -304,7 +304,7 @@ def _note_branches(kind: str, results: Sequence[Any]) -> None:
     graphs = [
         functions.own_graph(operation.graph, name) for name in functions.called(operation.node_def)
     ]
-    graphs = [each for each in graphs if len(each.outputs) == len(results)]
+    graphs = [each for each in graphs if each is not None and len(each.outputs) == len(results)]
     for place, result in enumerate(results):
         owners = [_owner(each.outputs[place]) for each in graphs]
         known = [each for each in owners if each is not None]

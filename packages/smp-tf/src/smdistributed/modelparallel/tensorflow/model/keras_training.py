@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.gradients.replicas import averaged
 from smdistributed.modelparallel.tensorflow.model.batch_losses import refuse_sums, weighed_by_masks
 from smdistributed.modelparallel.tensorflow.model.small_batches import of_all_sizes
@@ -153,6 +154,9 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         with tf.GradientTape() as tape:
             outputs = self(x, **self._smp_training(True))
             loss = self._smp_loss_of(x, y, outputs, sample_weight)
+            if keras.scales(self.optimizer):
+                # Not seen by a tf.function, which would be made again where variables are new.
+                apart(lambda: keras.build_optimizer(self.optimizer, self.trainable_variables))
             scaled = keras.scaled(self.optimizer, loss, self.trainable_variables)
         return tape.gradient(scaled, self.trainable_variables), loss, outputs, _masks(outputs)
 
