@@ -144,7 +144,7 @@ class TensorFlowAdapter(Adapter):
 
         Collective: pipeline.
         """
-        own = {id(variable) for variable in model.variables}
+        own = {id(variable) for variable in model.local_variables}
         here = {
             place
             for place, layer in enumerate(model.chain)
@@ -154,15 +154,11 @@ class TensorFlowAdapter(Adapter):
         return found
 
     def gradients_by_place(self, model: Any, gradients: Sequence[Any]) -> dict[int, Array]:
-        """Returns gradients of ``model.trainable_variables`` by their place in the whole chain.
-
-        The library may give a variable of its own where nothing is trained; it has no place.
-        """
+        """Returns gradients of ``model.trainable_variables`` by their place in the whole chain."""
         every = [id(v) for layer in model.chain for v in layer.trainable_variables]
         return {
             every.index(id(variable)): self.array(tf.convert_to_tensor(gradient))
             for variable, gradient in zip(model.trainable_variables, gradients, strict=True)
-            if id(variable) in every
         }
 
 

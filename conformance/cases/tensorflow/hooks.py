@@ -23,12 +23,12 @@ def _observed(adapter: Any) -> dict[str, Any]:
         seen.append("first")
         assert tf.executing_eagerly()
         held = [variable for layer in model.chain for variable in layer.variables]
-        mine = {id(variable) for variable in model.variables}
+        mine = {id(variable) for variable in model.local_variables}
         assert len(mine) > 0
         assert (len(mine) < len(held)) == (smp.pp_size() > 1)
         # Nothing ran yet, and what the hook changes is what the first forward pass reads.
         assert float(outside) == 0.0
-        for variable in model.variables:
+        for variable in model.local_variables:
             variable.assign(tf.zeros_like(variable))
 
     smp.register_post_partition_hook(lambda: seen.append("second"))

@@ -115,7 +115,7 @@ def variables_are_not_copied_for_microbatches(adapter: Any) -> None:
     run(adapter, model)
     own = (
         [float(tf.convert_to_tensor(model.total))]
-        if any(v is model.total for v in model.variables)
+        if any(v is model.total for v in model.local_variables)
         else []
     )
     (total,) = [number for each in smp.allgather(own, smp.PP_GROUP) for number in each]

@@ -90,7 +90,7 @@ def _sizes(adapter: Any, model: Any) -> list[tuple[int, int]]:
         math.prod(variable.shape) * 4
         for layer in model.chain
         for variable in layer.variables
-        if any(variable is each for each in model.variables)
+        if any(variable is each for each in model.local_variables)
     ]
     found: list[tuple[int, int]] = adapter.smp.allgather((sum(own), len(own)), adapter.smp.PP_GROUP)
     return found
@@ -148,7 +148,7 @@ def partitions_are_connected(adapter: Any) -> None:
 def the_variables_of_a_layer_stay_together(adapter: Any) -> None:
     model = adapter.chain(places=(0, 1, 0, 1))
     run(adapter, model)
-    own = {id(variable) for variable in model.variables}
+    own = {id(variable) for variable in model.local_variables}
     for layer in model.chain:
         here = {id(variable) in own for variable in layer.variables}
         assert len(here) == 1
@@ -175,5 +175,5 @@ def what_reads_one_variable_stays_together(adapter: Any) -> None:
 
     model = Tied()
     run(adapter, model)
-    here = any(model.table.kernel is each for each in model.variables)
+    here = any(model.table.kernel is each for each in model.local_variables)
     assert sum(smp.allgather(here, smp.PP_GROUP)) == 1

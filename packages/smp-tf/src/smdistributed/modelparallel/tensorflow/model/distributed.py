@@ -23,6 +23,7 @@ from smdistributed.modelparallel.tensorflow.model.weight_files import (
     write_weights,
 )
 from smdistributed.modelparallel.tensorflow.model.whole_weights import distribute, gathered
+from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -238,6 +239,12 @@ class DistributedModel(KerasTraining):
         """Same as ``trainable_variables``."""
         engine: Engine = self._smp_engine
         return engine.trainable(super().trainable_weights)
+
+    @property
+    def local_variables(self) -> list[Any]:
+        """Those of ``variables`` that have memory in this process: all before the first step."""
+        engine: Engine = self._smp_engine
+        return [each for each in self.variables if not engine.is_partitioned or is_here(each)]
 
     @property
     def losses(self) -> list[Any]:
