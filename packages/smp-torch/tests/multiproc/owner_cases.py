@@ -165,6 +165,8 @@ def case_a_rank_without_a_backward_pass_is_told() -> None:
                 differing(act, number)
             assert "received none from rank" in str(raised.value)
             assert len(set(smp.allgather(str(raised.value), smp.DP_GROUP))) == 1
+            if smp.pp_size() > 1:
+                return  # a step failed while other partitions computed theirs: none can follow
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -215,4 +215,4 @@ def test_arguments_are_cut_in_whatever_they_are(
 ) -> None:
     world = pipeline(degree, argument_kinds.MICROBATCHES, launcher="fork")
     counts = run(worlds, world, argument_kinds.run, first, stride, timeout=110)[0]
-    assert counts["exact"] > counts["refused"] > 0
+    assert min(counts["exact"], counts["refused"]) > 0
