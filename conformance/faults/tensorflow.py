@@ -89,10 +89,10 @@ MUTATIONS = (
         ("hooks_are_functions",),
     ),
     Mutation(
-        "variables of other processes are shown",
-        "tensorflow/model/engine.py",
-        "if self.is_tracing or not self.is_partitioned:",
-        "if True:",
+        "variables of other processes count as own",
+        "tensorflow/model/distributed.py",
+        "if not engine.is_partitioned or is_here(each)]",
+        "]",
         ("every_layer_lives_on_one_process_of_the_replica",),
     ),
     Mutation(

@@ -91,10 +91,7 @@ def _agree(adapter: Any, ask: Any) -> None:
     own = adapter.gradients_by_place(model, means)
     for place, gradient in own.items():
         np.testing.assert_allclose(gradient, wanted[place], atol=1e-6)
-    places = [
-        place for each in adapter.smp.allgather(set(own), adapter.smp.PP_GROUP) for place in each
-    ]
-    assert sorted(places) == list(range(len(wanted)))
+    assert sorted(own) == list(range(len(wanted)))  # each process has the whole model's
 
 
 @tensorflow_case("tensorflow.step_function.0", "smp.step", worlds=_SOME)

@@ -259,7 +259,9 @@ def case_parameters_are_whole_between_steps() -> None:
     for data in (weight.data, weight):
         other = torch.zeros(8, 8)
         other.data = data
-        with pytest.raises(UnsupportedError, match=r"given the data of one in shards"):
+        with pytest.raises(
+            UnsupportedError, match=r"given the data of one of which ranks have parts"
+        ):
             other.sum()
     shared = torch.zeros(9, 8)
     with pytest.raises(UnsupportedError, match="nothing else sees its memory"):
