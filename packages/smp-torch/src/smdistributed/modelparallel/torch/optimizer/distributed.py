@@ -286,8 +286,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         """Clears the gradients, as torch's."""
         with self._slices_awake():
             zero_grad(self.optimizer, set_to_none)
-        if self._masters is not None:
-            self._masters.store.forget_gradients(set_to_none)
+            if self._masters is not None:
+                self._masters.store.forget_gradients(set_to_none)
         for model in self._accumulating_models():
             own = {id(each) for group in self._groups() for each in group}
             if all(id(each) in own for each in model.parameters() if each.requires_grad):

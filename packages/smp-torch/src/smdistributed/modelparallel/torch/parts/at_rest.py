@@ -163,23 +163,40 @@ def whole_of(blocks: Blocks) -> PartView:
 
 def hide(tensor: torch.Tensor, kind: type[Any], lying: Lying) -> None:
     """Takes the memory of a whole tensor away; what it was part of is in parts."""
-    own: Any = tensor
+    with changing_memory():
+        hide_within(tensor, kind, lying)
+
+
+def show(tensor: Any, data: torch.Tensor) -> None:
+    """Gives a tensor memory: it is as any other."""
+    with changing_memory():
+        show_within(tensor, data)
+
+
+@contextlib.contextmanager
+def changing_memory() -> Iterator[None]:
+    """Inside, tensors are given memory, or lose it: many at once cost less than each by itself."""
     with as_they_are(), past_operations():
-        is_parameter = isinstance(tensor, nn.Parameter)
-        tensor.data = _vacant(lying.size, lying.dtype, tensor.device, kind, lying.stride)
-        own.__class__ = kind
+        yield
+
+
+def hide_within(tensor: torch.Tensor, kind: type[Any], lying: Lying) -> None:
+    """Does what ``hide`` does, inside ``changing_memory``."""
+    own: Any = tensor
+    is_parameter = isinstance(tensor, nn.Parameter)
+    tensor.data = _vacant(lying.size, lying.dtype, tensor.device, kind, lying.stride)
+    own.__class__ = kind
     if issubclass(kind, PartView):
         own.lying = lying
         if is_parameter:
             own._is_param = True
 
 
-def show(tensor: Any, data: torch.Tensor) -> None:
-    """Gives a tensor memory: it is as any other."""
-    with as_they_are(), past_operations():
-        is_parameter = isinstance(tensor, nn.Parameter)
-        tensor.data = data
-        tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor
+def show_within(tensor: Any, data: torch.Tensor) -> None:
+    """Does what ``show`` does, inside ``changing_memory``."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    tensor.data = data
+    tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor
     for each in ("lying", "_is_param"):
         vars(tensor).pop(each, None)
 

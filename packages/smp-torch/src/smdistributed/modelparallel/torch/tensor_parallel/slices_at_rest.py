@@ -35,10 +35,13 @@ from smdistributed.modelparallel.torch.parts.at_rest import (
     Lying,
     PartView,
     as_they_are,
+    changing_memory,
     hide,
+    hide_within,
     in_parts,
     run,
     show,
+    show_within,
 )
 from smdistributed.modelparallel.torch.parts.blocks import Blocks, put, taken
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -163,14 +166,15 @@ class SlicesAtRest:
         """Has parameters that are slices, and their gradients, stand for the whole."""
         self._slots = list(slices)
         self._are_resting = bool(self._slots)
-        for tensor, slot in self._slots:
-            if type(tensor) is nn.Parameter and not tensor.is_meta:
-                gradient = tensor.grad
-                self._hide(tensor, slot)
-                if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                    blocks = self._blocks[slot.name]
-                    values = blocks.like_these(gradient.detach(), is_gradient=True)
-                    hide(gradient, SliceAtRest, Lying.all_of(values))
+        with changing_memory():
+            for tensor, slot in self._slots:
+                if type(tensor) is nn.Parameter and not tensor.is_meta:
+                    gradient = tensor.grad
+                    self._hide(tensor, slot)
+                    if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                        blocks = self._blocks[slot.name]
+                        values = blocks.like_these(gradient.detach(), is_gradient=True)
+                        hide_within(gradient, SliceAtRest, Lying.all_of(values))
         for woken, lying in self._woken:
             each = woken()
             if each is not None and not isinstance(each, InParts):
@@ -180,13 +184,13 @@ class SlicesAtRest:
     def wake(self) -> bool:
         """Gives parameters, and gradients, back what they are; returns whether some rested."""
         rested = self._are_resting = False
-        with past_subclass_functions():
+        with changing_memory():
             for tensor, _ in self._slots:
                 gradient = tensor.grad
                 for each in (tensor, gradient):
                     if isinstance(each, SliceAtRest):
                         rested, lying = True, each.lying
-                        show(each, lying.blocks.values)
+                        show_within(each, lying.blocks.values)
                         if each is gradient:
                             self._woken.append((weakref.ref(each), lying))
         return rested
@@ -220,7 +224,7 @@ class SlicesAtRest:
             part = slot.parts[self._group.rank]
             known = Blocks(slot.name, torch.Size(slot.shape), part, values, self, slot)
             self._blocks[slot.name] = known
-        hide(tensor, SliceAtRest, Lying.all_of(known))
+        hide_within(tensor, SliceAtRest, Lying.all_of(known))
 
     # ------------------------------------------------------------------ a home of blocks
 
