@@ -340,6 +340,9 @@ def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
     _use_loopback(os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"])
     timeout = data_plane_timeout(timeout_seconds)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    # torchrun's agent keeps one store for all attempts, with what those before have left there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)
     peers = Peers(rank, meet(store, rank, size, timeout_seconds))
     with peers.connecting():
         dist.init_process_group(
