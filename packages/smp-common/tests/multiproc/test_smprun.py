@@ -543,3 +543,47 @@ def test_mpiruns_own_messages_are_shown(run: Runner) -> None:
     assert done.code != 0
     assert "--no-such-option" in done.err
     assert done.last.startswith("smprun: mpirun ended with exit code")
+
+
+# Starting again
+
+
+def test_a_lost_rank_has_the_job_start_again_so_often(run: Runner) -> None:
+    script = run.script("""
+    print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
+    time.sleep(0.3)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    """)
+    done = run.finish(run.start("-n", "2", "--restarts", "1", script))
+    assert done.code == 137
+    assert sorted(done.out.splitlines()) == ["[0] 0 1", "[0] 1 1", "[1] 0 1", "[1] 1 1"]
+    killed = r"smprun: rank 1 \(\S+\) was killed by signal 9 \(SIGKILL\)"
+    restart = "smprun: restart 1 of 1 in 2 s"
+    assert re.fullmatch(rf"{killed}\n{restart}\n{killed}; no restart is left of 1\n", done.err)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("time.sleep(rank / 2)\nraise ValueError('boom')", [], "each rank failed by itself"),
+        ("", ["--mpi-args", "--no-such-option"], "mpirun has refused it"),
+    ],
+)
+def test_what_would_fail_again_is_not_started_again(
+    run: Runner, text: str, options: list[str], reason: str
+) -> None:
+    done = run.finish(run.start("-n", "2", "--restarts", "5", *options, run.script(text)))
+    assert done.code
+    assert done.last.endswith(f"; not started again: {reason}")
+    assert "restart 1" not in done.err
+
+
+def test_a_signal_before_the_next_start_ends_the_job(run: Runner) -> None:
+    process = run.start("-n", "1", "--restarts", "5", run.script("os._exit(9)"))
+    assert process.stderr is not None
+    assert any("restart 1 of 5" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    done = run.finish(process)
+    assert (done.code, done.err) == (130, "smprun: ended by SIGINT (exit code 130)\n")

@@ -27,7 +27,7 @@ def record_of(summary: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Failu
         raise _EndedError
 
     with monkeypatch.context() as patch:
-        patch.setenv(failure.RECORDS_VARIABLE, "1")
+        patch.setenv(failure.RECORDS_VARIABLE, "0.2")
         patch.setattr(os, "write", write)
         patch.setattr(os, "_exit", end)
         with pytest.raises(_EndedError):

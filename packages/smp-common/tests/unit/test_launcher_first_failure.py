@@ -130,3 +130,11 @@ def test_mpiruns_own_failure() -> None:
 def test_only_an_exception_has_a_traceback() -> None:
     assert judge([record(1, 1.0)], [], 1, HOSTS).traceback_rank == 1
     assert judge([record(1, 1.0, summary="sys.exit(7)")], [], 7, HOSTS).traceback_rank is None
+
+
+def test_what_each_rank_fails_by_is_no_loss_of_a_rank() -> None:
+    everyone = [record(rank, 1.0 + rank) for rank in range(len(HOSTS))]
+    assert judge(everyone, [], 1, HOSTS).final_because
+    assert not judge(everyone[:-1], [], 1, HOSTS).final_because
+    waits = record(3, 5.0, blamed=(0, 1, 2))
+    assert not judge([*everyone[:-1], waits], [], 1, HOSTS).final_because

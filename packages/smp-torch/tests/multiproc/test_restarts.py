@@ -12,6 +12,7 @@ from world import run_fresh
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
+SMPRUN = "smdistributed.modelparallel.common.launcher -n 2 --fork --restarts"
 TORCHRUN = "torch.distributed.run --nproc-per-node 2 --max-restarts"
 
 
@@ -34,9 +35,17 @@ def lost_and_resumed(
     return [int(step) for step, *_ in lines], done.stderr
 
 
-def test_torchrun_goes_on_from_the_newest_checkpoint(
+def test_smprun_goes_on_from_the_newest_checkpoint(
     tmp_path: Path, undisturbed: dict[int, list[str]]
 ) -> None:
+    steps, errors = lost_and_resumed(SMPRUN, tmp_path, undisturbed, 4, 8)
+    assert steps == [1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9]  # it is saved after each second step
+    own = [line for line in errors.splitlines() if line.startswith("smprun: restart")]
+    assert own == [f"smprun: restart {number} of 2 in 2 s" for number in (1, 2)]
+    assert errors.count("smprun: rank 1 (") == errors.count("SIGKILL") == 2
+
+
+def test_torchrun_does_too(tmp_path: Path, undisturbed: dict[int, list[str]]) -> None:
     # Its agent has one store for all attempts.
     steps, _ = lost_and_resumed(TORCHRUN, tmp_path, undisturbed, 4)
     assert steps == [1, 2, 3, *range(3, restarted.STEPS + 1)]

@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 
 from smdistributed.modelparallel.common.errors import CommError
 
-#: The variable by which smprun asks for failures on stderr as one line that a machine can read.
+#: The variable by which smprun asks for failures on stderr as one line that a machine can read. Its
+#: value is how many seconds the process then stays.
 RECORDS_VARIABLE = "SMP_FAILURE_RECORDS"
 #: torchrun names a file here and shows its content as the cause of the failure.
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -39,7 +40,8 @@ _RECORD_MARK = "\x1esmp-failure "
 _WORDS_MARK = "\x1esmp-last-words "
 _SUMMARY_BYTES = 3000  # keeps a record within one atomic write to a pipe
 _LONGEST_READ_SECONDS = 2.0
-_RELAY_SECONDS = 0.2
+#: What mpirun takes to hand on what it has read.
+RELAY_SECONDS = 0.2
 _CONSEQUENCE_SECONDS = 1.0
 
 
@@ -288,7 +290,7 @@ def _let_launcher_read() -> None:
                 if not unread[0]:
                     break
                 time.sleep(0.01)
-    time.sleep(_RELAY_SECONDS)
+    time.sleep(float(os.environ.get(RECORDS_VARIABLE) or RELAY_SECONDS))
 
 
 def _tell_torchrun(record: FailureRecord) -> None:

@@ -8,6 +8,7 @@ mpi_options    turns Open MPI 4 options into those of Open MPI 5
 command        mpirun's command line and environment
 dry_run        shows all of the above instead of starting the job
 job            runs mpirun and sees to it that the job ends
+restarts       starts the job again after it has lost a rank
 output         takes mpirun's output apart, rank by rank, and shows it
 first_failure  decides which rank failed first
 processes      finds and kills every process of the job

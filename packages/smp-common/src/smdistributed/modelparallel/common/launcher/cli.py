@@ -7,18 +7,20 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
-from smdistributed.modelparallel.common.launcher import dry_run, job, plan, settings
+from smdistributed.modelparallel.common.launcher import dry_run, job, plan, restarts, settings
 from smdistributed.modelparallel.common.launcher.command import (
     Job,
     build_command,
     find_mpirun,
     job_environment,
 )
+from smdistributed.modelparallel.common.launcher.first_failure import Verdict
 from smdistributed.modelparallel.common.launcher.fork_client import ForkServer
 from smdistributed.modelparallel.common.launcher.framework import guess
 from smdistributed.modelparallel.common.launcher.hosts import (
@@ -50,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``smprun``; returns its exit code.
 
     The code is 0 when every process ended well, that of the first failing process otherwise
-    (128+n for signal n), 2 when the command line or the configuration is wrong, and 124 after
-    ``--timeout``.
+    (128+n for signal n), in the last attempt where there are several, 2 when the command line or
+    the configuration is wrong, and 124 after ``--timeout``.
     """
     try:
         with warnings.catch_warnings():
@@ -124,22 +126,32 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(
             f"--fork copies a process of this host; received {len(hosts)} hosts: leave it out."
         )
-    with contextlib.ExitStack() as stack:
-        copied_from = arguments.fork_from
-        if arguments.fork and not arguments.dry_run:
-            exports = {name: text for name, text in options.exports.items() if text is not None}
-            server = ForkServer(_IMPORTED[framework], {**environ, **exports})
-            copied_from = stack.enter_context(server).address
-        command = build_command(
-            Job(hosts, options, program, environ, copied_from),
-            find_mpirun(),
-            as_root=os.geteuid() == 0,
-            num_cores=num_cores,
-        )
-        if arguments.dry_run:
-            dry_run.show(hosts, config, merged.sources, command)
-            return 0
-        return job.run(command, environ, host_of_ranks(hosts), arguments.timeout, arguments.grace)
+    described = Job(hosts, options, program, environ, arguments.fork_from)
+    mpirun = find_mpirun()
+
+    def command_of(started: Job) -> list[str]:
+        return build_command(started, mpirun, as_root=os.geteuid() == 0, num_cores=num_cores)
+
+    if arguments.dry_run:
+        dry_run.show(hosts, config, merged.sources, command_of(described))
+        return 0
+    limits = job.Limits(arguments.timeout, arguments.grace)
+
+    def attempt(variables: Mapping[str, str]) -> Verdict:
+        started = replace(described, environ={**environ, **variables})
+        with contextlib.ExitStack() as stack:
+            # Each attempt has a process of its own to copy: that one may be what was lost.
+            if arguments.fork:
+                server = stack.enter_context(_to_copy(started, framework))
+                started = replace(started, copied_from=server.address)
+            return job.run(command_of(started), started.environ, host_of_ranks(hosts), limits)
+
+    return restarts.run(attempt, arguments.restarts)
+
+
+def _to_copy(started: Job, framework: str) -> ForkServer:
+    exports = {k: text for k, text in started.options.exports.items() if text is not None}
+    return ForkServer(_IMPORTED[framework], {**started.environ, **exports})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -186,6 +198,13 @@ def _parser() -> argparse.ArgumentParser:
         help="on SIGTERM, give ranks that handle it this time to save and end (default 120)",
     )
     add(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the job again when it has lost a rank, at most N times; the script resumes",
+    )
+    add(
         "--fork",
         action="store_true",
         help="import the library and its framework once, and start each process as a copy; on one "
@@ -213,6 +232,12 @@ def _seconds(text: str) -> float:
 
 def _seconds_or_none(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or above; received {text}")
+    return int(text)
 
 
 def _check_program(parser: argparse.ArgumentParser, program: Sequence[str]) -> None:

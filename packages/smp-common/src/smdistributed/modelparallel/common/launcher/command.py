@@ -18,7 +18,7 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
+from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE, RELAY_SECONDS
 from smdistributed.modelparallel.common.launcher.ending import FORWARDING
 from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
@@ -30,11 +30,16 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _TERMINAL_VARIABLE = "TTY_COMPATIBLE"
 #: Python's: with one value a set of texts has one order in all processes.
 _HASH_VARIABLE = "PYTHONHASHSEED"
+#: torchrun's: how often the job was started again so far, and how often it may be.
+RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 EXPORTED = (
     *("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH"),
     _THREADS_VARIABLE,
     _TERMINAL_VARIABLE,
     _HASH_VARIABLE,
+    RESTART_COUNT_VARIABLE,
+    MAX_RESTARTS_VARIABLE,
 )
 #: Where mpirun keeps a job's files on its own host, and on all.
 _LOCAL_FILES_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
@@ -129,7 +134,7 @@ def job_environment(
         is_terminal: whether what the ranks print ends on a terminal. They cannot tell: mpirun
             gives each one a terminal of its own.
     """
-    environment = {**environ, RECORDS_VARIABLE: "1"}
+    environment = {**environ, RECORDS_VARIABLE: str(RELAY_SECONDS)}
     # By its name only on the command line, which others can read.
     environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     environment.setdefault(_HASH_VARIABLE, "0")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smdistributed.modelparallel.common.failure import FailureRecord
 
+#: Why a job is final that ended for a reason from outside.
+ASKED = "it was asked to end"
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -43,11 +45,13 @@ class Verdict:
         exit_code: smprun's own exit code.
         line: the last line for the user; empty when all is well.
         traceback_rank: the rank whose traceback explains it, or None.
+        final_because: why another start would end likewise; empty where a rank was lost.
     """
 
     exit_code: int
     line: str = ""
     traceback_rank: int | None = None
+    final_because: str = ""
 
 
 _SIGNALLED = re.compile(
@@ -81,6 +85,8 @@ def judge(
     banners: Sequence[Banner],
     mpirun_code: int,
     hosts: Sequence[str],
+    *,
+    is_refused: bool = False,
 ) -> Verdict:
     """Returns how a job ended that nobody asked to end.
 
@@ -90,11 +96,15 @@ def judge(
     before everything (the kernel out of memory is the usual case, and its peers often cannot tell
     whom they lost).
 
+    A rank that is lost leaves others that wait for it. Where each rank has failed by itself, none
+    is lost, and the script will do so again.
+
     Args:
         records: of all ranks, in any order.
         banners: what mpirun said, in order.
         mpirun_code: mpirun's exit code.
         hosts: host of each rank, as the user named it.
+        is_refused: whether mpirun has said something and no rank has.
     """
     records = sorted(records, key=lambda record: record.time_seconds)
     origins = [record for record in records if not record.blamed_ranks]
@@ -109,7 +119,10 @@ def judge(
         if not own or own[0].exit_code == _TERMINATED:
             return _of_banner(banner, mpirun_code, hosts)
     if own:
-        return _of_record(own[0])
+        verdict = _of_record(own[0])
+        if len({record.rank for record in own}) == len(hosts):
+            verdict = replace(verdict, final_because="each rank failed by itself")
+        return verdict
     if records:
         # A record says more of its rank than the code that it left with.
         telling = [b for b in banners if b.exit_code is None or b.rank not in with_record]
@@ -117,8 +130,19 @@ def judge(
     if banner is not None:
         return _of_banner(banner, mpirun_code, hosts)
     if mpirun_code:
-        return Verdict(_exit_code(mpirun_code), f"mpirun ended with {_ending(mpirun_code)}")
+        return Verdict(
+            _exit_code(mpirun_code),
+            f"mpirun ended with {_ending(mpirun_code)}",
+            final_because="mpirun has refused it" if is_refused else "",
+        )
     return Verdict(0)
+
+
+def ended_by(number: int) -> Verdict:
+    """Returns how a job ends on a signal to smprun."""
+    code = 128 + number
+    line = f"ended by {signal_name(number)} (exit code {code})"
+    return Verdict(code, line, final_because=ASKED)
 
 
 def signal_name(number: int) -> str:

@@ -11,16 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from smdistributed.modelparallel.common.launcher import processes, standard_input
 from smdistributed.modelparallel.common.launcher.command import own_files
 from smdistributed.modelparallel.common.launcher.ending import END_SIGNAL
-from smdistributed.modelparallel.common.launcher.first_failure import Verdict, judge, signal_name
+from smdistributed.modelparallel.common.launcher.first_failure import (
+    ASKED,
+    Verdict,
+    ended_by,
+    judge,
+)
 from smdistributed.modelparallel.common.launcher.output import Relay, Screen
 
 TIMEOUT_EXIT_CODE = 124
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: What ends a job.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: A program's own: mpirun hands them to every rank.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 #: A rank that has only just started does not listen yet.
@@ -35,35 +42,48 @@ _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What time a job has.
+
+    Attributes:
+        timeout_seconds: after which the job is ended; None for no limit.
+        grace_seconds: what ranks have between SIGTERM and their end.
+        started_seconds: since when it runs, restarts included, by the monotonic clock.
+    """
+
+    timeout_seconds: float | None = None
+    grace_seconds: float = 0.0
+    started_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the job has had its time."""
+        passed = time.monotonic() - self.started_seconds
+        return self.timeout_seconds is not None and passed > self.timeout_seconds
+
+
 def run(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    hosts: Sequence[str],
-    timeout_seconds: float | None = None,
-    grace_seconds: float = 0.0,
-) -> int:
-    """Runs a job to its end and returns smprun's exit code.
+    command: Sequence[str], environ: Mapping[str, str], hosts: Sequence[str], limits: Limits
+) -> Verdict:
+    """Runs a job to its end and returns how it ended.
 
     Args:
         command: mpirun's command line.
         environ: its environment.
         hosts: host of each rank.
-        timeout_seconds: after which the job is ended; None for no limit.
-        grace_seconds: what ranks have between SIGTERM and their end.
+        limits: of its time.
     """
     relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
     with own_files(environ) as complete:
         own = {k: v for k, v in complete.items() if k != standard_input.VARIABLE}
         own |= standard_input.offered(hosts, command)
-        running = _RunningJob(command, own, relay, timeout_seconds, grace_seconds)
+        running = _RunningJob(command, own, relay, limits)
         with running:
             running.wait()
     verdict = running.verdict(hosts)
     relay.show_last_words(verdict.traceback_rank)
-    if verdict.line:
-        sys.stderr.write(f"smprun: {verdict.line}\n")
-        sys.stderr.flush()
-    return verdict.exit_code
+    return verdict
 
 
 class _RunningJob:
@@ -77,14 +97,12 @@ class _RunningJob:
         command: Sequence[str],
         environ: Mapping[str, str],
         relay: Relay,
-        timeout_seconds: float | None,
-        grace_seconds: float,
+        limits: Limits,
     ) -> None:
         self._command = command
         self._environ = environ
         self._relay = relay
-        self._timeout_seconds = timeout_seconds
-        self._grace_seconds = grace_seconds
+        self._limits = limits
         self._asked_at: float | None = None
         self._ask_at = 0.0
         self._asked: Verdict | None = None
@@ -98,7 +116,7 @@ class _RunningJob:
         self._selector = selectors.DefaultSelector()
         self._handlers = {
             number: signal.signal(number, handler)
-            for numbers, handler in ((_ENDING, self._on_signal), (_PASSED_ON, self._pass_on))
+            for numbers, handler in ((ENDING, self._on_signal), (_PASSED_ON, self._pass_on))
             for number in numbers
             # Ignored signals stay ignored, as under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN
@@ -123,7 +141,6 @@ class _RunningJob:
         finally:
             out[1].close()
             err[1].close()
-        self._started = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +163,15 @@ class _RunningJob:
         """Returns how the job ended."""
         if self._asked is not None:
             return self._asked
-        return judge(self._relay.records, self._relay.banners, self._mpirun.returncode, hosts)
+        relay = self._relay
+        verdict = judge(
+            relay.records,
+            relay.banners,
+            self._mpirun.returncode,
+            hosts,
+            is_refused=relay.has_refused,
+        )
+        return replace(verdict, final_because=ASKED) if self._signalled else verdict
 
     def _relay_output(self, timeout_seconds: float) -> bool:
         """Passes on what is there, or waits for it; returns whether anything came."""
@@ -165,16 +190,17 @@ class _RunningJob:
     def _hurry(self) -> None:
         """Ends mpirun when it does not end the job by itself in time."""
         now = time.monotonic()
-        if self._timeout_seconds is not None and now > self._started + self._timeout_seconds:
+        if self._limits.are_over:
             self._ask_to_end(
                 Verdict(
                     TIMEOUT_EXIT_CODE,
-                    f"the job did not end within {self._timeout_seconds:g} s and was ended "
+                    f"the job did not end within {self._limits.timeout_seconds:g} s and was ended "
                     f"(exit code {TIMEOUT_EXIT_CODE})",
+                    final_because="its time was over",
                 )
             )
         if self._asked_at is not None:
-            patience = self._grace_seconds
+            patience = self._limits.grace_seconds
             if not self._relay.is_ending:
                 patience = min(patience, _HEAR_SECONDS)
             if now > self._asked_at + patience:
@@ -209,9 +235,8 @@ class _RunningJob:
             self._kill_at = 0.0
             return
         self._signalled = True
-        code = 128 + number
-        verdict = Verdict(code, f"ended by {signal_name(number)} (exit code {code})")
-        if number == signal.SIGTERM and self._grace_seconds and not self._relay.records:
+        verdict = ended_by(number)
+        if number == signal.SIGTERM and self._limits.grace_seconds and not self._relay.records:
             self._note_asked(verdict)
             self._asked_at = time.monotonic()
         else:

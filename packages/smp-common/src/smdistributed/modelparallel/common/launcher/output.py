@@ -116,6 +116,12 @@ class Relay:
         self._last_words: defaultdict[int, list[bytes]] = defaultdict(list)
         self._num_to_come: defaultdict[int, int] = defaultdict(int)
         self._block: list[str] | None = None
+        self._has_own_words = False
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether mpirun has said something, other than who failed, and no rank has."""
+        return self._has_own_words and all(rank is None for rank, _ in self._streams)
 
     def feed(self, is_err: bool, data: bytes) -> None:
         """Takes one piece, as mpirun wrote it to its standard output or error."""
@@ -187,7 +193,7 @@ class Relay:
         elif _RULE.match(text):
             self._block = [text]
         elif not _NOISE.search(text):
-            self._screen.show(None, True, text.encode())
+            self._own_words(text)
 
     def _close_block(self) -> None:
         if self._block is None:
@@ -197,8 +203,12 @@ class Relay:
             self.banners.append(banner)
         else:
             for line in self._block:
-                self._screen.show(None, True, line.encode())
+                self._own_words(line)
         self._block = None
+
+    def _own_words(self, text: str) -> None:
+        self._has_own_words = True
+        self._screen.show(None, True, text.encode())
 
 
 def _record(text: str) -> FailureRecord | None:

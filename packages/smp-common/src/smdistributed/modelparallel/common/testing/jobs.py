@@ -200,8 +200,8 @@ def _has_copies(environ: Mapping[str, str]) -> bool:
 
 
 def _environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
-    own = {**fork_client.ONE_THREAD, **os.environ, failure.RECORDS_VARIABLE: "1"}
-    merged = {**own, **(env or {})}
+    asked = {failure.RECORDS_VARIABLE: str(failure.RELAY_SECONDS)}
+    merged = {**fork_client.ONE_THREAD, **os.environ, **asked, **(env or {})}
     return {name: value for name, value in merged.items() if value is not None}
 
 
