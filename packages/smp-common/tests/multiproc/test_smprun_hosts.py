@@ -155,3 +155,24 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert hosts.addresses[1] in done.stdout + done.stderr  # mpirun explains
     assert done.stderr.splitlines()[-1].startswith("smprun: mpirun ended with exit code")
+
+
+def test_a_host_that_is_lost_is_told_and_the_job_starts_again(hosts: Hosts, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal\n"
+        "from mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt, flush=True)\n"
+        "world.barrier()\n"
+        "if world.rank == 3 and attempt == '0':\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)  # what mpirun has started there\n"
+        "world.barrier()\n"
+    )
+    done = hosts.smprun(["--restarts", "1", str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = [f"[{rank}] attempt {attempt}" for rank in range(4) for attempt in range(2)]
+    assert sorted(done.stdout.splitlines()) == shown
+    lost = f"smprun: host {hosts.names[1]} was lost: mpirun cannot reach it (exit code 1)"
+    assert done.stderr.splitlines() == [lost, "smprun: restart 1 of 1 in 2 s"]

@@ -8,6 +8,7 @@ from smdistributed.modelparallel.common.launcher.first_failure import (
     Verdict,
     judge,
     parse_banner,
+    parse_lost_host,
 )
 
 HOSTS = ("a", "a", "b", "b")
@@ -28,6 +29,12 @@ def record(
     rank: int, time: float, *, code: int = 1, blamed: tuple[int, ...] = (), summary: str = "boom"
 ) -> FailureRecord:
     return FailureRecord(rank, "vm", code, summary, blamed, time)
+
+
+LOST = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-vm-18841@0,0] on node vm
+  Remote daemon: [prterun-vm-18841@0,1] on node far"""
 
 
 @pytest.mark.parametrize(
@@ -138,3 +145,12 @@ def test_what_each_rank_fails_by_is_no_loss_of_a_rank() -> None:
     assert not judge(everyone[:-1], [], 1, HOSTS).final_because
     waits = record(3, 5.0, blamed=(0, 1, 2))
     assert not judge([*everyone[:-1], waits], [], 1, HOSTS).final_because
+
+
+def test_a_lost_host_explains_what_no_rank_has_done() -> None:
+    host = parse_lost_host(LOST)
+    waits = record(0, 1.0, blamed=(2, 3))
+    for records in ([], [waits]):
+        verdict = judge(records, [], 0, HOSTS, lost_host=host)
+        assert verdict == Verdict(1, "host far was lost: mpirun cannot reach it (exit code 1)")
+    assert judge([record(1, 1.0)], [], 0, HOSTS, lost_host=host).line.startswith("rank 1")

@@ -63,6 +63,9 @@ _IMPROPER = re.compile(
     r"due to process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) "
     r"(?P<how>exiting\s+improperly|calling\s+\"abort\")"
 )
+_LOST = re.compile(
+    r"lost communication with a remote daemon.*Remote daemon: \[\S+\] on node (\S+)", re.DOTALL
+)
 _CAUSES = {
     "exiting": "ended without MPI_Finalize while others communicate",
     "calling": "called MPI_Abort",
@@ -80,12 +83,19 @@ def parse_banner(text: str) -> Banner | None:
     return None
 
 
+def parse_lost_host(text: str) -> str:
+    """Returns the host that a block of mpirun's own output says is lost, or an empty text."""
+    match = _LOST.search(text)
+    return match[1] if match else ""
+
+
 def judge(
     records: Sequence[FailureRecord],
     banners: Sequence[Banner],
     mpirun_code: int,
     hosts: Sequence[str],
     *,
+    lost_host: str = "",
     is_refused: bool = False,
 ) -> Verdict:
     """Returns how a job ended that nobody asked to end.
@@ -94,7 +104,7 @@ def judge(
     names; then the rank at the end of the chain of blame, see ``_end_of_blame``. One exception:
     SIGKILL is never a consequence, so a rank that mpirun saw killed so, without a record, comes
     before everything (the kernel out of memory is the usual case, and its peers often cannot tell
-    whom they lost).
+    whom they lost). A host that mpirun has lost explains what no rank has done by itself.
 
     A rank that is lost leaves others that wait for it. Where each rank has failed by itself, none
     is lost, and the script will do so again.
@@ -104,6 +114,7 @@ def judge(
         banners: what mpirun said, in order.
         mpirun_code: mpirun's exit code.
         hosts: host of each rank, as the user named it.
+        lost_host: to which mpirun has lost its connection; it may end with exit code 0 then.
         is_refused: whether mpirun has said something and no rank has.
     """
     records = sorted(records, key=lambda record: record.time_seconds)
@@ -113,10 +124,14 @@ def judge(
     with_record = {record.rank for record in records}
     seen = [b for b in banners if b.signal_number != signal.SIGTERM] or list(banners)
     banner = seen[0] if seen else None
-    if banner is not None and banner.rank not in with_record:
-        if banner.signal_number == signal.SIGKILL:
-            return _of_banner(banner, mpirun_code, hosts)
-        if not own or own[0].exit_code == _TERMINATED:
+    if banner is not None and banner.rank in with_record:
+        banner = None
+    if banner is not None and banner.signal_number == signal.SIGKILL:
+        return _of_banner(banner, mpirun_code, hosts)
+    if not own or own[0].exit_code == _TERMINATED:
+        if lost_host:
+            return _of_lost_host(lost_host, mpirun_code)
+        if banner is not None:
             return _of_banner(banner, mpirun_code, hosts)
     if own:
         verdict = _of_record(own[0])
@@ -127,8 +142,6 @@ def judge(
         # A record says more of its rank than the code that it left with.
         telling = [b for b in banners if b.exit_code is None or b.rank not in with_record]
         return _of_blame(*_end_of_blame(records), telling, mpirun_code, hosts)
-    if banner is not None:
-        return _of_banner(banner, mpirun_code, hosts)
     if mpirun_code:
         return Verdict(
             _exit_code(mpirun_code),
@@ -213,6 +226,11 @@ def _of_banner(banner: Banner, mpirun_code: int, hosts: Sequence[str]) -> Verdic
     if banner.exit_code is not None:
         return Verdict(code, f"{who} failed first: exit code {code}")
     return Verdict(code, f"{who} failed first: {banner.cause} (exit code {code})")
+
+
+def _of_lost_host(host: str, mpirun_code: int) -> Verdict:
+    code = _exit_code(mpirun_code) or 1
+    return Verdict(code, f"host {host} was lost: mpirun cannot reach it (exit code {code})")
 
 
 def _exit_code(returncode: int) -> int:

@@ -169,6 +169,7 @@ class _RunningJob:
             relay.banners,
             self._mpirun.returncode,
             hosts,
+            lost_host=relay.lost_host,
             is_refused=relay.has_refused,
         )
         return replace(verdict, final_because=ASKED) if self._signalled else verdict

@@ -16,7 +16,11 @@ from typing import BinaryIO
 
 from smdistributed.modelparallel.common.failure import FailureRecord
 from smdistributed.modelparallel.common.launcher.ending import HEARD
-from smdistributed.modelparallel.common.launcher.first_failure import Banner, parse_banner
+from smdistributed.modelparallel.common.launcher.first_failure import (
+    Banner,
+    parse_banner,
+    parse_lost_host,
+)
 
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr)>: ")
 _RULE = re.compile(r"-{60,}$")
@@ -104,12 +108,14 @@ class Relay:
     Attributes:
         records: the failure records of the ranks; not shown.
         banners: what mpirun says of failures; not shown.
+        lost_host: the first to which mpirun has lost its connection; empty without one.
         is_ending: whether a rank was asked to end and wants time for it.
     """
 
     def __init__(self, screen: Screen) -> None:
         self.records: list[FailureRecord] = []
         self.banners: list[Banner] = []
+        self.lost_host = ""
         self.is_ending = False
         self._screen = screen
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
@@ -198,9 +204,11 @@ class Relay:
     def _close_block(self) -> None:
         if self._block is None:
             return
-        banner = parse_banner("\n".join(self._block))
-        if banner is not None:
+        text = "\n".join(self._block)
+        if banner := parse_banner(text):
             self.banners.append(banner)
+        elif host := parse_lost_host(text):
+            self.lost_host = self.lost_host or host
         else:
             for line in self._block:
                 self._own_words(line)
