@@ -190,7 +190,7 @@ def main() -> None:
             console.print(f"{first} epochs are done already; use --epochs for more.")
         return
     model.save_model(args.folder / "model")
-    own = {id(each) for each in model.variables}  # of this process; layers know all of theirs
+    own = {id(each) for each in model.local_variables}  # layers know all of theirs
     held = [layer.name for layer in model.layers if own & {id(each) for each in layer.weights}]
     for rank, names in enumerate(smp.allgather(held, smp.WORLD)):
         if is_shown and degree > 1:

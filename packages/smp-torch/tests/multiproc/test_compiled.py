@@ -561,7 +561,7 @@ def gradients_of(beginning: str, backend: str) -> list[torch.Tensor]:
         return loss
 
     step(torch.randn(2 * WIDTH, WIDTH, generator=generator(1)))
-    return [each.grad for _, each in model.local_named_parameters()]
+    return [each.grad.cpu() for _, each in model.local_named_parameters()]
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)

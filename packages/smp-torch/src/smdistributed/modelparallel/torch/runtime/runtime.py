@@ -342,7 +342,7 @@ def _join(timeout_seconds: float) -> tuple[Transport, Peers | None]:
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     # torchrun's agent keeps one store for all attempts, with what those before have left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     peers = Peers(rank, meet(store, rank, size, timeout_seconds))
     with peers.connecting():
         dist.init_process_group(
