@@ -48,6 +48,7 @@ nitpick_ignore_regex = [
         r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*",
     ),
     ("py:.*", r"smdistributed\.modelparallel\.common\.containers\..*"),
+    ("py:.*", r"smdistributed\.modelparallel\.common\.search\.(?!plan\.).*"),
     (
         "py:.*",
         r"smdistributed\.modelparallel\.(torch|tensorflow)\.(model|optimizer)\..*",

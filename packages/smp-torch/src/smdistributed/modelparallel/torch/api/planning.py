@@ -44,8 +44,8 @@ def plan(
         lines: of the plan, at most.
 
     Returns:
-        The plan: ``plan.best.config`` is for ``smp.init``, ``plan.table()`` text for people,
-        ``plan.save(path)`` writes JSON. Times are seconds, sizes bytes.
+        What fits, ranked. ``plan.best.config`` is for ``smp.init``, ``plan.table()`` text for
+        people, ``plan.save(path)`` writes JSON. Times are seconds, sizes bytes.
 
     Raises:
         ConfigError: several processes run, ``step`` is no step function or does not train, there
