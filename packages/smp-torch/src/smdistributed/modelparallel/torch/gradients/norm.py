@@ -133,9 +133,9 @@ class _WholeModelFunctions:
         step = self._runtime.current_step
         if step is not None and step.is_tracing:
             raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ was called in a step function of several "
-                "partitions, whose gradients are there when it has returned: call it after the "
-                "step function, before optimizer.step()."
+                "clip_grad_norm_ and get_total_norm of torch.nn.utils take gradients that are "
+                "there when a step function of several partitions has returned; received a call "
+                "inside of one: call them after it, before optimizer.step()."
             )
 
     def _check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -163,6 +163,7 @@ class _WholeModelFunctions:
                 list(map(whole, given)), norm_type, error_if_nonfinite, foreach
             )
             return norm
+        self._check_is_over()
         parameter_of = self._parameters_of_gradients()
         pairs = [(parameter_of.get(id(each)), each) for each in given]
         return self._norm_over_partitions(
