@@ -98,11 +98,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     # Every rank has a slice of each weight, and all have the same batch.
     "tp2": {"tensor_parallel_degree": 2, "ddp": True},
     "tp2-auto": {"tensor_parallel_degree": 2, "ddp": True},
+    "pp2-tp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True},
 }
 WORLDS = {
     name: World(ranks, start, (config, name), without_fork(ranks, "fork"), preload=PRELOAD)
     for name, config in CONFIGS.items()
-    for ranks in [1 if name.startswith("one") else 2]
+    for ranks in [1 if name.startswith("one") else 4 if name == "pp2-tp2" else 2]
 }
 PROBES = {str(probe): probe for probe in population.probes()}
 KEYED = [name for name, use in uses.USES.items() if use.keyed]
@@ -144,11 +145,13 @@ ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features"
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
-IN_PARTS = {"sdp2": IN_SHARDS, "tp2": ("at rest",), "tp2-auto": ("at rest",)}
+IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto", "pp2-tp2"), ("at rest",))}
+#: Where ranks have partitions, whose values the others read between two steps.
+IN_PIPELINES = ("pp2", "v")
 #: Of what would be two of these parts, all but a few branches of the library are in one.
 MOST = {"uses": 20, "writes": 160, "order": 240, "views": 720}
 QUICK = {
-    *(("pp2", kind, MOST.get(kind, 0)) for kind in POPULATIONS if kind != "at rest"),
+    *(("pp2", kind, MOST.get(kind, 0)) for kind in POPULATIONS),
     *(("sdp2", kind, 0) for kind in IN_SHARDS),
     ("tp2", "at rest", 11),
     # Without graphs, what is around a step of one partition is around plain Python.
@@ -167,7 +170,9 @@ PARTS = [
     (world, kind, part)
     for world in WORLDS
     for kind in POPULATIONS
-    if (kind in IN_PARTS[world] if world in IN_PARTS else kind != "at rest")
+    if (
+        kind in IN_PARTS[world] if world in IN_PARTS else kind != "at rest" or world in IN_PIPELINES
+    )
     for part in range(STRIDES[kind])
 ]
 
@@ -312,6 +317,25 @@ def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> Non
         "trains at times, end, norm",
     ]
     for found in run(worlds, WORLDS["pp2"], try_asked, names):
+        assert set(found.values()) == {"exact"}
+
+
+def test_numbers_of_single_parameters_come_from_the_ranks_that_have_them(worlds: Worlds) -> None:
+    names = [
+        "between: read: item of each gradient",
+        "after: read: tolist of each parameter",
+        "between: both: assigned",
+        "ascended",
+        "asked for",
+    ]
+    for found in run(worlds, WORLDS["pp2-tp2"], try_at_rest, names):
+        assert set(found.values()) == {"exact"}
+
+
+def test_what_saw_parameters_before_the_first_step_sees_them_later(worlds: Worlds) -> None:
+    """Of those that other partitions have, too."""
+    names = ["kept: data", "kept: rows", "kept: of a state"]
+    for found in run(worlds, WORLDS["pp2"], try_at_rest, names):
         assert set(found.values()) == {"exact"}
 
 

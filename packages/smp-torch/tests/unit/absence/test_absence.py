@@ -12,11 +12,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.absence import following, tensors
+from smdistributed.modelparallel.torch.absence.forms import Forms
+from smdistributed.modelparallel.torch.absence.notes import Origin
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
+from smdistributed.modelparallel.torch.absence.owned import Owned, OwnedTensor, own_up
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
@@ -28,6 +33,7 @@ from smdistributed.modelparallel.torch.absence.tensors import (
 )
 from smdistributed.modelparallel.torch.absence.values import Question, answer
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.runtime.published import NotPublishedError, Published
 
 CPU = torch.device("cpu")
 
@@ -38,6 +44,7 @@ class Pipeline:
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=5)
         self._told: list[Any] = [None, None]
+        self.store = dist.HashStore()
 
     def exchange(self, own: int, mine: Any) -> list[Any]:
         self._told[own] = mine
@@ -51,29 +58,55 @@ class Pipeline:
 
 
 class Rank:
-    """A rank that has one of two parameters; a keeper."""
+    """A rank that has one of two parameters; a keeper.
+
+    Args:
+        own: its number.
+        pipeline: of two ranks that run; by default the other one does not come.
+    """
 
     def __init__(self, own: int, pipeline: Pipeline | None = None) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._own, self._pipeline = own, pipeline or Pipeline()
+        store = self._pipeline.store
+        self._published = Published(store, own, 5, lambda: ())
+        if pipeline is None:
+            Published(store, 1 - own, 5, lambda: ()).note_call(CommGroup.WORLD)
         numbers = torch.Generator().manual_seed(5)
         values = [torch.randn(3, 4, generator=numbers) for _ in range(2)]
         self.parameters = [nn.Parameter(each) for each in values]
         self.sharing_memory = MemorySharers().of
         self.run = following.run
-        absent = self.parameters[1 - own]
-        make_absent(absent, self, f"parameter {1 - own}", absent.shape, CPU)
+        self.needs_values = Forms(self.fake_mode).depend_on_values
+        mine, absent = self.parameters[own], self.parameters[1 - own]
+        make_absent(absent, self, origin(1 - own), absent.shape, CPU)
+        own_up(mine, Owned(self, origin(own), is_own=True))
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         return tensor is self.parameters[self._own]
 
+    def is_of_library(self) -> bool:
+        return False
+
     def check_use(self, names: str, what: str) -> None:
         pass
 
+    def leave(self, place: str, values: torch.Tensor) -> None:
+        self._published.leave(place, values)
+
     def answer(self, question: Question) -> torch.Tensor:
+        if question.owner == 1 - self._own:
+            try:
+                return self._published.take(1 - self._own, question.place)
+            except NotPublishedError as error:
+                raise question.refusal() from error
         return answer(
             question, lambda mine: self._pipeline.exchange(self._own, mine), self._own, CPU
         )
+
+
+def origin(number: int) -> Origin:
+    return Origin(frozenset({f"parameter {number}"}), frozenset({number}), str(number))
 
 
 def on_both(body: Callable[[Rank], Any]) -> list[Any]:
@@ -274,3 +307,68 @@ def test_nothing_of_an_absent_tensor_can_be_read_by_a_kernel() -> None:
         torch.jit.trace(torch.sin, absent)
     with pytest.raises(UnsupportedError, match="sparse or nested"):
         absent.to_sparse()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda each: each.norm().item(),
+        lambda each: float(f"{each.detach().sum():.3f}"),
+        lambda each: bool(torch.isfinite(each).all()),
+        lambda each: each.tolist(),
+        lambda each: each[each > 0].sum().item(),
+        lambda each: each.data.nonzero().shape[0],
+        lambda each: float(each.detach().numpy().sum()),
+        lambda each: [float(row.sum()) for row in each.detach()],
+        lambda each: copy.deepcopy(each).data.mul_(2).sum().item(),
+        lambda each: torch.zeros_like(each).add_(each).sum().item(),
+        lambda each: float(torch._foreach_norm([each.detach(), torch.ones(2)])[0]),
+        lambda each: torch.equal(each, each * 1),
+    ],
+)
+def test_what_python_reads_comes_from_the_rank_that_has_it(read: Any) -> None:
+    wanted = [read(nn.Parameter(each)) for each in whole()]
+    for found in on_both(lambda rank: [read(each) for each in rank.parameters]):
+        assert found == wanted
+
+
+def test_a_rank_reads_what_it_has_by_itself() -> None:
+    def compute(rank: Rank) -> float:
+        own = rank.parameters[rank._own].detach()
+        for _ in range(rank._own + 1):
+            assert own.norm().item() > 0
+        own.mul_(2)
+        return rank.parameters[0].detach().sum().item()
+
+    wanted = 2 * whole()[0].sum().item()
+    assert on_both(compute) == pytest.approx([wanted, wanted])
+
+
+def test_a_read_of_another_moment_is_not_taken_for_that_of_this_one() -> None:
+    def compute(rank: Rank) -> float:
+        found = 0.0
+        for moment in range(3):
+            with torch.no_grad():
+                rank.parameters[0].mul_(2)
+            if rank._own == 0 or moment == 2:
+                found = rank.parameters[0].sum().item()
+        return found
+
+    wanted = 8 * whole()[0].sum().item()
+    assert on_both(compute) == pytest.approx([wanted, wanted])
+
+
+def test_what_is_computed_from_what_a_rank_has_is_known_to_be_its_own() -> None:
+    rank = Rank(0)
+    own = rank.parameters[0]
+    assert isinstance(own, nn.Parameter)
+    mean = torch.zeros(3, 4)
+    view = mean.view(-1)
+    with torch.no_grad():
+        mean.lerp_(own, 0.1)
+    for each in (own * 2, own.data, mean, view, own[0], copy.deepcopy(own)):
+        assert type(each) is OwnedTensor
+    assert type(torch.zeros_like(own)) is torch.Tensor
+    assert isinstance(own + rank.parameters[1], AbsentTensor)
+    with pytest.raises(ValueError, match="read-only"):
+        own.detach().numpy()[0] = 0

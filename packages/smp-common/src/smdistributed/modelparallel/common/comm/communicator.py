@@ -54,6 +54,8 @@ class Communicator:
     Attributes:
         reach: with whom this rank can exchange at present. ``tell`` and ``hear``, by which ranks
             run one after the other, do not ask it.
+        when_called: told the group of each call that all of its members make, where this rank
+            comes to it.
 
     Source: smd_model_parallel_common_api.rst, Communication API.
     """
@@ -72,6 +74,7 @@ class Communicator:
         self._codec = codec or Codec()
         self.reach = Reach()
         self._seal = seal or Seal.of(os.environ)
+        self.when_called: Callable[[CommGroup], None] | None = None
         self._calls = dict.fromkeys(CommGroup, 0)
         self._told: deque[tuple[str, Posted]] = deque()
         #: What this rank has opened and nobody is known to have joined, and its number.
@@ -199,7 +202,7 @@ class Communicator:
         call = f"{purpose}, which {_name(group, CommGroup)} makes together"
         payload = self._encode(call, obj)
         self.settle(group)
-        self._calls[group] += 1
+        self._count(group)
         members, number = self._members(group), self._calls[group]
         if len(members) > 1:
             self._unjoined[group] = call, number
@@ -213,7 +216,7 @@ class Communicator:
             CommError: as ``allgather``.
         """
         call = f"{purpose}, which {_name(group, CommGroup)} makes together"
-        self._calls[group] += 1
+        self._count(group)
         number, first = self._calls[group], self._members(group)[0]
         self._start(call, pickle.dumps((call, number, b"")), [first], _GROUP_CHANNELS[group])
         return self._codec.loads(self._answer(call, number, group))
@@ -266,7 +269,7 @@ class Communicator:
         members = self._members(group)
         self.reach.check(call, members)
         self.settle(group)
-        self._calls[group] += 1
+        self._count(group)
         if len(members) == 1:
             return [payload]
         channel, number = _GROUP_CHANNELS[group], self._calls[group]
@@ -286,6 +289,11 @@ class Communicator:
         answered = (call, number, [] if to_first else payloads)
         self._send(call, pickle.dumps(answered), others, channel)
         return payloads
+
+    def _count(self, group: CommGroup) -> None:
+        self._calls[group] += 1
+        if self.when_called is not None:
+            self.when_called(group)
 
     def _answer(self, call: str, number: int, group: CommGroup) -> Any:
         """Returns what the group's first rank has for those who make a call with it."""

@@ -7,27 +7,52 @@ that has the values. Where Python needs a value, the ranks of the pipeline compu
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.digests import digest_of, place_of
+from smdistributed.modelparallel.torch.absence.kinds import (
+    DIFFERENTIATING,
+    LIKE,
+    MEMORY,
+    NO_VALUES,
+    OBJECT,
+    VALUES,
+)
 from smdistributed.modelparallel.torch.absence.notes import (
     REMEDY,
     Call,
+    Origin,
     Source,
+    check_forms,
     name_of,
+    not_differentiated,
     shortened,
 )
-from smdistributed.modelparallel.torch.absence.numbers import AbsentNumber
+from smdistributed.modelparallel.torch.absence.owned import (
+    awake,
+    digest_in,
+    is_shown,
+    leave,
+    noting_writes,
+    owned_in,
+    read_only,
+    track,
+    wake,
+)
 from smdistributed.modelparallel.torch.absence.tensors import (
     Absent,
     AbsentTensor,
     Keeper,
     absent_in,
+    as_gradient,
     clear_gradient,
     gradient_of,
     new_absent,
@@ -35,76 +60,37 @@ from smdistributed.modelparallel.torch.absence.tensors import (
     vacant,
 )
 from smdistributed.modelparallel.torch.absence.values import Question
+from smdistributed.modelparallel.torch.compat.private.below import Scripted
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
+    OpOverload,
     is_of_fakes,
     is_traced,
     past_subclass_functions,
     pytree,
     quiet_fakes,
 )
-from smdistributed.modelparallel.torch.compat.private.tensors import ABOUT_TENSORS, version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
 from smdistributed.modelparallel.torch.trial.on_fakes import Trial
 
 _TENSOR: Any = torch.Tensor
 _UNKNOWN = Source()
+#: Calls that come to absent tensors alone, and not to those of this rank.
+_PAST_FUNCTIONS = (OpOverload, Scripted)
 #: Calls that stand behind a value, at most: a moving average goes on for ever.
 _MOST_CALLS = 2048
-
-
-def _of(names: str) -> frozenset[Any]:
-    found = set()
-    for name in names.split():
-        each = getattr(_TENSOR, name, None)
-        if each is not None:
-            found.add(each if callable(each) else each.__get__)
-    return frozenset(found)
-
-
-#: What concerns the object itself.
-_OBJECT = frozenset(
-    {*_of("__hash__ register_hook register_post_accumulate_grad_hook"), *ABOUT_TENSORS}
-)
-#: What asks for no values.
-_ABOUT = frozenset(
-    {
-        *_of("device layout dtype shape size dim ndim ndimension numel nelement element_size"),
-        *_of("itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_sparse is_quantized stride"),
-        *_of("is_mkldnn is_nested is_floating_point is_complex is_signed __len__ get_device"),
-        *_of("is_inference is_leaf grad_fn requires_grad is_contiguous storage_offset name"),
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-#: What tells values to Python, or gives them to what is no tensor.
-_VALUES = _of(
-    "item __bool__ __float__ __int__ __index__ __complex__ tolist numpy __array__ __format__ "
-    "__contains__ is_nonzero"
-)
-#: What would give away memory that has no values.
-_MEMORY = _of("data_ptr untyped_storage storage __reduce_ex__ share_memory_ __dlpack__ is_shared")
-_DIFFERENTIATING = frozenset({_TENSOR.backward, torch.autograd.grad, torch.autograd.backward})
-#: Give a tensor like another one, whatever its values.
-_LIKE = frozenset(
-    {torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like}
-    | {torch.rand_like, torch.randn_like, torch.randint_like}
-    | _of("new_zeros new_ones new_full new_empty new_tensor")
-)
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function of torch that got an absent tensor."""
     own = args[0] if args and isinstance(args[0], AbsentTensor) else None
-    if func is _TENSOR.item and own is not None and own.absent.source_now.known is None:
-        return AbsentNumber(own)
     with past_subclass_functions():
-        if own is not None and func in _OBJECT:
+        if own is not None and func in OBJECT:
             return func(*args, **kwargs)
-        if own is not None and func in _ABOUT:
+        if own is not None and func in NO_VALUES:
             return func(own.absent.fake, *args[1:], **kwargs)
-        given = AbsentNumber.as_tensors((tuple(args), kwargs))
-        return _answer(func, *given)
+        return _answer(func, args, kwargs)
 
 
 def _is_absent(value: Any) -> bool:
@@ -124,20 +110,24 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name_of(func)} gets {_all_names(found)}, which another partition has, while "
             f"torch.jit.trace runs: trace a module of your own. {REMEDY}"
         )
-    if func in _DIFFERENTIATING:
-        raise UnsupportedError(
-            f"{name_of(func)} asks for gradients of what depends on {_all_names(found)}, which "
-            "another partition has: compute them in a step function, by model.backward."
-        )
-    if func in _MEMORY:
+    if func is torch.autograd.grad:
+        try:
+            return _follow(func, args, kwargs)
+        except RuntimeError as error:  # what is here is no leaf among fakes
+            raise not_differentiated(func, _origin(func, args, kwargs).names) from error
+    if func in DIFFERENTIATING:
+        raise not_differentiated(func, _origin(func, args, kwargs).names)
+    if func in MEMORY:
         raise UnsupportedError(
             f"{name_of(func)} asks for the memory of {_all_names(found)}, which another partition "
             f"has, or of what was computed from it. {REMEDY}"
         )
-    if func in _VALUES:
+    if func in VALUES:
         return _with_values(func, args, kwargs, is_everywhere=True)
-    if getattr(func, "__name__", "").startswith("_foreach_"):
-        return _one_by_one(func, args, kwargs)
+    if func is _TENSOR.__iter__:
+        return iter(_follow(_TENSOR.unbind, args, kwargs))
+    if is_foreach(func):
+        return one_by_one(functools.partial(_with_one, func), args, kwargs)
     return _follow(func, args, kwargs)
 
 
@@ -153,7 +143,8 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
     if func in (_TENSOR.grad.__set__, _TENSOR.grad.__delete__):
         clear_gradient(own)
         if len(args) > 1 and args[1] is not None:
-            own.grad = new_gradient(own)
+            given = args[1]
+            own.grad = as_gradient(given, own) if _is_absent(given) else new_gradient(own)
         return True, None
     if func in (_TENSOR.requires_grad.__set__, _TENSOR.requires_grad_):
         flag = args[1] if len(args) > 1 else True
@@ -169,6 +160,7 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
         own.data = vacant(fake, own.device)
         if not about.source.is_own:
             about.source = _UNKNOWN
+        about.origin = replace(about.origin, digest=_origin(func, args, {}).digest)
         return True, None
     if func is _TENSOR.__deepcopy__:
         memo = args[1]
@@ -186,43 +178,52 @@ def _all_names(found: Sequence[AbsentTensor]) -> str:
 
 
 def _with_values(func: Any, args: Any, kwargs: Any, *, is_everywhere: bool) -> Any:
-    """Runs a function on values, which the ranks compute together or have computed."""
+    """Runs a function on values: what the ranks have told each other, or compute together."""
+    owned = owned_in((args, kwargs))
+    if is_everywhere:
+        leave(owned)
 
     def value(each: Any) -> Any:
         if not isinstance(each, AbsentTensor):
             return each
-        about = each.absent
-        asked = Question(about.source_now, about.names, name_of(func), is_everywhere)
-        return about.keeper.answer(asked)
+        is_of_several = len(each.absent.origin.owners) > 1
+        asked = _question(func, each, is_everywhere=is_everywhere or is_of_several)
+        return each.absent.keeper.answer(asked)
 
     given: Any = pytree.tree_map(value, (tuple(args), dict(kwargs)))
-    return func(*given[0], **given[1])
+    if not owned:
+        return read_only(func(*given[0], **given[1]))
+    keeper, origin = owned[0].owned.keeper, _origin(func, args, kwargs)
+    with noting_writes((args, kwargs), keeper, origin), awake(owned):
+        return read_only(func(*given[0], **given[1]))
 
 
-def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a function of many tensors on those that are here, and on the others apart."""
-    given = [*args, *kwargs.values()]
-    lists = [each for each in given if isinstance(each, list | tuple)]
-    if any(map(_is_absent, given)):
+def _question(func: Any, tensor: AbsentTensor, *, is_everywhere: bool) -> Question:
+    about = tensor.absent
+    place = place_of(about.origin.digest)
+    return Question(about.source_now, about.origin, name_of(func), is_everywhere, place)
+
+
+def _origin(func: Any, args: Any, kwargs: Any) -> Origin:
+    """Returns the origin of what a call gives, the same on every rank."""
+    origins = [each.absent.origin for each in absent_in((args, kwargs))]
+    origins += [each.owned.origin for each in owned_in((args, kwargs))]
+    origin = Origin.of_call(origins, digest_of(func, args, kwargs, _digest))
+    return replace(origin, is_told=False) if isinstance(func, _PAST_FUNCTIONS) else origin
+
+
+def _digest(tensor: Any) -> str | None:
+    about = tensor.absent.origin if isinstance(tensor, AbsentTensor) else None
+    if about is None:
+        return digest_in(tensor)
+    return about.digest if about.owners else None
+
+
+def _with_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function of many tensors on one, which is here or not."""
+    if absent_in((args, kwargs)):
         return _follow(func, args, kwargs)
-    length = len(lists[0])
-    results: list[Any] = [None] * length
-    is_absent = [any(_is_absent(each[place]) for each in lists) for place in range(length)]
-    for wanted in (False, True):
-        places = [place for place in range(length) if is_absent[place] is wanted]
-        if not places:
-            continue
-
-        def chosen(value: Any, places: list[int] = places) -> Any:
-            is_list = isinstance(value, list | tuple)
-            return [value[place] for place in places] if is_list else value
-
-        some = [chosen(each) for each in args]
-        named = {key: chosen(each) for key, each in kwargs.items()}
-        found = _follow(func, some, named) if wanted else func(*some, **named)
-        for place, each in zip(places, found or (), strict=False):
-            results[place] = each
-    return None if all(each is None for each in results) else tuple(results)
+    return track(func, args, kwargs) if owned_in((args, kwargs)) else func(*args, **kwargs)
 
 
 def _follow(func: Any, args: Any, kwargs: Any) -> Any:
@@ -230,7 +231,8 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
     absent = absent_in((args, kwargs))
     keeper = absent[0].absent.keeper
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    _check_forms(func, (args, kwargs), absent)
+    origins = [each.absent.origin for each in absent]
+    check_forms(func, (args, kwargs), origins)
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -254,7 +256,7 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name_of(func)} cannot tell the form of what it gives without the values of "
             f"{_all_names(absent)}, which another partition has. {REMEDY}"
         ) from error
-    _check_forms(func, result, absent)
+    check_forms(func, result, origins)
     written = [
         (place, value, fake)
         for place, (value, fake) in enumerate(stand_ins.values())
@@ -263,12 +265,19 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
     unchanged = [fake for place, _, fake in written if version_of(fake) == before[place]]
     torch.autograd.graph.increment_version(unchanged)
     here = [value for _, value, _ in written if not _is_absent(value)]
+    elsewhere = [value for _, value, _ in written if isinstance(value, AbsentTensor)]
+    if any(each.absent.source.is_own for each in elsewhere):
+        # The rank that has what is written to asks for the values.
+        leave(owned_in((args, kwargs)))
+        for one in absent:
+            if len(one.absent.origin.owners) > 1 and not one.absent.source.is_own:
+                keeper.answer(_question(func, one, is_everywhere=True))
     if any(map(keeper.is_here, here)):
         return _with_values(func, args, kwargs, is_everywhere=False)
     sharing = {id(value): _sharing_memory(func, value, absent) for value in here}
-    names = frozenset[str]()
-    if func not in _LIKE:
-        names = names.union(*(each.absent.names for each in absent))
+    origin = _origin(func, args, kwargs)
+    if func in LIKE:
+        origin = Origin(frozenset(), frozenset(), origin.digest)
     is_noted = not trial.has_drawn and all(each.is_noted for each in sources.values())
     call = (
         _call(func, args, kwargs, sources, [each for _, each, _ in written]) if is_noted else None
@@ -278,7 +287,7 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         place = -1 - taken.index(id(value))
         source = _UNKNOWN if call is None else Source(call, place)
         for each in sharing.get(id(value), (value,)):
-            _write(each, fake, keeper, names, source)
+            _write(each, fake, keeper, origin.at(f"to {-1 - place}"), source)
     numbers = itertools.count()
     originals = {id(fake): value for value, fake in stand_ins.values()}
 
@@ -288,18 +297,10 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         number = next(numbers)
         if id(value) in originals:
             return originals[id(value)]
-        return new_absent(keeper, value, names, _UNKNOWN if call is None else Source(call, number))
+        source = _UNKNOWN if call is None else Source(call, number)
+        return new_absent(keeper, value, origin.at(str(number)), source)
 
     return pytree.tree_map(real, result)
-
-
-def _check_forms(func: Any, structure: Any, absent: Sequence[AbsentTensor]) -> None:
-    leaves = pytree.tree_leaves(structure)
-    if any(torch.is_tensor(each) and each.layout is not torch.strided for each in leaves):
-        raise UnsupportedError(
-            f"{name_of(func)} takes or makes a sparse or nested tensor, with the values of "
-            f"{_all_names(absent)}, which another partition has. {REMEDY}"
-        )
 
 
 def _is_reshaped(value: torch.Tensor, fake: torch.Tensor) -> bool:
@@ -325,7 +326,9 @@ def _call(
             return value
         if id(value) in sources:
             return sources[id(value)]
-        if id(value) in will_change:
+        if is_shown(value):
+            value = value.detach().clone()  # it is whole for as long as the function runs
+        elif id(value) in will_change:
             value = value.detach()
         versions.append(version_of(value))
         return value
@@ -353,6 +356,7 @@ def _sharing_memory(
         UnsupportedError: not all of them are known, or see all of the memory.
     """
     keeper = absent[0].absent.keeper
+    wake(tensor)
     sharing = (
         keeper.sharing_memory(tensor) if type(tensor) in (torch.Tensor, nn.Parameter) else None
     )
@@ -368,17 +372,19 @@ def _sharing_memory(
 
 
 def _write(
-    tensor: torch.Tensor, fake: torch.Tensor, keeper: Keeper, names: frozenset[str], source: Source
+    tensor: torch.Tensor, fake: torch.Tensor, keeper: Keeper, origin: Origin, source: Source
 ) -> None:
     """Makes a tensor what it is after something absent was written to it."""
     made: Any = tensor
+    wake(tensor)
     if isinstance(tensor, AbsentTensor):
         about = tensor.absent
         if fake.shape != tensor.shape:
             tensor.data = vacant(fake, tensor.device)
-        if not about.source.is_own:
-            about.source, about.version = source, version_of(fake)
-            about.names |= names
+        if about.source.is_own:
+            about.origin = replace(about.origin, digest=origin.digest)
+        else:
+            about.source, about.version, about.origin = source, version_of(fake), origin
         return
     is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
     with keeper.fake_mode:
@@ -387,4 +393,4 @@ def _write(
     tensor.__class__ = AbsentTensor
     if is_parameter:
         made._is_param = True
-    made.absent = Absent(keeper, own, names, source, version_of(own))
+    made.absent = Absent(keeper, own, origin, source, version_of(own))

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.digests import hash_of
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
+
+#: What the name of a gradient begins with, before that of its parameter.
+GRADIENT_OF = "the gradient of "
 #: What to do instead.
 REMEDY = (
     "Values of all partitions: state_dict() of the DistributedModel, on every rank, and "
     "load_state_dict() to change them; of the own one: local_named_parameters()."
 )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which ranks of a pipeline have what stands behind a value, the same on all of them.
+
+    Attributes:
+        names: of the parameters that it depends on.
+        owners: places in the pipeline of the ranks that have those.
+        digest: how it came about; see ``absence.digests``.
+        is_told: whether one owner alone would know that it has the value: what goes past functions
+            of torch, as in transforms of ``torch.func``, it takes for any tensor.
+    """
+
+    names: frozenset[str]
+    owners: frozenset[int]
+    digest: str
+    is_told: bool = True
+
+    @classmethod
+    def of_call(cls, origins: Iterable[Origin], digest: str) -> Origin:
+        """Returns that of what a call gives."""
+        names, owners, is_told = frozenset[str](), frozenset[int](), True
+        for each in origins:
+            names, owners = names | each.names, owners | each.owners
+            is_told = is_told and each.is_told
+        return cls(names, owners, digest, is_told)
+
+    def at(self, place: str) -> Origin:
+        """Returns that of one of the tensors that a call gave, or wrote to."""
+        return replace(self, digest=hash_of(self.digest, place))
+
+    def of_gradient(self) -> Origin:
+        """Returns that of the gradient of a model's own tensor."""
+        names = frozenset(f"{GRADIENT_OF}{each}" for each in self.names)
+        return Origin(names, self.owners, hash_of(*sorted(names)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +116,35 @@ def shortened(names: frozenset[str]) -> str:
     chosen = sorted(names)
     more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
     return ", ".join(chosen[:3]) + more
+
+
+def check_forms(func: Any, structure: Any, origins: Iterable[Origin]) -> None:
+    """Raises if a function takes or gives what fakes do not stand for.
+
+    Args:
+        func: that is called, or was.
+        structure: its arguments, or what it gave.
+        origins: of what one partition has among them.
+
+    Raises:
+        UnsupportedError: a tensor is sparse or nested.
+    """
+    tensors = [each for each in pytree.tree_leaves(structure) if isinstance(each, torch.Tensor)]
+    with past_subclass_functions():
+        if all(each.layout is torch.strided and not each.is_nested for each in tensors):
+            return
+    raise UnsupportedError(
+        f"{name_of(func)} takes or makes a sparse or nested tensor, with the values of "
+        f"{shortened(Origin.of_call(origins, '').names)}, which one partition has. {REMEDY}"
+    )
+
+
+def not_differentiated(func: Any, names: frozenset[str]) -> UnsupportedError:
+    """Returns the error where gradients are asked for that some ranks cannot follow."""
+    return UnsupportedError(
+        f"{name_of(func)} asks for gradients of what depends on {shortened(names)}, which one "
+        "partition has: compute them in a step function, by model.backward."
+    )
 
 
 def name_of(func: Any) -> str:

@@ -9,6 +9,8 @@ import weakref
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.absence.owned import OwnedTensor
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.compat.private.tensors import (
     storage_of,
     users_of_memory,
@@ -58,4 +60,8 @@ class MemorySharers:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    kinds = (torch.Tensor, nn.Parameter, OwnedTensor)
+    if type(tensor) not in kinds:
+        return False
+    with past_subclass_functions():
+        return tensor.layout is torch.strided

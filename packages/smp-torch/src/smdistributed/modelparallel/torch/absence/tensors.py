@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.absence.notes import REMEDY, Source
+from smdistributed.modelparallel.torch.absence.notes import REMEDY, Origin, Source
 from smdistributed.modelparallel.torch.absence.values import Question
 from smdistributed.modelparallel.torch.compat.private.below import (
     operated_by,
@@ -35,8 +35,8 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 
-#: What the name of a gradient begins with, before that of its parameter.
-GRADIENT_OF = "the gradient of "
+#: Size, stride and offset in the memory of another tensor.
+Place = tuple[Sequence[int], Sequence[int], int]
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad.__get__
 
@@ -81,7 +81,7 @@ class Absent:
     Attributes:
         keeper: knows where values are.
         fake: has its shape, type, device and versions.
-        names: of the parameters that it depends on.
+        origin: which ranks have what it depends on.
         source: of its values.
         version: of the fake when the source was noted.
         awaits_gradient: of a parameter: it has a gradient, which nobody has asked for yet.
@@ -89,10 +89,15 @@ class Absent:
 
     keeper: Keeper
     fake: torch.Tensor
-    names: frozenset[str]
+    origin: Origin
     source: Source
     version: int = 0
     awaits_gradient: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the parameters that it depends on."""
+        return self.origin.names
 
     @property
     def source_now(self) -> Source:
@@ -113,6 +118,8 @@ class AbsentTensor(torch.Tensor):
         if _Hidden.is_on and func == _GRAD:  # which optimizers ask of each
             return None
         kwargs = kwargs or {}
+        if any(hasattr(each, "lying") for each in types):
+            return NotImplemented  # first those in parts are brought together
         if inside_transform():  # which has yet to take arguments apart
             with past_subclass_functions():
                 return func(*args, **kwargs)
@@ -178,7 +185,7 @@ def is_model_type(tensor: torch.Tensor) -> bool:
 
 
 def make_absent(
-    tensor: torch.Tensor, keeper: Keeper, name: str, shape: torch.Size, device: torch.device
+    tensor: torch.Tensor, keeper: Keeper, origin: Origin, shape: torch.Size, device: torch.device
 ) -> None:
     """Takes the values of a model's tensor away; it stays the same object."""
     if isinstance(tensor, AbsentTensor) and tensor.absent.source.is_own:
@@ -195,7 +202,23 @@ def make_absent(
     if is_parameter:
         own._is_param = True
     fake.requires_grad_(requires_grad)
-    own.absent = Absent(keeper, fake, frozenset({name}), Source(like=fake))
+    own.absent = Absent(keeper, fake, origin, Source(like=fake))
+
+
+def make_view_absent(view: torch.Tensor, of: torch.Tensor, place: Place) -> None:
+    """Takes the values of a tensor away that saw the memory of a model's, which is absent now."""
+    assert isinstance(of, AbsentTensor)
+    about = of.absent
+    with about.keeper.fake_mode, torch.no_grad():
+        fake = about.fake.detach().as_strided(*place)
+    is_parameter = isinstance(view, nn.Parameter)
+    view.data = vacant(fake, view.device)
+    made: Any = view
+    made.__class__ = AbsentTensor
+    if is_parameter:
+        made._is_param = True
+    origin = about.origin.at(str(place))
+    made.absent = Absent(about.keeper, fake, origin, Source(like=fake), version_of(fake))
 
 
 def make_present(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -237,6 +260,15 @@ def note_gradient(parameter: torch.Tensor) -> None:
         parameter.absent.awaits_gradient = True
 
 
+def renew(parameter: AbsentTensor, origin: Origin) -> None:
+    """Takes note that a parameter, and its gradient, have other values after a step."""
+    parameter.absent.origin = origin
+    with past_subclass_functions():
+        gradient = parameter.grad
+    if isinstance(gradient, AbsentTensor):
+        gradient.absent.origin = origin.of_gradient()
+
+
 def gradient_of(parameter: AbsentTensor) -> torch.Tensor | None:
     """Returns the gradient of an absent parameter, which is made when it is first asked for.
 
@@ -260,13 +292,19 @@ def _named(tensor: AbsentTensor) -> str:
     return ", ".join(sorted(tensor.absent.names))
 
 
-def new_absent(
-    keeper: Keeper, fake: torch.Tensor, names: frozenset[str], source: Source
-) -> AbsentTensor:
+def new_absent(keeper: Keeper, fake: torch.Tensor, origin: Origin, source: Source) -> AbsentTensor:
     """Returns an absent tensor that looks like a fake."""
     made = _absent_like(fake, fake.device)
-    made.absent = Absent(keeper, fake, names, source, version_of(fake))
+    made.absent = Absent(keeper, fake, origin, source, version_of(fake))
     return made
+
+
+def as_gradient(tensor: AbsentTensor, parameter: AbsentTensor) -> AbsentTensor:
+    """Returns an absent tensor that a script makes the gradient of an absent parameter."""
+    about = tensor.absent
+    about.origin = parameter.absent.origin.of_gradient()
+    about.source = Source(like=about.fake)
+    return tensor
 
 
 def new_gradient(parameter: AbsentTensor) -> AbsentTensor:
@@ -275,6 +313,6 @@ def new_gradient(parameter: AbsentTensor) -> AbsentTensor:
     with about.keeper.fake_mode:
         fake = torch.empty_like(about.fake, requires_grad=False)
     made = _absent_like(fake, parameter.device)
-    names = frozenset({f"{GRADIENT_OF}{_named(parameter)}"})
-    made.absent = Absent(about.keeper, fake, names, Source(like=fake), version_of(fake))
+    origin = about.origin.of_gradient()
+    made.absent = Absent(about.keeper, fake, origin, Source(like=fake), version_of(fake))
     return made

@@ -17,6 +17,7 @@ import torch
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.torch.absence.notes import (
     REMEDY,
+    Origin,
     Source,
     name_of,
     shortened,
@@ -52,24 +53,34 @@ class Question:
 
     Attributes:
         source: how the tensor came about.
-        names: of the parameters that it depends on.
+        origin: which ranks have what it depends on.
         what: the function that asks, for messages.
         is_everywhere: whether every rank asks at this place: Python asks, not a parameter of one
             rank that is written to.
+        place: the name of the value here, where one rank has left it.
     """
 
     source: Source
-    names: frozenset[str]
+    origin: Origin
     what: str
     is_everywhere: bool
+    place: str
+
+    @property
+    def owner(self) -> int | None:
+        """The place in the pipeline of the one rank that has the value, and leaves it."""
+        if self.source.known is not None or not self.origin.is_told:
+            return None
+        return next(iter(self.origin.owners)) if len(self.origin.owners) == 1 else None
 
     def refusal(self) -> UnsupportedError:
         """Returns the error where there is no answer."""
         return UnsupportedError(
-            f"{self.what} asks for a value of {shortened(self.names)}, which another partition "
-            "has, or of what was computed from it. Where every partition has a part of it, such as "
-            "the norm of all gradients, make it a number first, by total = float(total) once, on "
-            f"every rank: the ranks compute it together. {REMEDY}"
+            f"{self.what} asks for a value of {shortened(self.origin.names)}, which another "
+            "partition has, or of what was computed from it. Ranks tell each other such values "
+            "where every rank asks for them, at the same line, and not some of them by "
+            f"themselves: take it on every rank, by value = float(value), and print it on one. "
+            f"{REMEDY}"
         )
 
 
@@ -88,7 +99,7 @@ def answer(question: Question, exchange: Exchange, own: int, device: torch.devic
     source = question.source
     if (known := source.known) is not None:
         return known
-    is_local = not question.names
+    is_local = not question.origin.names
     listed = _Listed(source, shapes_alone=is_local)
     if not listed.tensors or any(line.kind == "changed" for line in listed.lines):
         raise question.refusal()

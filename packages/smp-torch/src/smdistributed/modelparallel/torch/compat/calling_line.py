@@ -1,8 +1,15 @@
-"""Which line of a script has called."""
+"""Which lines of a script have called."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_OWN_PACKAGE = __name__.partition(".torch.")[0]
+#: Whose frames lie between a function of torch and the code that wants it.
+_BETWEEN = frozenset(("torch", "contextlib", "functools", "copy"))
 
 
 def calling_line() -> tuple[str, int]:
@@ -13,7 +20,30 @@ def calling_line() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+def script_lines() -> Iterator[tuple[str, int]]:
+    """Yields the name of the file and the number of each such line, from the innermost one."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if not _is_of_a_library(frame.f_globals.get("__name__", "")):
+            yield os.path.basename(frame.f_code.co_filename), frame.f_lineno
+        frame = frame.f_back
+
+
+def is_called_by_library(mechanism: Collection[str], depth: int = 1) -> bool:
+    """Whether code of this library has called, by way of torch or not.
+
+    Args:
+        mechanism: the modules that bring a call to where it is asked.
+        depth: of the first frame that counts, above the caller's.
+    """
+    frame: Any = sys._getframe(1 + depth)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module not in mechanism and module.partition(".")[0] not in _BETWEEN:
+            return module.startswith(_OWN_PACKAGE)
+        frame = frame.f_back
+    return False
+
+
 def _is_of_a_library(name: str) -> bool:
-    return name.partition(".")[0] == "torch" or name.startswith(
-        "smdistributed.modelparallel.torch."
-    )
+    return name.partition(".")[0] == "torch" or name.startswith(f"{_OWN_PACKAGE}.torch.")

@@ -122,7 +122,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.place_whole()
             name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
-        self.rest_slices()
+        self.rest()
 
     def is_made_of(self, module: nn.Module) -> bool:
         """Whether a module is this model, or the user's that it was made of."""
@@ -174,7 +174,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         if self._runtime.tensor_group.passes is not None:
             self._runtime.tensor_group.passes.called_outside()
         with (
-            self.slices_awake(),
+            self.parameters_awake(),
             slices_guarded([self.holder.fakes.slice_guard]),
             self._called_outside_steps(),
         ):
@@ -189,7 +189,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        with self.slices_awake():
+        with self.parameters_awake():
             if set_to_none:
                 with cleared_unseen(self.parameters()):
                     super().zero_grad()
@@ -374,7 +374,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Raises:
             PartitionError: a parameter is now shared between partitions.
         """
-        self.wake_slices()
+        self.wake()
         if not self.holder.fakes.is_current:
             self._slices.follow(self.get_module(), self.holder.fakes.slice_guard)
         has_changed = self.holder.refresh()
@@ -417,26 +417,28 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.drawing.refresh()
             follow_compiled(self.holder, self.compiled, self._compiled_calls)
 
-    def wake_slices(self) -> bool:
-        """Has parameters in slices used as they are; returns whether some were not."""
-        return self._slices.wake()
+    def wake(self) -> bool:
+        """Has parameters be tensors of torch; returns whether some were not."""
+        has_slices = self._slices.wake()
+        return self.holder.ownership.wake() or has_slices
 
     @contextlib.contextmanager
-    def slices_awake(self) -> Iterator[None]:
-        """Inside, this library uses parameters in slices as they are."""
+    def parameters_awake(self) -> Iterator[None]:
+        """Inside, this library uses parameters as they are."""
         if self._runtime.current_step is not None:
             with slices_as_they_are():
                 yield
             return
-        self.wake_slices()
+        self.wake()
         try:
             yield
         finally:
-            self.rest_slices()
+            self.rest()
 
-    def rest_slices(self) -> None:
-        """Has parameters in slices stand for whole ones, since all ranks run the same Python."""
+    def rest(self) -> None:
+        """Has parameters stand for whole ones, and know who has them; all run the same Python."""
         self._slices.rest(self.holder.fakes.slice_guard.tensors())
+        self.holder.ownership.rest()
 
     def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
         """Takes a module or parameter that code adds during a step; called before it is there.
@@ -492,7 +494,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     def follow_changes(self) -> None:
         """Takes what the script has changed of the model's structure since the last step."""
         if self._runtime.current_step is None and not self.holder.fakes.is_current:
-            with self.slices_awake():
+            with self.parameters_awake():
                 self.refresh()
 
     def local_state_dict(self) -> dict[str, Any]:

@@ -16,23 +16,31 @@ from smdistributed.modelparallel.common.errors import (
 )
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.pieces import Piece, Rectangle
-from smdistributed.modelparallel.torch.absence.notes import REMEDY
+from smdistributed.modelparallel.torch.absence.digests import hash_of
+from smdistributed.modelparallel.torch.absence.notes import REMEDY, Origin
+from smdistributed.modelparallel.torch.absence.owned import Owned, own_up
 from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
+    Place,
     is_model_type,
     is_vacant,
     make_absent,
     make_present,
+    make_view_absent,
     note_gradient,
+    renew,
 )
+from smdistributed.modelparallel.torch.compat.private.tensors import users_of_memory
 from smdistributed.modelparallel.torch.model.absence import Absence
 from smdistributed.modelparallel.torch.model.keeper import ModelsKeeper
+from smdistributed.modelparallel.torch.model.ownership import Ownership
 from smdistributed.modelparallel.torch.planning.placement import Placement
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.layout import block, is_cut
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter, as_blocks
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Slice
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 NOT_PARTITIONED = (
     "the model is not partitioned yet: that happens in the first call of a step function."
@@ -63,6 +71,7 @@ class Holder:
         # A model that is planned for is never placed: it may be too large for this machine.
         self._is_whole = runtime.topology.pp_size == 1 and runtime.planning is None
         self._placement: Placement | None = None
+        self._views: list[tuple[Slot, torch.Tensor, Place]] = []
         self._waiting: list[Callable[[], Any]] = []
         self._fixed: dict[str, int] = {}
         self._is_gathered = False
@@ -71,6 +80,8 @@ class Holder:
         self._cut_tensors: dict[int, torch.Tensor] = {}
         self.absence = Absence(runtime)
         self._keeper = ModelsKeeper(runtime)
+        self.ownership = Ownership(self._keeper, _tensor_now)
+        self._number = number
         self.fakes = FakeModel(module, runtime.fake_mode, runtime.device, number=number)
         self.version = 0
         #: With one partition, which modules are recorded whole, if steps are recorded.
@@ -171,10 +182,44 @@ class Holder:
             self._runtime.delayed.fill(tensor, self._runtime.device)
         self.fakes.model.to(self._runtime.device)
 
+    def note_views(self) -> None:
+        """Takes note of what a script has that sees tensors which may go to other ranks.
+
+        Not of what modules keep (a weight that was normed, say): they run where their tensors are.
+        Nor of what sees tensors on another device, which is left behind when a model is moved.
+        """
+        modules = self.fakes.names
+        kept = {id(each) for module in modules for each in tensors_in(vars(module))}
+        self._views = [
+            (slot, each, place)
+            for slot in self.fakes.slots
+            for each, place in self._views_of(_tensor(slot))
+            if id(each) not in kept
+        ]
+
+    def _views_of(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Place]]:
+        """Returns what else sees the memory of a tensor of the model, and where in it."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if not is_plain or tensor.device != self._runtime.device or users_of_memory(tensor) == 1:
+            return []
+        begin = tensor.storage_offset()
+        return [
+            (each, (each.shape, each.stride(), int(each.storage_offset() - begin)))
+            for each in self._keeper.sharing_memory(tensor) or ()
+            if type(each) in (torch.Tensor, nn.Parameter) and each.dtype is tensor.dtype
+        ]
+
     def place(self, placement: Placement) -> None:
         """Keeps the tensors of the own partition, on the device, and frees the others'."""
         self._placement = placement
         self._settle()
+        for slot, view, place in self._views:
+            if not self.holds(slot):
+                make_view_absent(view, _tensor(slot), place)
+            elif not placement.is_everywhere(slot) and slice_at(slot) is None:
+                origin = self._origin(slot).at(str(place))
+                own_up(view, Owned(self._keeper, origin, is_own=True))
+        self._views.clear()
 
     def refresh(self) -> bool:
         """Takes the user's changes to the structure of the model: modules, parameters, ties.
@@ -188,6 +233,7 @@ class Holder:
         """
         if self._is_gathered:
             self._settle()  # what was gathered for use outside of steps goes again
+        self.ownership.begin_step(None if self.fakes.is_current else self.fakes.model)
         if self._placement is not None:
             self.check_values()
         if self.fakes.is_current:
@@ -233,6 +279,14 @@ class Holder:
             else:
                 tensor.data = tensor.data.to(device)
         self._is_gathered = False
+        self.ownership.of(
+            {
+                slot: self._origin(slot)
+                for slot in self.fakes.slots
+                if not self.placement.is_everywhere(slot)
+                and self.placement.owner_of(slot) == self._own
+            }
+        )
         lacking = {
             module: name
             for module, name in self.fakes.names.items()
@@ -257,17 +311,24 @@ class Holder:
         """Frees a tensor of another rank."""
         device, shape = self._runtime.device, self.fakes.slots[slot].shape
         if is_model_type(tensor):
-            make_absent(tensor, self._keeper, self.fakes.slot_name(slot), shape, device)
+            make_absent(tensor, self._keeper, self._origin(slot), shape, device)
         else:
             # Meta data cannot be assigned to a parameter that lives on a device.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+
+    def _origin(self, slot: Slot) -> Origin:
+        name, owner = self.fakes.slot_name(slot), self.placement.owner_of(slot)
+        digest = hash_of(str(self._number), name)
+        return Origin(frozenset({name}), frozenset({owner}), digest)
 
     def note_gradients(self, names: Collection[str]) -> None:
         """Lets parameters of other ranks have the gradients that they have there."""
         for slot in self.fakes.slots:
             tensor = _tensor(slot)
-            if isinstance(tensor, AbsentTensor) and self.fakes.slot_name(slot) in names:
-                note_gradient(tensor)
+            if isinstance(tensor, AbsentTensor):
+                renew(tensor, self._origin(slot))
+                if self.fakes.slot_name(slot) in names:
+                    note_gradient(tensor)
 
     # ------------------------------------------------------------------ shards
 
@@ -331,6 +392,8 @@ class Holder:
             if not self.holds(slot):
                 make_present(_tensor(slot), tensors[name])
         self._is_gathered = True
+        self.ownership.wake()
+        self.ownership.of({})
         self.absence.end()
 
     def _slots_in(self, module: nn.Module) -> Iterator[Slot]:
@@ -511,6 +574,12 @@ def loads_by_itself(module: nn.Module) -> bool:
     loads = type(module)._load_from_state_dict
     is_torchs = (loads.__module__ or "").startswith("torch.")
     return bool(module._load_state_dict_pre_hooks) or not is_torchs
+
+
+def _tensor_now(slot: Slot) -> torch.Tensor | None:
+    """Returns the tensor at a place of a model, which a script may have changed since."""
+    module, name = slot
+    return module._parameters.get(name, module._buffers.get(name))
 
 
 def _tensor(slot: Slot) -> Any:

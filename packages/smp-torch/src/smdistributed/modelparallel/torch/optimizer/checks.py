@@ -116,13 +116,13 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
         runtime.num_updates += known[optimizer][1]
         # The Python of a closure is the script's, which sees whole tensors.
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if known[optimizer][1] and runtime.topology.tp_size > 1 and not has_closure:
+        if known[optimizer][1] and runtime.topology.mp_size > 1 and not has_closure:
             trained = runtime.models_trained_by(optimizer)
-            awake.extend(model for model in trained if model.wake_slices())
+            awake.extend(model for model in trained if model.wake())
 
     def rest(*_: object) -> None:
         while awake:
-            awake.pop().rest_slices()
+            awake.pop().rest()
 
     handles = [
         register_optimizer_step_pre_hook(check),

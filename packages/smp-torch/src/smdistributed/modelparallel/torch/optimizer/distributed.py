@@ -227,14 +227,14 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._check_slices()
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
-        with self._slices_awake():
+        with self._parameters_awake():
             return self._update(None if closure is None else self._resting(closure))
 
     @contextlib.contextmanager
-    def _slices_awake(self) -> Iterator[None]:
+    def _parameters_awake(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for model in self._models():
-                stack.enter_context(model.slices_awake())
+                stack.enter_context(model.parameters_awake())
             yield
 
     def _resting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -243,12 +243,12 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         @functools.wraps(closure)
         def call() -> Any:
             for model in self._models():
-                model.rest_slices()
+                model.rest()
             try:
                 return closure()
             finally:
                 for model in self._models():
-                    model.wake_slices()
+                    model.wake()
 
         return call
 
@@ -284,7 +284,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""
-        with self._slices_awake():
+        with self._parameters_awake():
             zero_grad(self.optimizer, set_to_none)
             if self._masters is not None:
                 self._masters.store.forget_gradients(set_to_none)

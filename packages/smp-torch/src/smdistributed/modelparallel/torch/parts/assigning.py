@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.owned import wake
 from smdistributed.modelparallel.torch.compat.private.tensors import users_of_memory
 from smdistributed.modelparallel.torch.parts.at_rest import InParts, Lying, hide
 from smdistributed.modelparallel.torch.parts.blocks import Blocks
@@ -30,6 +31,7 @@ def blocks_of_given(tensor: Any, like: Blocks, told_dtype: torch.dtype) -> Block
         UnsupportedError: it has another form, or others see its memory.
     """
     allowed = {told_dtype, like.values.dtype}
+    wake(tensor)
     if isinstance(tensor, InParts):
         lying: Lying = tensor.lying
         blocks = lying.blocks

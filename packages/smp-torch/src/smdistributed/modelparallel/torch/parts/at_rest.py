@@ -20,6 +20,16 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.owned import (
+    OwnedTensor,
+    follow,
+    gradient_of,
+    is_owned,
+    note_call,
+    note_gradients,
+    own_up,
+    owned_in,
+)
 from smdistributed.modelparallel.torch.compat.private.below import (
     past_operations,
     without_memory,
@@ -42,6 +52,7 @@ from smdistributed.modelparallel.torch.parts.arguments import (
     name_of,
 )
 from smdistributed.modelparallel.torch.parts.blocks import Blocks
+from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
 
 _TENSOR: Any = torch.Tensor
 #: What asks for no values.
@@ -119,7 +130,7 @@ class InParts:
         lying: in the whole.
     """
 
-    lying: Any
+    lying: Any = None
 
 
 class PartView(torch.Tensor, InParts):
@@ -133,13 +144,16 @@ class PartView(torch.Tensor, InParts):
         if own is not None:
             lying = own.lying
             with past_subclass_functions():
-                if func in ABOUT or func == _GRAD.__get__:
+                if func == _GRAD.__get__:
+                    return gradient_of(own)
+                if func in ABOUT:
                     return func(*args, **kwargs)
                 if func in CONVERSIONS and lying.is_all and is_identity(func, args, kwargs):
                     return own
             is_number_by_number = func in _BY_NUMBER and _are_numbers((args[1:], kwargs))
             if is_number_by_number and lying.blocks.is_gradient and lying.is_all:
                 func(lying.blocks.values, *args[1:], **kwargs)
+                note_call(func, args, kwargs)
                 return own
         return run(func, args, kwargs)
 
@@ -246,8 +260,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         raise _refusal(func, given[0].lying.blocks, "runs in torch.jit.trace, with")
     if func is _TENSOR.__iter__:
         return iter(run(_TENSOR.unbind, args, kwargs))
-    if getattr(func, "__name__", "").startswith("_foreach_"):
-        return _one_by_one(func, args, kwargs)
+    if is_foreach(func):
+        return one_by_one(functools.partial(_with_one, func), args, kwargs)
     with _Shown(given) as shown:
         result = shown.call(func, args, kwargs)
         views = shown.views_in(func, (args, kwargs), result)
@@ -258,6 +272,12 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_rests(blocks: Blocks, func: Any) -> None:
+    if not blocks.is_here:
+        raise UnsupportedError(
+            f"{name_of(func)} asks for {blocks.told_of_ranks}, all of them on another partition "
+            "now: look at parameters themselves after the first call of a step function, not at "
+            "what saw them before. Values of all partitions: state_dict() of the DistributedModel."
+        )
     if not blocks.home.is_at_rest(blocks):
         raise UnsupportedError(
             f"{name_of(func)} asks for {blocks.told_of_ranks}. They come together between steps"
@@ -281,34 +301,22 @@ def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
         return result
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    return tuple(
+    found = tuple(
         each.lying.blocks.home.differentiated(each, gradient)
         if isinstance(each, InParts) and gradient is not None
         else gradient
         for each, gradient in zip(inputs, result, strict=True)
     )
+    note_gradients(func, args, kwargs, found)
+    return found
 
 
-def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a function of many tensors on one after the other, so that one at a time is whole."""
-    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
-    results = []
-    for place in range(len(lists[0])):
-
-        def chosen(value: Any, place: int = place) -> Any:
-            is_of_each = isinstance(value, list | tuple) or (
-                isinstance(value, torch.Tensor) and value.dim() == 1
-            )
-            return value[place : place + 1] if is_of_each else value
-
-        some = [chosen(each) for each in args]
-        named = {key: chosen(each) for key, each in kwargs.items()}
-        given = in_parts((some, named))
-        with _Shown(given) as shown:
-            results.append(shown.call(func, some, named))
-        shown.keep()
-    first = results[0]
-    return None if first is None else type(first)(each for one in results for each in one)
+def _with_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function of many tensors on one, so that one at a time is whole."""
+    with _Shown(in_parts((args, kwargs))) as shown:
+        result = shown.call(func, args, kwargs)
+    shown.keep()
+    return result
 
 
 class _Shown:
@@ -343,6 +351,8 @@ class _Shown:
                 show(each, data)
             else:
                 self._stand_ins[id(each)] = stand_in
+                if is_owned(each):
+                    own_up(stand_in, each.owned)
         self._given = [one for one in self._given if id(one[0]) not in self._stand_ins]
         self._versions = [version_of(each) for each, _, _ in self._given]
         return self
@@ -350,8 +360,8 @@ class _Shown:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function with the whole tensors; returns what it does of those given."""
         if not self._stand_ins:
-            return func(*args, **kwargs)
-        result = func(*self._replaced(args), **self._replaced(kwargs))
+            return _followed(func, args, kwargs)
+        result = _followed(func, self._replaced(args), self._replaced(kwargs))
         for number, stand_in in self._stand_ins.items():
             if result is stand_in:
                 return self._all[number]
@@ -407,7 +417,10 @@ class _Shown:
             blocks = whole_at.get(storage_of(each))
             if blocks is None:
                 continue
-            if type(each) not in (torch.Tensor, nn.Parameter) or each.is_conj() or each.is_neg():
+            is_torchs = type(each) in (torch.Tensor, nn.Parameter, OwnedTensor)
+            with past_subclass_functions():
+                is_lazy = each.is_conj() or each.is_neg()
+            if not is_torchs or is_lazy:
                 raise _refusal(func, blocks, "would let something else see the memory of")
             found.append((each, Lying.all_of(blocks).of(each)))
         for each in _tensors_in(arguments, own):
@@ -415,6 +428,18 @@ class _Shown:
                 blocks = whole_at[storage_of(each)]
                 raise _refusal(func, blocks, "would let another tensor see the memory of")
         return found
+
+
+def _followed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a function with whole tensors; what they are owned by is known of its results."""
+    if owned_in((args, kwargs)) and not _has_others((args, kwargs)):
+        return follow(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _has_others(structure: Any) -> bool:
+    """Whether tensors know by themselves what is to be done, as those of other partitions."""
+    return any(hasattr(type(each), "operate") for each in leaves_of(structure))
 
 
 def _tensors_in(structure: Any, without: Collection[int]) -> Iterator[torch.Tensor]:

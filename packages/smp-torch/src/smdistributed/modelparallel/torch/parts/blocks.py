@@ -10,6 +10,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.pieces import Part, Rectangle
+from smdistributed.modelparallel.torch.compat.private.below import operated_by
 
 
 class Home(Protocol):
@@ -93,6 +94,11 @@ class Blocks:
                 "of the other ranks: keep the model as long as its parameters are used."
             )
         return home
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the block still is on this rank, and not on another partition."""
+        return operated_by(self.values) is None
 
     @property
     def told(self) -> str:

@@ -53,11 +53,11 @@ class Model(Protocol):
     place_in_keys: int
     scaled_by: Any
 
-    def wake_slices(self) -> bool:
-        """Has slices used as they are; returns whether some stood for whole parameters."""
+    def wake(self) -> bool:
+        """Has parameters be tensors of torch; returns whether some were not."""
 
-    def rest_slices(self) -> None:
-        """Has slices stand for whole parameters."""
+    def rest(self) -> None:
+        """Has parameters stand for whole ones, and know who has them."""
 
     @property
     def partitioned(self) -> bool:

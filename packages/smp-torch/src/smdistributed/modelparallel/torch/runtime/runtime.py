@@ -49,6 +49,7 @@ from smdistributed.modelparallel.torch.building.manual_partition import ManualPa
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
+from smdistributed.modelparallel.torch.compat.private.distributed import default_store
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
@@ -66,6 +67,7 @@ from smdistributed.modelparallel.torch.runtime.process_groups import (
     serves_host,
 )
 from smdistributed.modelparallel.torch.runtime.protocols import Model, Optimizer, Step
+from smdistributed.modelparallel.torch.runtime.published import Published
 from smdistributed.modelparallel.torch.runtime.readable_memory import readable_memory
 from smdistributed.modelparallel.torch.runtime.tensor_exchange import build_tensor_group
 from smdistributed.modelparallel.torch.sharding.groups import build_groups
@@ -111,6 +113,7 @@ class TorchRuntime(Runtime):
         num_models: how many were made.
         pending_save: the checkpoint that may still be being written.
         num_updates: how often optimizers of models have been stepped.
+        published: what the ranks of a pipeline leave for each other; None with one partition.
         planning: what is asked of a process that stands for a job; None where the job runs.
         measuring: counts the steps of a job that is measured; None where it is not.
         replaced_parameters: those that tensor parallelism has put others in the places of, and
@@ -134,6 +137,7 @@ class TorchRuntime(Runtime):
     models: list[weakref.ref[Model]] = field(default_factory=list)
     num_models: int = 0
     num_updates: int = 0
+    published: Published | None = None
     replaced_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
@@ -310,6 +314,9 @@ def start(
         planning=planning,
         measuring=None if wanted is None else Measuring(wanted, transport.rank, device),
     )
+    if topology.pp_size > 1 and transport.size > 1:
+        published = Published(default_store(), transport.rank, timeout_seconds, transport.farewells)
+        runtime.published, communicator.when_called = published, published.note_call
     runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)
     if transport.size > 1:

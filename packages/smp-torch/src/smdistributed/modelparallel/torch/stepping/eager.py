@@ -154,7 +154,7 @@ class EagerStep:
             if has:
                 model.data_parallel.end_step()
             model.take_growth()
-            model.rest_slices()
+            model.rest()
             if has:
                 model.run_post_step_hooks()
         self._usual_calls = self._calls

@@ -110,8 +110,12 @@ class PipelinedStep(StepOnFakes):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
         self.runtime.departures.check_intact()
+        if self.runtime.published is not None:
+            self.runtime.published.begin_step()
         for model in models_of(self.runtime):
             model.refresh()
+            if not model.holder.partitioned:
+                model.holder.note_views()
         try:
             batch = self._inputs.agree(
                 args,
@@ -142,7 +146,7 @@ class PipelinedStep(StepOnFakes):
                 model.data_parallel.end_step()
         self._absent_gradients.end(prepared, trained)
         for model in models_of(self.runtime):
-            model.rest_slices()
+            model.rest()
             model.holder.end_step()
         for model in trained:
             model.run_post_step_hooks()

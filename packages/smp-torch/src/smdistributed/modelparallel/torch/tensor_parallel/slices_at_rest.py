@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.owned import gradient_of, of_copy, own_up
+from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
 from smdistributed.modelparallel.torch.compat.private import below
 from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
 from smdistributed.modelparallel.torch.compat.private.modes import (
@@ -48,9 +49,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import SliceGuard, SliceSlot
 from smdistributed.modelparallel.torch.tensor_parallel.words import Moment
 
-_OWN_PACKAGE = __name__.partition(".torch.")[0]
-#: Whose frames lie between a function of torch and the code that wants it.
-_BETWEEN = frozenset(("torch", "contextlib", "functools", "copy"))
+#: What brings a function of torch here.
 _MECHANISM = frozenset((__name__, below.__name__, at_rest.__name__))
 _Tensor: Any = torch.Tensor
 _GRADIENT: Any = _Tensor.grad
@@ -124,6 +123,8 @@ class SliceAtRest(PartView):
                 if is_all
                 else self._copied()
             )
+            if (about := of_copy(self)) is not None:
+                own_up(memo[id(self)], about)
         return memo[id(self)]
 
     def _copied(self) -> Any:
@@ -220,7 +221,7 @@ class SlicesAtRest:
     def _hide(self, tensor: torch.Tensor, slot: SliceSlot) -> None:
         known = self._blocks.get(slot.name)
         values = tensor.detach()  # a write counts as one to the parameter
-        if known is None or not _is_same(known.values, values):
+        if known is None or not known.is_here or not _is_same(known.values, values):
             part = slot.parts[self._group.rank]
             known = Blocks(slot.name, torch.Size(slot.shape), part, values, self, slot)
             self._blocks[slot.name] = known
@@ -346,6 +347,7 @@ def _take_gradient(own: Any, tensor: Any) -> None:
         blocks_of_given(tensor, like, blocks.values.dtype)
     with past_subclass_functions():
         _GRADIENT.__set__(own, tensor)
+    gradient_of(own)  # it is as others know of it from now on
 
 
 @contextlib.contextmanager
@@ -382,18 +384,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_library(args: Any, kwargs: Any) -> list[Any] | None:
     """Returns the slices in arguments, if code of this library calls, which uses them as such."""
-    if not _is_of_library():
+    if not is_called_by_library(_MECHANISM):
         return None
     slices = [each for each in in_parts((args, kwargs)) if isinstance(each, SliceAtRest)]
     return slices if all(each.lying.is_all for each in slices) else None
-
-
-def _is_of_library() -> bool:
-    """Whether code of this library has called, by way of torch or not."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module not in _MECHANISM and module.partition(".")[0] not in _BETWEEN:
-            return module.startswith(_OWN_PACKAGE)
-        frame = frame.f_back
-    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,11 @@ from torch._C._distributed_c10d import (
 )
 from torch._C._distributed_c10d import GradBucket as GradBucket
 from torch.distributed import distributed_c10d as functions
+
+
+def default_store() -> Any:
+    """Returns the store by which the processes of the job have met."""
+    return functions._get_default_store()
 
 
 def all_gather_into(output: torch.Tensor, given: torch.Tensor, group: ProcessGroup) -> None:
