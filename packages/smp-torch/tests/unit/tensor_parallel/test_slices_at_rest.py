@@ -73,6 +73,12 @@ def summed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sin().sum()
 
 
+def cubed_gradient(leaf: Any) -> Any:
+    """Returns what autograd adds to a leaf, and gives of it."""
+    leaf.pow(3).sum().backward()
+    return leaf.grad * torch.autograd.grad(leaf.pow(3).sum(), leaf)[0]
+
+
 READS: dict[str, Callable[[Any], Any]] = {
     "script": summed,
     "vmap": lambda each: torch.func.vmap(torch.sum)(each),
@@ -86,6 +92,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "in a list": lambda each: torch._foreach_norm([each.detach(), each.grad])[0],
     "parameter": lambda each: nn.Parameter(each).sum(),
     "pickled": lambda each: pickle.loads(pickle.dumps(each)).sum(),
+    "a view as a leaf": lambda each: cubed_gradient(each.detach().requires_grad_()),
+    "a row as a leaf": lambda each: cubed_gradient(each.detach()[0].requires_grad_()),
+    "data as a parameter": lambda each: cubed_gradient(nn.Parameter(each.data)),
+    "by jacobian": lambda each: torch.autograd.functional.jacobian(torch.sin, each),
     "differentiated": lambda each: torch.autograd.grad(each.pow(3).sum(), each)[0] * 1,
 }
 
@@ -129,12 +139,15 @@ def test_what_is_written_to_the_whole_comes_to_the_slice(road: str) -> None:
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "pointer": lambda each: each.data_ptr(),
     "storage": lambda each: each.untyped_storage(),
+    "gradient with a graph": lambda each: torch.autograd.grad(
+        each.pow(3).sum(), each, create_graph=True
+    ),
     "memory of another": lambda each: setattr(each, "data", torch.zeros(2, *SHAPE)[0]),
 }
 
 
 @pytest.mark.parametrize("road", REFUSED)
-def test_what_would_see_the_memory_of_a_whole_is_refused(road: str) -> None:
+def test_what_would_see_a_whole_that_goes_is_refused(road: str) -> None:
     resting = Resting()
     with pytest.raises(UnsupportedError, match=r"each tensor-parallel rank has a slice"):
         REFUSED[road](resting.parameter)

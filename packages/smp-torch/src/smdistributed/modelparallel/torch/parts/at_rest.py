@@ -92,6 +92,7 @@ class Lying(NamedTuple):
         stride: of the tensor.
         offset: of its first number.
         dtype: as which it sees the memory.
+        is_view: it is not what ranks have parts of, but sees that: to autograd it is another one.
     """
 
     blocks: Blocks
@@ -99,6 +100,7 @@ class Lying(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_view: bool = False
 
     @classmethod
     def all_of(cls, blocks: Blocks) -> Lying:
@@ -109,8 +111,8 @@ class Lying(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it is the whole."""
-        return self == Lying.all_of(self.blocks)
+        """Whether it is the whole, or sees all of it in the same form."""
+        return self._replace(is_view=False) == Lying.all_of(self.blocks)
 
     def seen_in(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the tensor, in the memory of the whole."""
@@ -118,9 +120,9 @@ class Lying(NamedTuple):
         return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
 
     def of(self, tensor: torch.Tensor) -> Lying:
-        """Returns how another tensor lies in the same whole."""
+        """Returns how a tensor lies in the same whole."""
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return Lying(self.blocks, *place, tensor.dtype)
+        return Lying(self.blocks, *place, tensor.dtype, self.is_view)
 
 
 class InParts:
@@ -422,7 +424,7 @@ class _Shown:
                 is_lazy = each.is_conj() or each.is_neg()
             if not is_torchs or is_lazy:
                 raise _refusal(func, blocks, "would let something else see the memory of")
-            found.append((each, Lying.all_of(blocks).of(each)))
+            found.append((each, Lying.all_of(blocks)._replace(is_view=True).of(each)))
         for each in _tensors_in(arguments, own):
             if storage_of(each) in whole_at and all(each is not view for view, _ in found):
                 blocks = whole_at[storage_of(each)]

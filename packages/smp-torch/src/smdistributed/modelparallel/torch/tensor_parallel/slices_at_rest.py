@@ -69,7 +69,7 @@ class SliceAtRest(PartView):
         own: Any = args[0] if args and isinstance(args[0], cls) else None
         if own is not None and func == _DATA.__set__ and _is_held(own):
             return None if args[1] is own else _take_data(own, args[1])
-        if own is not None and isinstance(own, nn.Parameter):
+        if own is not None and not own.lying.is_view and isinstance(own, nn.Parameter):
             if func == _GRADIENT.__set__ and args[1] is not None:
                 return _take_gradient(own, args[1])
             if func == _GRADIENT.__delete__ or func == _GRADIENT.__set__:
@@ -238,7 +238,8 @@ class SlicesAtRest:
 
     def differentiable(self, tensor: Any, whole: torch.Tensor) -> torch.Tensor | None:
         """See ``Home``: of the whole of a parameter autograd gives the slice the gradient."""
-        if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf):
+        is_asked = torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf
+        if not is_asked or tensor.lying.is_view:
             return None
         blocks = tensor.lying.blocks
         if inside_transform():  # whose own graph alone is differentiated
@@ -248,9 +249,21 @@ class SlicesAtRest:
         return found
 
     def differentiated(self, tensor: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """See ``Home``: it is a slice as that of the parameter."""
+        """See ``Home``: it is a slice as that of the parameter.
+
+        Raises:
+            UnsupportedError: it has a graph, which is that of the slice.
+        """
         blocks: Blocks = tensor.lying.blocks
-        if gradient.shape == blocks.values.shape and tensor.lying.is_all:
+        if tensor.lying.is_view:
+            return gradient
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"a gradient with create_graph=True was asked for by {blocks.told_of_ranks}, and "
+                "the others of it are no part of the graph: differentiate by what "
+                "parameter.detach().clone().requires_grad_() returns, which has all of it."
+            )
+        if gradient.shape == blocks.values.shape:
             values = blocks.like_these(gradient.detach(), is_gradient=True)
             hide(gradient, SliceAtRest, Lying.all_of(values))
         return gradient
@@ -327,9 +340,10 @@ def _take_data(own: Any, tensor: Any) -> None:
 
 def _is_held(own: Any) -> bool:
     """Whether a tensor is a parameter or its gradient, and no view of one."""
+    lying: Lying = own.lying
     if isinstance(own, nn.Parameter):
-        return True
-    slot: SliceSlot = own.lying.blocks.key
+        return not lying.is_view
+    slot: Any = lying.blocks.key
     with past_subclass_functions():
         parameter = slot.module._parameters.get(slot.attribute)
         return parameter is not None and own is parameter.grad
