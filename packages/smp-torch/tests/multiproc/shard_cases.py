@@ -287,6 +287,8 @@ def case_one_rank_alone_reads_no_parameter() -> None:
     weight = model.get_module()[0].weight
     step = smp.step(body)
     share = own_share(batches(1)[0], [0, 0])
+    if smp.dp_rank() >= smp.state.cfg.sharded_data_parallel_degree:
+        return  # another group would be told after communication_timeout that these do not reduce
     do = weight.norm if smp.rank() == 0 else functools.partial(step, model, *share)
     with pytest.raises(SMPError, match=r"rank 0 uses 0\.weight between steps; rank 1 begins"):
         do()

@@ -283,8 +283,9 @@ def _check_rests(blocks: Blocks, func: Any) -> None:
     if not blocks.home.is_at_rest(blocks):
         raise UnsupportedError(
             f"{name_of(func)} asks for {blocks.told_of_ranks}. They come together between steps"
-            f"{blocks.home.when}: inside of a step use the parameters of the model, and for norms "
-            "smp.clip_grad_norm_ or torch.nn.utils.get_total_norm between steps."
+            f"{blocks.home.when}, and not for a backward pass: inside of a step use the parameters "
+            "of the model, compute what is differentiated with what clone() of them returns, and "
+            "for norms use smp.clip_grad_norm_ or torch.nn.utils.get_total_norm between steps."
         )
 
 
