@@ -104,3 +104,15 @@ def test_code_that_has_read_a_stand_in_reads_the_tensor(
     scene: Any = types.SimpleNamespace(hidden=set())
     assert strays.settle([fake], Trace([]), scene, lambda tensor: real, {}) == []
     assert read() is real
+
+
+def test_what_a_failed_step_has_left_to_the_collector_stores_nothing() -> None:
+    """Its error refers to itself by way of frames, with what they were given."""
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    left: list[Any] = [fake]
+    left.append(left)
+    del left
+    scene: Any = types.SimpleNamespace(hidden=set())
+    value: Any = "v1"
+    assert strays.settle([fake], Trace([]), scene, lambda tensor: None, {id(fake): value}) == []

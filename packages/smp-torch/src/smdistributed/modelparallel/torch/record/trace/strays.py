@@ -76,6 +76,7 @@ def settle(
     """
     problem, stored = _settle(fakes, trace, scene, constant, values)
     if problem is not None or stored:
+        del problem, stored  # which keep the places
         gc.collect()  # whatever refers to itself
         problem, stored = _settle(fakes, trace, scene, constant, values)
     if problem is not None:
