@@ -172,9 +172,10 @@ def case_a_rank_without_a_backward_pass_is_told() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "adam": lambda: trained(adam, None),
     "momentum_clipped": lambda: trained(momentum, 0.05),
-    "a_rank_without_a_backward_pass_is_told": case_a_rank_without_a_backward_pass_is_told,
     "every_parameter_has_one_owner": case_every_parameter_has_one_owner,
     "state_is_that_of_one_process": case_state_is_that_of_one_process,
     "gradients_of_several_steps_add_up": case_gradients_of_several_steps_add_up,
     "what_needs_every_gradient_is_refused": case_what_needs_every_gradient_is_refused,
+    # The last: no step of the same processes can follow where there are partitions.
+    "a_rank_without_a_backward_pass_is_told": case_a_rank_without_a_backward_pass_is_told,
 }

@@ -126,6 +126,7 @@ TENSORS: dict[str, Callable[[list[nn.Parameter]], list[torch.Tensor]]] = {
 AS_IT_IS = ("as_subclass", "text")
 #: Roads to bytes, which rounding changes in what was computed.
 BYTES = ("storage",)
+COMPUTED = ("clones", "products")
 
 
 class Net(nn.Module):
@@ -246,7 +247,7 @@ def by_roads(*, auto: bool, first: int = 0, stride: int = 1) -> dict[str, int]:
     reads = itertools.product(chosen, TENSORS)
     writes = itertools.product(WRITES, ("weights", "gradients", "detached"))
     cases = [(read_by, *each) for each in reads] + [(written_by, *each) for each in writes]
-    cases = [each for each in cases if each[1] not in BYTES or each[2] != "products"]
+    cases = [each for each in cases if each[1] not in BYTES or each[2] not in COMPUTED]
     for function, label, tensors in cases[first::stride]:
         road = (READS if function is read_by else WRITES)[label]
         end = outcome(function, road, pair, tensors)
