@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
-from smdistributed.modelparallel.torch.parts.blocks import taken
+from smdistributed.modelparallel.torch.parts.blocks import put, taken
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
@@ -182,6 +182,20 @@ class DistributedModule(nn.Module):
             name: of a parameter that ``add_slice`` has made.
         """
         return used_slice(self.tensor_group, self._parameters[name])  # type: ignore[arg-type]
+
+    def whole_of(self, name: str) -> torch.Tensor:
+        """Returns the whole of a split parameter, without a graph. Collective: TP_GROUP.
+
+        Args:
+            name: of a parameter that ``add_slice`` has made.
+        """
+        group, kept = self.tensor_group, self._slices[name]
+        own: Any = self._parameters[name]
+        found = group.collectives.gather(own.detach().contiguous()[None], [1] * group.size)
+        whole = found[0].new_empty(kept.shape)
+        for rank, each in enumerate(found):
+            put(whole, kept.part(group.size, rank), each)
+        return whole
 
     def slice_of(self, name: str) -> Slice | None:
         """Returns which slice a parameter of this module is; None if it is whole."""

@@ -11,6 +11,8 @@ import torch
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import pytree
 
+#: What to do where keys and values, which lie on several ranks, would be kept for later calls.
+WITHOUT_CACHE = "call it between steps in torch.no_grad(), or pass use_cache=False"
 _CONTAINERS = (tuple, list, dict)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
@@ -93,7 +95,7 @@ class Call:
             elif not isinstance(leaf, _PLAIN):
                 raise UnsupportedError(
                     "a module that is split takes and returns tensors and plain values, and no "
-                    "cache that is filled (use_cache=False); received a "
+                    f"cache that is filled: {WITHOUT_CACHE}; received a "
                     f"{type(leaf).__qualname__}."
                 )
             self.leaves.append(leaf)
@@ -167,9 +169,16 @@ def tensors_in(nested: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(nested) if isinstance(each, torch.Tensor)]
 
 
-def _is_empty_cache(leaf: object) -> bool:
-    """Whether an object is a cache of Transformers that has nothing yet."""
-    if not type(leaf).__module__.startswith("transformers."):
-        return False
-    length = getattr(leaf, "get_seq_length", None)
-    return length is not None and int(length()) == 0
+def caches_in(nested: Any) -> list[Any]:
+    """Returns the caches of Transformers in arguments."""
+    leaves = pytree.tree_leaves(nested, is_leaf=lambda each: type(each) not in _CONTAINERS)
+    return [each for each in leaves if _is_cache(each)]
+
+
+def _is_cache(leaf: object) -> bool:
+    is_of_transformers = type(leaf).__module__.startswith("transformers.")
+    return is_of_transformers and hasattr(leaf, "get_seq_length")
+
+
+def _is_empty_cache(leaf: Any) -> bool:
+    return _is_cache(leaf) and int(leaf.get_seq_length()) == 0

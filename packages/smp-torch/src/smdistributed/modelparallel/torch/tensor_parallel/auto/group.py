@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import no_call
+from smdistributed.modelparallel.torch.compat.private.backward import is_in_backward
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.state.alike import are_alike
 from smdistributed.modelparallel.torch.state.seen import (
@@ -28,7 +31,13 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
     exchanged,
     same_verdict,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, TensorForm
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
+    WITHOUT_CACHE,
+    Call,
+    TensorForm,
+    caches_in,
+    tensors_in,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
@@ -36,7 +45,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, counted_whole
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
     SAME,
     SUM,
@@ -178,8 +187,13 @@ class ClosedGroup(DistributedModule):
             SMPError: the ranks call different modules, or this one in different ways.
         """
         group = self.tensor_group
+        caches = caches_in((args, kwargs))
+        makes_shapes = group.makes_shapes(*tensors_in((args, kwargs)))
+        if caches and not makes_shapes:
+            if self._is_between_steps() and not torch.is_grad_enabled():
+                return self._computed_whole(*args, **kwargs)
+            self._leave_empty(caches)
         call = Call((args, kwargs))
-        makes_shapes = group.makes_shapes(*call.tensors)
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
         given = exchanged(group, self.place, call, lanes)
         numbers = [group.rank] if group.is_prescaled else list(range(group.size))
@@ -204,6 +218,44 @@ class ClosedGroup(DistributedModule):
         if makes_shapes:
             proofs = [self._smp_found.proof_like(results[0], proofs[0])] * group.size
         return self._own(results, [proofs[number] for number in numbers])
+
+    def _is_between_steps(self) -> bool:
+        random = self.tensor_group.random
+        return random is None or not random.is_active
+
+    def _computed_whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with whole weights, since the cache of a rank is of its own call.
+
+        Collective: TP_GROUP.
+
+        Raises:
+            SMPError: the ranks call different modules.
+        """
+        group, what = self.tensor_group, f"{self.place} with a cache"
+        about = zlib.crc32(what.encode())
+        if any(each[0] != about for each in group.call(what, [about])):
+            group.refuse("must call the same distributed modules in the same way", what)
+        gate = self._smp_gate
+        gate.is_open = gate.is_whole = True
+        try:
+            with counted_whole(self, self._smp_found.plan, group.size):
+                return super().forward(*args, **kwargs)
+        finally:
+            gate.is_open = gate.is_whole = False
+
+    def _leave_empty(self, caches: Sequence[Any]) -> None:
+        """Takes note of a cache that slices put nothing in: keys and values lie on several ranks.
+
+        Raises:
+            UnsupportedError: a later call is given the same one, to go on from what is not in it.
+        """
+        gate, cache = self._smp_gate, caches[-1]
+        if gate.left_empty() is cache and not is_in_backward():
+            raise UnsupportedError(
+                f"{self.place} is split and keeps nothing in the {type(cache).__qualname__} that "
+                f"it was given before: {WITHOUT_CACHE}."
+            )
+        gate.left_empty = weakref.ref(cache)
 
     # No part of a pass: in one of shapes alone other things are asked of tensors.
     @no_call

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +70,31 @@ def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
             fill(name, linear, made)
             parent._modules[attribute] = made
     for owner, path in plan.divided:
-        inner: Any = module.get_submodule(owner)
-        config, _, attribute = path.rpartition(".")
+        config = path.rpartition(".")[0]
         if config:  # others read it too
+            inner = module.get_submodule(owner)
             setattr(inner, config, copy.copy(getattr(inner, config)))
-            inner = getattr(inner, config)
+    for inner, attribute in _counts(module, plan):
         setattr(inner, attribute, getattr(inner, attribute) // size)
     return gate
+
+
+@contextlib.contextmanager
+def counted_whole(module: nn.Module, plan: Plan, size: int) -> Iterator[None]:
+    """Inside, attributes of a module that was cut count what all ranks have of it together."""
+    counts = [(*each, getattr(*each)) for each in _counts(module, plan)]
+    for inner, attribute, number in counts:
+        setattr(inner, attribute, number * size)
+    try:
+        yield
+    finally:
+        for inner, attribute, number in counts:
+            setattr(inner, attribute, number)
+
+
+def _counts(module: nn.Module, plan: Plan) -> Iterator[tuple[Any, str]]:
+    """Yields what has each attribute that counts what is split, and its name."""
+    for owner, path in plan.divided:
+        inner: Any = module.get_submodule(owner)
+        config, _, attribute = path.rpartition(".")
+        yield (getattr(inner, config) if config else inner), attribute

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
@@ -18,12 +19,16 @@ class Gate:
 
     Attributes:
         is_open: it is.
+        is_whole: each rank computes its own call by itself, with whole weights.
         is_used: a slice is being applied, by the module that has it.
+        left_empty: the cache that was given last, and that nothing was put in.
     """
 
     def __init__(self) -> None:
         self.is_open = False
+        self.is_whole = False
         self.is_used = False
+        self.left_empty: Callable[[], object] = lambda: None
 
     def is_used_by(self, name: str) -> bool:
         """Whether a slice is being applied; only one at a time is."""
@@ -89,7 +94,7 @@ class SplitLinear(DistributedModule):
             )
         self.gate.is_used = True
         try:
-            return self._applied(input)
+            return self._applied_whole(input) if self.gate.is_whole else self._applied(input)
         finally:
             self.gate.is_used = False
 
@@ -105,6 +110,11 @@ class SplitLinear(DistributedModule):
             self.bias, 1 / group.size, group.share_of_gradient
         )
         return share + part.to(share.dtype)
+
+    def _applied_whole(self, given: torch.Tensor) -> torch.Tensor:
+        weight = self.whole_of("weight")
+        bias = self.bias if self.slice_of("bias") is None else self.whole_of("bias")
+        return F.linear(given, weight.t() if self.is_transposed else weight, bias)
 
     def extra_repr(self) -> str:
         """Returns the sizes of the whole, and what is split."""
