@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable
@@ -202,9 +203,8 @@ def refused() -> None:
     model = smp.DistributedModel(module)
     assert type(model.get_module()).__name__ == "DistributedTransformerLMHead"
     assert model.get_module().config.n_layer == 2
-    for name in ("generate", "save_pretrained"):
-        with pytest.raises(AttributeError, match="stands for GPT2LMHeadModel, which has one"):
-            getattr(model.get_module(), name)
+    with pytest.raises(AttributeError, match="stands for GPT2LMHeadModel, which has one"):
+        _ = model.get_module().resize_token_embeddings
     assert not hasattr(model.get_module(), "generated")
     norms = [each for each in model.modules() if isinstance(each, smp.nn.FusedLayerNorm)]
     assert len(norms) == 5
@@ -225,6 +225,28 @@ def refused() -> None:
         model.get_module().generate(ids, max_new_tokens=2, do_sample=False)
     other = smp.DistributedModel(gpt2_blocks(activation_function="silu")).get_module()
     assert type(other.transformer.h[0]).__name__ == "OwnBlock"
+
+
+def generated(family: str) -> None:
+    """Tokens are those of the plain model, with a cache or without, whatever was split."""
+    hf, ids = _hf(), torch.randint(2, VOCAB, (2, 5), generator=generator(7))
+    torch.manual_seed(0)
+    net = globals()[family]()
+    plain = copy.deepcopy(net).eval()
+    smp.set_tensor_parallelism(net, auto=family != "gpt2")
+    model = smp.DistributedModel(net).eval()
+    assert any(True for _ in model.split_parameters())
+    settings: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3}, {"use_cache": False})
+    for each in settings:
+        want = plain.generate(ids, max_new_tokens=4, do_sample=False, **each)
+        now = model.get_module().generate(ids, max_new_tokens=4, do_sample=False, **each)
+        assert torch.equal(now, want), (each, now, want)
+    if family == "gpt2":
+        return
+    cache = hf.DynamicCache()
+    model(ids, past_key_values=cache)  # with gradients, of whole calls there are none
+    with pytest.raises(UnsupportedError, match=r"keeps nothing in the DynamicCache.*no_grad"):
+        model(ids[:, :1], past_key_values=cache)
 
 
 def initialised_by_nobody() -> None:

@@ -16,7 +16,7 @@ import torch
 from world import pipeline, replicas, run, run_fresh, world_of
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.common.errors import CheckpointError, CommError
 from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
@@ -107,6 +107,18 @@ def safetensors_there_and_back(family: str, folder: str) -> None:
         assert torch.equal(value, expected[name]), name
     names = {id(each): name for name, each in plain.named_parameters(remove_duplicate=False)}
     assert len(index["weight_map"]) == len(names), "tied weights are there once"
+
+    own = model.get_module()
+    with pytest.raises(CommError, match=r"save_pretrained.*which every rank calls"):
+        own.save_pretrained(folder) if smp.rank() == 0 else smp.barrier()
+    smp.barrier()
+    own.save_pretrained(str(Path(folder, "own")), max_shard_size=FILE_BYTES)
+    smp.barrier()
+    again = transformers.AutoModelForCausalLM.from_pretrained(str(Path(folder, "own")))
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    named = json.loads(Path(folder, "own", "model.safetensors.index.json").read_text())
+    assert named["weight_map"].keys() == index["weight_map"].keys()
 
     going_on = train(model, optimizer, 2, 3)
     for delayed in (False, True):

@@ -399,6 +399,12 @@ def test_transformers_are_refused_by_name(worlds: Worlds) -> None:
     run(worlds, WORLDS["tp2"], run_transformers, "refused")
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_generate_what_the_whole_model_does(worlds: Worlds, family: str) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    run(worlds, WORLDS["tp2"], run_transformers, "generated", family)
+
+
 def test_replaced_models_initialise_themselves(worlds: Worlds) -> None:
     pytest.importorskip("transformers")
     run(worlds, WORLDS["tp2"], run_transformers, "initialised_by_nobody")

@@ -7,6 +7,7 @@ that runs the module by itself, or writes or copies it, would fail far away or w
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -28,17 +29,32 @@ NOT_COPIED = (
 )
 
 
+#: What asks a user's model for its state to make a file, or a model, of the whole.
+_FOR_WHOLE = frozenset(("save_pretrained", "as_original"))
+
+
+def is_for_whole() -> bool:
+    """Whether the state that is being read is for something that needs the whole."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _FOR_WHOLE:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 class Absence:
     """Refuses what needs the whole of a model of which other ranks hold parts.
 
     Args:
         runtime: the state of the library in this process.
+
+    Attributes:
+        is_read: the library reads what is here.
     """
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
         self._handles: list[RemovableHandle] = []
-        self._is_read = False
+        self.is_read = False
 
     def begin(self, model: nn.Module, lacking: Mapping[nn.Module, str]) -> None:
         """Watches a model.
@@ -63,11 +79,11 @@ class Absence:
     @contextlib.contextmanager
     def past(self) -> Iterator[None]:
         """Lets the library read what is here."""
-        before, self._is_read = self._is_read, True
+        before, self.is_read = self.is_read, True
         try:
             yield
         finally:
-            self._is_read = before
+            self.is_read = before
 
     def check_call(self) -> None:
         """Raises if a model is called outside of step functions.
@@ -89,7 +105,7 @@ class Absence:
         Raises:
             SMPError: it is.
         """
-        if not self._is_read:
+        if not self.is_read:
             raise SMPError(
                 f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
                 f"partitions, so state_dict() of {name or 'the wrapped model'} would hold empty "

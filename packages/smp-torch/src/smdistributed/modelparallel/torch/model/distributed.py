@@ -39,6 +39,7 @@ from smdistributed.modelparallel.torch.model.hooks import OnceHooks
 from smdistributed.modelparallel.torch.model.local_queries import LocalQueries
 from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.model.replacing import with_distributed_modules
+from smdistributed.modelparallel.torch.model.saving import WholeState
 from smdistributed.modelparallel.torch.model.sharding import (
     check_not_sharded,
     follow_compiled,
@@ -122,6 +123,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self.holder.place_whole()
             name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
+        self._whole_state = WholeState(self, runtime.communicator)
+        if runtime.topology.size > 1:
+            self._whole_state.watch(module)
         self.rest()
 
     def is_made_of(self, module: nn.Module) -> bool:
@@ -374,6 +378,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         Raises:
             PartitionError: a parameter is now shared between partitions.
         """
+        self._whole_state.close()
         self.wake()
         if not self.holder.fakes.is_current:
             self._slices.follow(self.get_module(), self.holder.fakes.slice_guard)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding, Head
 from smdistributed.modelparallel.torch.nn.options import LayerOptions
+from smdistributed.modelparallel.torch.nn.original import READING, method_of_original
 from smdistributed.modelparallel.torch.nn.parts import norm
 from smdistributed.modelparallel.torch.nn.transformer import DistributedTransformer
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -157,13 +158,15 @@ class DistributedTransformerLMHead(DistributedModule):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Says what to do where the module that it stands for would have an attribute."""
+        """Has what reads the module that it stands for; says what to do for the rest of it."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             original = self.stands_for
             if original is None or name.startswith("_") or not hasattr(original, name):
                 raise
+            if name in READING:
+                return method_of_original(self, name)
             raise AttributeError(
                 f"{error}: it stands for {original.__name__}, which has one, and is in slices. "
                 "Save the weights by smp.save_checkpoint(..., partial=False), in the form of "
