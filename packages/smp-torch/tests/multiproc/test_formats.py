@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import tensor_transformers
 import torch
+from torch import nn
 from world import pipeline, replicas, run, run_fresh, world_of
 
 import smdistributed.modelparallel.torch as smp
@@ -147,6 +149,63 @@ FIRST = "transformer.wte.weight"
 def test_a_folder_of_transformers(worlds: Worlds, world: str, family: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     run(worlds, WORLDS[world], safetensors_there_and_back, family, str(tmp_path))
+
+
+# --------------------------------------------------------------- torchdata
+
+
+def loader_there_and_back(folder: str, workers: int) -> None:
+    """Goes on in the middle of an epoch, each replica with batches of its own."""
+    package: Any = importlib.import_module("torchdata.stateful_dataloader")
+
+    def made(seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        order = torch.Generator().manual_seed(seed + smp.dp_rank())
+        rows = torch.arange(24.0)[:, None]
+        loader = package.StatefulDataLoader(
+            rows, batch_size=4, shuffle=True, generator=order, num_workers=workers
+        )
+        return model, optimizer, loader
+
+    def seen(model: Any, optimizer: Any, batches: Any) -> list[Any]:
+        found = []
+        for rows in batches:
+            optimizer.zero_grad()
+            loss = square_step(model, rows / 24).reduce_mean().item()
+            optimizer.step()
+            found.append((rows.flatten().tolist(), loss))
+        return found
+
+    model, optimizer, loader = made(0)
+    epoch = iter(loader)
+    seen(model, optimizer, itertools.islice(epoch, 2))
+    content = {"loaders": smp.allgather(loader.state_dict(), smp.DP_GROUP)}
+    tag = f"workers-{workers}"
+    smp.save_checkpoint(folder, tag, model=model, optimizer=optimizer, user_content=content)
+    later = seen(model, optimizer, epoch)
+    assert [len(rows) for rows, _ in later] == [4] * 4
+    everyones = smp.allgather([rows for rows, _ in later], smp.DP_GROUP)
+    assert everyones[0] != everyones[1]
+
+    model, optimizer, loader = made(7)
+    content = smp.resume_from_checkpoint(folder, tag, model=model, optimizer=optimizer)
+    loader.load_state_dict(content["loaders"][smp.dp_rank()])
+    assert seen(model, optimizer, loader) == later
+
+
+@smp.step
+def square_step(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(rows).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def test_a_stateful_loader_goes_on_with_a_checkpoint(worlds: Worlds, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    for workers in (0, 2):
+        run(worlds, WORLDS["pp2-sdp2"], loader_there_and_back, str(tmp_path), workers)
 
 
 # --------------------------------------------------------------- torch.distributed.checkpoint
