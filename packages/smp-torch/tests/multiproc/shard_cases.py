@@ -22,7 +22,11 @@ from trained_beside import TOLERANCE, Make, body, trained_beside
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    CheckpointError,
+    SMPError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.torch.compat.private.below import operated_by
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter
 
@@ -382,6 +386,9 @@ def case_a_state_comes_back() -> None:
         got = go(other, its_optimizer)
         for name, value in want.items():
             same_bits(got[name], value, name)
+    firsts = smp.allgather(own_of_optimizer, smp.WORLD)[0]
+    with pytest.raises(CheckpointError, match=r"rank \d updates shard [1-9].* of shard 0 of"):
+        optimizer.load_state_dict(firsts)
 
 
 def case_a_rank_keeps_its_share() -> None:

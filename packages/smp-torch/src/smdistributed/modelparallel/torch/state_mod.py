@@ -30,9 +30,15 @@ class State:
     def cfg(self) -> Config:
         """The resolved configuration, one attribute a parameter.
 
+        Programs ask it for ``shard_optimizer_state`` to know whether each rank saves a file of the
+        optimizer, as with shards.
+
         Source: model-parallel-extended-features-pytorch-fp16.md.
         """
-        return slot.get().config
+        config = slot.get().config
+        if config.sharded_data_parallel_degree == 1:
+            return config
+        return config.model_copy(update={"shard_optimizer_state": True})
 
     @property
     def module_manager(self) -> ModuleManager:

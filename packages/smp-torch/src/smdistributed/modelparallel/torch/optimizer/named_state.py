@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
@@ -25,6 +25,9 @@ from smdistributed.modelparallel.torch.optimizer.state import LOSS_SCALE, MASTER
 from smdistributed.modelparallel.torch.precision.master_update import MasterUpdate
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors
+
+#: Which shards a partial state has, and of how many ranks.
+SHARD_KEY = "_smp_shard"
 
 
 class NamedState:
@@ -81,7 +84,8 @@ class NamedState:
             parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
             named = self._merged(parts, CommGroup.DP_GROUP)
             is_part = self._runtime.topology.pp_size > 1
-        return {**named, **self._loss_scale(), PARTIAL_KEY: is_part}
+        whose = {SHARD_KEY: self._shard} if self._has_shards and not gather else {}
+        return {**named, **self._loss_scale(), **whose, PARTIAL_KEY: is_part}
 
     def whole(self, *, to_rank0: bool) -> dict[str, Any]:
         """Returns the state over all partitions in torch's form, if with ``to_rank0`` on rank 0.
@@ -104,6 +108,11 @@ class NamedState:
     @property
     def _is_split(self) -> bool:
         return self._runtime.topology.pp_size > 1 or bool(self._sliced)
+
+    @property
+    def _shard(self) -> tuple[int, int]:
+        degree = self._runtime.config.sharded_data_parallel_degree
+        return self._runtime.coordinates.rdp_rank % degree, degree
 
     @property
     def _has_shards(self) -> bool:
@@ -169,7 +178,8 @@ class NamedState:
         Collective for a partial state: the ranks that hold the model, and its state, together.
 
         Raises:
-            CheckpointError: a parameter of this rank is not in it.
+            CheckpointError: a parameter of this rank is not in it, or some rank was given the
+                shards of another one.
         """
         if self._masters is not None:
             self._masters.adopt()
@@ -179,7 +189,11 @@ class NamedState:
             # Under the same partition every rank has what it needs, and nothing travels.
             is_sharded = self._runtime.config.shard_optimizer_state
             group = CommGroup.WORLD if is_sharded else self._sliced.group
-            if any(self._runtime.communicator.allgather(not own <= given, group)):
+            found = self._problem_of(state), not own <= given
+            everyones = self._runtime.communicator.allgather(found, group)
+            if problem := next((each for each, _ in everyones if each), ""):
+                raise CheckpointError(problem)
+            if any(lacks for _, lacks in everyones):
                 part = map_tensors(dict(state), torch.Tensor.cpu)
                 state = self._merged(collect(self._runtime, part, group), group)
         optimizer_state.check_covers(state, self.group_names(), own)
@@ -199,6 +213,18 @@ class NamedState:
         self._load_masters(masters)
         if self._masters is not None and self._masters.loss_scale and LOSS_SCALE in state:
             self._masters.loss_scale.load_state_dict(state[LOSS_SCALE])
+
+    def _problem_of(self, state: Mapping[str, Any]) -> str:
+        """Returns what is wrong with whose shards a partial state has; empty if nothing is."""
+        (shard, of), (own, degree) = state.get(SHARD_KEY, self._shard), self._shard
+        if (shard, of) == (own, degree):
+            return ""
+        return (
+            f"rank {self._runtime.rank} updates shard {own} of {degree}, and was given the "
+            f"optimizer state of shard {shard} of {of}: each rank saves a state of its own and "
+            "loads that, by smp.save_checkpoint, or by smp.save(..., partial=True, v3=True) on "
+            "every rank."
+        )
 
     @torch.no_grad()
     def _load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
