@@ -675,9 +675,12 @@ def agreed() -> None:
     module = made(2)
     model = smp.DistributedModel(module)
     want = model(x)
+    model.eval()(x)  # which is proven by itself
     number = module.get_submodule("blocks.0")
     number.number = 2 + 2 * smp.tp_rank()  # on one rank; it computes what it did
-    assert torch.equal(model(x), want)
+    assert torch.equal(model.train()(x), want)
+    assert torch.equal(model.eval()(x), want), "each rank proves it again"
+    model.train()
     number.number = 2 + smp.tp_rank()
     error = (
         "do not compute" if smp.tp_rank() else "same verdict on slices of blocks.0.*do not compute"

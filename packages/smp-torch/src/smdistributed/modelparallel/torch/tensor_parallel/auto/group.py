@@ -313,6 +313,7 @@ class ClosedGroup(DistributedModule):
         try:
             if changed:
                 found.follow(self.place, self, changed)
+            found.proofs = {} if has_any_changed else found.proofs  # all ranks go on from the same
             for lane in lanes:
                 proofs.append(found.proof_of(self.place, group.size, lane, training=self.training))
         except SMPError as failure:
