@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -176,6 +177,9 @@ def family_case(name: str) -> None:
     theirs, wanted = to_theirs(ours), reference.state_dict()
     assert theirs.keys() == wanted.keys()
     assert all(tensor_cases.same(theirs[key], value) for key, value in wanted.items())
+    twice = to_theirs(theirs)
+    assert twice.keys() == theirs.keys()
+    assert all(twice[key] is value for key, value in theirs.items()), "it has their form already"
     again = to_ours(theirs)
     assert again.keys() == ours.keys()
     assert all(tensor_cases.same(again[key], value) for key, value in ours.items())
@@ -203,6 +207,7 @@ def refused() -> None:
     model = smp.DistributedModel(module)
     assert type(model.get_module()).__name__ == "DistributedTransformerLMHead"
     assert model.get_module().config.n_layer == 2
+    assert "labels" in inspect.signature(model.get_module().forward).parameters
     with pytest.raises(AttributeError, match="stands for GPT2LMHeadModel, which has one"):
         _ = model.get_module().resize_token_embeddings
     assert not hasattr(model.get_module(), "generated")

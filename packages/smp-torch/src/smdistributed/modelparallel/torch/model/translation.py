@@ -29,12 +29,21 @@ class ModelTranslation:
             for name, module in model.named_modules()
             if isinstance(module, DistributedModule) and module.translations is not None
         }
+        modules = {prefix: model.get_submodule(prefix.rstrip(".")) for prefix in self._pairs}
+        self._parameters = {
+            prefix: {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            for prefix, module in modules.items()
+        }
+        self._buffers = {
+            prefix: {name for name, _ in module.named_buffers(remove_duplicate=False)}
+            for prefix, module in modules.items()
+        }
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
     def to_theirs(self, state: State) -> dict[str, Any]:
-        """Returns a state in the form of the modules that were replaced."""
+        """Returns a state in the form of the modules that were replaced; one that has it stays."""
         return self._translated(state, 0)
 
     def to_ours(self, state: State) -> dict[str, Any]:
@@ -55,6 +64,10 @@ class ModelTranslation:
                 for name, each in inside.items()
                 if isinstance(each, torch.Tensor)
             }
+            own, buffers = self._parameters[prefix], self._buffers[prefix]
+            is_theirs = own - weights.keys() and weights.keys() - own - buffers
+            if direction == 0 and is_theirs:
+                continue
             outside = {name: each for name, each in found.items() if name not in inside}
             translated = pair[direction](weights)
             found = {**outside, **{f"{prefix}{name}": each for name, each in translated.items()}}

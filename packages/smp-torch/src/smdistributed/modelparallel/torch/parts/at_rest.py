@@ -255,8 +255,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
             func,
             given[0].lying.blocks,
             "asks for the memory of",
-            " A file is to be written of state_dict() of the DistributedModel, which every rank "
-            "calls: save_pretrained(folder, state_dict=state).",
+            " A file is to be written of state_dict() of the DistributedModel, or by "
+            "save_pretrained(folder) of the model itself: every rank calls either.",
         )
     if is_traced():
         raise _refusal(func, given[0].lying.blocks, "runs in torch.jit.trace, with")

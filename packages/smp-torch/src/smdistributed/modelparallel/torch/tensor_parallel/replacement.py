@@ -288,6 +288,8 @@ class _Replacing:
             )
         if registration.wrap is not None:
             vars(made)["forward"] = registration.wrap(made, module)
+        if "forward" in vars(made):  # programs ask what a model takes
+            vars(made)["forward"].__signature__ = inspect.signature(module.forward)
         if registration.translate is not None and registration.translate_back is not None:
             made.translations = registration.translate_back(module), registration.translate(module)
         config = getattr(module, "config", None)
