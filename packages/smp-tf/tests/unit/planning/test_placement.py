@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from traces import dense, on, placed, traced, variable
+from traces import WIDTH, dense, on, placed, traced, variable
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.tensorflow.planning.placement import check_index
+from smdistributed.modelparallel.tensorflow.planning.placement import (
+    Placement,
+    check_index,
+    place,
+)
 
 
 def _partitions_of(found: dict[Any, int], kind: str) -> list[int]:
@@ -99,6 +103,30 @@ def test_the_library_cuts_between_layers(optimize: str, expected: list[int]) -> 
     found, homes = placed(traced(call, *layers), is_automatic=True, optimize=optimize)
     assert [homes[id(variable(layer))] for layer in layers] == expected
     assert _partitions_of(found, "MatMul") == expected
+
+
+def test_a_cut_by_hand_is_told_by_layers() -> None:
+    layers = [dense(name, WIDTH) for name in ("a", "b", "c")]
+
+    def call(x: Any) -> Any:
+        with on(0):
+            x = layers[0](x)
+        with on(1):
+            return layers[2](layers[1](x))
+
+    placement = Placement()
+    place(
+        traced(call, *layers),
+        placement,
+        num_partitions=2,
+        is_automatic=False,
+        default_partition=0,
+        optimize="memory",
+    )
+    assert placement.assignment is not None
+    assert list(placement.assignment.units.values()) == [0, 1, 1]
+    assert placement.assignment.memory_shares == (1 / 3, 2 / 3)
+    assert placement.assignment.containers.keys() == {""}
 
 
 @pytest.mark.parametrize("index", [-1, 2])

@@ -11,7 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import (
+    NotPartitionedError,
+    SMPError,
+    UnsupportedError,
+)
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
@@ -24,6 +28,7 @@ from smdistributed.modelparallel.tensorflow.model.weight_files import (
 )
 from smdistributed.modelparallel.tensorflow.model.whole_weights import distribute, gathered
 from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
+from smdistributed.modelparallel.tensorflow.planning.placement import Placement
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -245,6 +250,21 @@ class DistributedModel(KerasTraining):
         """Those of ``variables`` that have memory in this process: all before the first step."""
         engine: Engine = self._smp_engine
         return [each for each in self.variables if not engine.is_partitioned or is_here(each)]
+
+    @property
+    def placement(self) -> Placement:
+        """Where every layer is; ``smdistributed.modelparallel.common.planning.report`` draws it.
+
+        Raises:
+            NotPartitionedError: before the first call of a step function.
+        """
+        engine: Engine = self._smp_engine
+        if not engine.is_partitioned:
+            raise NotPartitionedError(
+                f"the first call of a step function decides where the layers of {self.name} are: "
+                "ask after that."
+            )
+        return engine.placement
 
     @property
     def losses(self) -> list[Any]:

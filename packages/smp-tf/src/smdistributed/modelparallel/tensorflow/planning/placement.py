@@ -12,15 +12,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import PartitionError
-from smdistributed.modelparallel.common.planning.partitioner import Assignment, Unit, partition
+from smdistributed.modelparallel.common.planning.partitioner import (
+    Assignment,
+    PlacedUnit,
+    Unit,
+    partition,
+)
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.compat.variables import variable_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import FOLLOWS, LAYER, PARTITION, Trace
@@ -34,7 +39,7 @@ class Placement:
     """What is decided about one model; later traces of it keep to it and add to it.
 
     Attributes:
-        assignment: of the layers, if that was automatic; from the first trace.
+        assignment: of the layers; from the first trace.
         homes: partition by ``id`` of TensorFlow's variable.
     """
 
@@ -62,6 +67,7 @@ def place(
         optimize: what the partitioner balances.
     """
     ops = [op for op in trace.operations if op in trace.forward and not is_constant(op)]
+    memory_weight = _MEMORY_WEIGHTS[optimize]
     if not is_automatic:
         wanted = functools.partial(_as_asked, default_partition, trace.added)
     elif num_partitions == 1:
@@ -69,9 +75,44 @@ def place(
     else:
         if placement.assignment is None:
             tree = _cost_tree(trace, ops, optimize)
-            placement.assignment = partition(tree, num_partitions, _MEMORY_WEIGHTS[optimize])
+            placement.assignment = partition(tree, num_partitions, memory_weight)
         wanted = functools.partial(_by_layer, placement.assignment)
-    return _Placing(trace, ops, placement.homes, wanted, default_partition).run()
+    placed = _Placing(trace, ops, placement.homes, wanted, default_partition).run()
+    if placement.assignment is None:
+        units = _units(_cost_tree(trace, ops, optimize), placed)
+        placement.assignment = Assignment(tuple(units), num_partitions, memory_weight)
+    return placed
+
+
+def _units(tree: Unit, placed: Mapping[Any, int]) -> Iterator[PlacedUnit]:
+    """Yields the layers that are whole on one partition, and what those between them hold."""
+    partitions: dict[str, Counter[int]] = defaultdict(Counter)
+    own: dict[str, Counter[int]] = defaultdict(Counter)
+    for op, index in placed.items():
+        names = ["", *_path(op)]
+        own[names[-1]][index] += 1
+        for name in names:
+            partitions[name][index] += 1
+
+    def below(unit: Unit) -> Iterator[PlacedUnit]:
+        found = partitions[unit.name]
+        if len(found) > 1:
+            ((most, _),) = (own[unit.name] or found).most_common(1)
+            yield PlacedUnit(unit.name, most, unit.compute, unit.memory, is_split=True)
+            for child in unit.children:
+                yield from below(child)
+        elif found:
+            every = list(_subtree(unit))
+            compute, memory = sum(e.compute for e in every), sum(e.memory for e in every)
+            yield PlacedUnit(unit.name, next(iter(found)), compute, memory)
+
+    return below(tree)
+
+
+def _subtree(unit: Unit) -> Iterator[Unit]:
+    yield unit
+    for child in unit.children:
+        yield from _subtree(child)
 
 
 def is_constant(op: Any) -> bool:
