@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,45 @@ def read_plainly(side: Side, path: str) -> Found:
             has_value = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
             assert bool(has_value) is home_of(variable).is_here
     return Found([train() for _ in range(2)], {})
+
+
+def backed_up(side: Side, folder: str, freq: Any) -> Found:
+    """A training of ``fit`` is cut off in its third epoch, and another one goes on with it."""
+
+    class Cut(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.num_batches += 1
+            if self.num_batches == 10:
+                raise KeyboardInterrupt
+
+    place = Path(folder, side.base.__name__)
+    options = {"batch_size": 2, "epochs": 4, "shuffle": False, "verbose": 0}
+    found: list[Any] = []
+    for cut in ([Cut()], []):
+        model = two_layers(side)
+        if side.base is tf.keras.Model:
+            model(rows())  # which Keras wants built
+        model.compile(tf.keras.optimizers.Adam(0.1), "mse")
+        backup = tf.keras.callbacks.BackupAndRestore(str(place), save_freq=freq)
+        with contextlib.suppress(KeyboardInterrupt):
+            history = model.fit(rows(), rows(1), callbacks=[backup, *cut], **options)
+            found += [np.float32(history.history["loss"]), np.array(history.epoch)]
+        assert any(place.glob("*")) is bool(cut)
+    if side.base is not tf.keras.Model:
+        _refuse_one_of_keras(model, Path(folder, "of_keras"))
+    return Found([*found, model.predict(rows(), verbose=0)], {})
+
+
+def _refuse_one_of_keras(model: Any, place: Path) -> None:
+    place.mkdir(exist_ok=True)
+    Path(place, "latest.weights.h5").touch()
+    backup = tf.keras.callbacks.BackupAndRestore(str(place))
+    with pytest.raises(CheckpointError, match="that was written without the library"):
+        model.fit(rows(), rows(1), callbacks=[backup], verbose=0)
 
 
 _OPTIMIZERS = {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from smdistributed.modelparallel.tensorflow.api.start import slot
+from smdistributed.modelparallel.tensorflow.checkpoint.backups import back_up
 from smdistributed.modelparallel.tensorflow.compat import graphs
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel as BaseModel
 from smdistributed.modelparallel.tensorflow.planning.placement import check_index
@@ -70,3 +71,6 @@ def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
 class DistributedModel(BaseModel):  # noqa: D101 - as its base
     __doc__ = BaseModel.__doc__
     _smp_slot = slot
+
+    def _smp_back_up(self, callback: Any) -> None:
+        back_up(slot.get(), self, callback)

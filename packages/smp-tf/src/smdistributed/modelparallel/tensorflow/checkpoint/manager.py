@@ -131,6 +131,25 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         """Same as ``restore``: variables have their initial values otherwise."""
         return self.restore()
 
+    def saved(self, *names: str) -> list[Any]:
+        """Returns what the newest checkpoint has of variables that every process keeps.
+
+        Collective: every process.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        tag = os.path.basename(self.latest_checkpoint or "")
+        checkpoint = self._files.resolve(tag)
+        found: list[Any] = []
+
+        def find() -> None:
+            part = np.load(checkpoint.open(min(checkpoint.paths)))
+            found.extend(part[name] for name in names)
+
+        self._files.everywhere(f"Reading {tag}", find)
+        return found
+
     def _read_when_partitioned(self, tag: str) -> None:
         if CheckpointNames(self.checkpoint).are_partitioned:
             self._read(tag)

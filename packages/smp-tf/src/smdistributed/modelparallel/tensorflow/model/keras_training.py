@@ -59,20 +59,20 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         """Trains the model, as ``tf.keras.Model.fit`` does.
 
         Raises:
-            UnsupportedError: a callback writes and reads the weights of a whole model in files.
+            UnsupportedError: a callback writes a whole model, or a training, in a way that is
+                not known of several processes.
         """
         for callback in tf.nest.flatten(kwargs.get("callbacks")):
             if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
-                raise UnsupportedError(
-                    "BackupAndRestore writes the weights of a process as those of the model; "
-                    "received it among the callbacks of fit: save and restore with "
-                    "smp.CheckpointManager, in a function registered with "
-                    "smp.register_post_partition_hook and in a tf.keras.callbacks.LambdaCallback."
-                )
+                self._smp_back_up(callback)
             is_checkpoint = isinstance(callback, tf.keras.callbacks.ModelCheckpoint)
             if is_checkpoint and not callback.save_weights_only and not self._smp_is_writable:
                 raise self._smp_cannot_be_written("a ModelCheckpoint of more than weights")
         return super().fit(*args, **kwargs)
+
+    def _smp_back_up(self, callback: Any) -> None:
+        """Lets a ``BackupAndRestore`` keep what all processes have."""
+        raise NotImplementedError
 
     @property
     def _smp_is_writable(self) -> bool:
