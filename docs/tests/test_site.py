@@ -47,7 +47,11 @@ QUESTIONS = [
         ["A Keras model over processes", "Train a Keras model in a loop of your own"],
         "tf.GradientTape",
     ),
-    ("What is refused of Keras?", ["Known limits", "Of TensorFlow models"], "BackupAndRestore"),
+    (
+        "What is refused of Keras?",
+        ["Known limits", "Of TensorFlow models"],
+        "save_before_preemption",
+    ),
 ]
 
 _FOUND = """

@@ -230,15 +230,62 @@ def case_variable_of_another_rank() -> None:
 
     model = layers()
     stepping(model)(ones(4))
-    kernel, problem = model.first.kernel, "different calls: .*values of layers/first/kernel in line"
-    if smp.rank() == 0:
-        expect(CommError, problem, lambda: kernel.numpy())
-    else:
-        expect(CommError, problem, lambda: np.asarray(kernel))
+    kernel = model.first.kernel
+    different = kernel.numpy() if smp.rank() == 0 else np.asarray(kernel)
+    assert (different == np.asarray(kernel)).all()
+    if smp.rank() == 1:
+        np.asarray(kernel)
+    norm = float(tf.norm(kernel))  # of one rank, which has been here when the other one comes
+    assert np.isclose(norm, np.linalg.norm(different))
     for number, variable in enumerate(model.variables):
         variable.assign(tf.fill(variable.shape, float(number)))
     for number, variable in enumerate(model.variables):
         assert (np.asarray(variable) == number).all()
+    smp.barrier()  # as the end of a script is, where others are answered
+
+
+def case_computed_of_a_variable_of_another_rank() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers()
+    step = stepping(model)
+    step(ones(4))
+    if smp.rank() == 1:
+        reason = (
+            r"rank 1 alone reads a value that is computed of layers/first/kernel \(test_tf_errors"
+            r".*which rank 0 has, and which has come to a call of function"
+        )
+        expect(CommError, reason, lambda: float(tf.norm(model.first.kernel)))
+    step(ones(4))
+
+
+def case_what_was_before_functions_that_assign() -> None:
+    """Such a function may be one process's own, so that nobody waits there for those who ask."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers()
+    step = stepping(model)
+    step(ones(4))
+    variable = model.first.kernel
+    double = tf.function(lambda: variable.assign(2.0 * tf.convert_to_tensor(variable)))
+    if smp.rank() == 1:
+        expect(CommError, "was before it was changed", lambda: np.asarray(variable))
+    double()
+    step(ones(4))
+
+
+def case_other_functions_on_ranks() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers()
+    steps = [stepping(model), stepping(model)]
+    for step in steps:
+        step(ones(4))
+    reason = r"rank 0 has come to a call of function .*, rank 1 has come to a call of function"
+    expect(CommError, reason, lambda: steps[smp.rank()](ones(4)))
+    reason = r"rank 0 has come to a call of .*, rank 1 has come to barrier\(WORLD\) \(test_tf_err"
+    expect(CommError, reason, lambda: smp.barrier() if smp.rank() else steps[0](ones(4)))
+    steps[0](ones(4))
 
 
 def case_models_that_differ() -> None:

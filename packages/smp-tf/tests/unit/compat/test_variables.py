@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -42,7 +43,13 @@ def test_access_of_variables_is_checked_and_then_no_longer() -> None:
         seen.append(each)
         return True
 
-    with checked_access(is_here, lambda each: None, seen.append, lambda variable, value: False):
+    with checked_access(
+        is_here,
+        lambda each: None,
+        lambda each: contextlib.nullcontext(),
+        seen.append,
+        lambda variable, value: False,
+    ):
         for access in accesses:
             seen.clear()
             access()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
-from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.absence import following, tensors
 from smdistributed.modelparallel.torch.absence.forms import Forms
 from smdistributed.modelparallel.torch.absence.notes import Origin
@@ -69,9 +68,9 @@ class Rank:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._own, self._pipeline = own, pipeline or Pipeline()
         store = self._pipeline.store
-        self._published = Published(store, own, 5, lambda: ())
+        self._published = Published(store, own, (0, 1), 5, lambda: ())
         if pipeline is None:
-            Published(store, 1 - own, 5, lambda: ()).note_call(CommGroup.WORLD)
+            Published(store, 1 - own, (0, 1), 5, lambda: ()).note_call("", (0, 1))
         numbers = torch.Generator().manual_seed(5)
         values = [torch.randn(3, 4, generator=numbers) for _ in range(2)]
         self.parameters = [nn.Parameter(each) for each in values]

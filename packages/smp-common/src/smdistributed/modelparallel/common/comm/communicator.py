@@ -54,8 +54,6 @@ class Communicator:
     Attributes:
         reach: with whom this rank can exchange at present. ``tell`` and ``hear``, by which ranks
             run one after the other, do not ask it.
-        when_called: told the group of each call that all of its members make, where this rank
-            comes to it.
 
     Source: smd_model_parallel_common_api.rst, Communication API.
     """
@@ -74,11 +72,15 @@ class Communicator:
         self._codec = codec or Codec()
         self.reach = Reach()
         self._seal = seal or Seal.of(os.environ)
-        self.when_called: Callable[[CommGroup], None] | None = None
+        self._before_calls: Callable[[str, Sequence[int]], None] | None = None
         self._calls = dict.fromkeys(CommGroup, 0)
         self._told: deque[tuple[str, Posted]] = deque()
         #: What this rank has opened and nobody is known to have joined, and its number.
         self._unjoined: dict[CommGroup, tuple[str, int]] = {}
+
+    def before_calls(self, function: Callable[[str, Sequence[int]], None]) -> None:
+        """Has a function called before each collective, with its words and its global ranks."""
+        self._before_calls = function
 
     def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
         """Sends a picklable object to one process; returns when that process has received it.
@@ -131,7 +133,13 @@ class Communicator:
         self.reach.check(call, others)
         self._send(call, self._encode(call, obj), others, _P2P_CHANNEL)
 
-    def allgather(self, obj: object, group: CommGroup, purpose: str = "") -> list[Any]:
+    def allgather(
+        self,
+        obj: object,
+        group: CommGroup,
+        purpose: str = "",
+        timeout_seconds: float | None = None,
+    ) -> list[Any]:
         """Gives every member the objects of all members.
 
         Collective: every rank of ``group``.
@@ -140,6 +148,7 @@ class Communicator:
             obj: any picklable object.
             group: whose members take part.
             purpose: what for: calls for different purposes do not meet.
+            timeout_seconds: how long it may take, if not as long as any call.
 
         Returns:
             A list; item i is the object of the group's rank i.
@@ -150,7 +159,8 @@ class Communicator:
         """
         call = f"allgather(..., {_name(group, CommGroup)}{purpose and f', for {purpose}'})"
         payload = self._encode(call, obj)
-        return [self._codec.loads(item) for item in self._exchange(call, payload, group)]
+        items = self._exchange(call, payload, group, timeout_seconds=timeout_seconds)
+        return [self._codec.loads(item) for item in items]
 
     def gather(self, obj: object, group: CommGroup) -> list[Any] | None:
         """Gives the group's first member the objects of all members, and the others None.
@@ -202,7 +212,7 @@ class Communicator:
         call = f"{purpose}, which {_name(group, CommGroup)} makes together"
         payload = self._encode(call, obj)
         self.settle(group)
-        self._count(group)
+        self._calls[group] += 1
         members, number = self._members(group), self._calls[group]
         if len(members) > 1:
             self._unjoined[group] = call, number
@@ -216,7 +226,7 @@ class Communicator:
             CommError: as ``allgather``.
         """
         call = f"{purpose}, which {_name(group, CommGroup)} makes together"
-        self._count(group)
+        self._calls[group] += 1
         number, first = self._calls[group], self._members(group)[0]
         self._start(call, pickle.dumps((call, number, b"")), [first], _GROUP_CHANNELS[group])
         return self._codec.loads(self._answer(call, number, group))
@@ -263,25 +273,35 @@ class Communicator:
         return self._codec.loads(self._receive(call, [first], _NEWS_CHANNELS[group])[0])
 
     def _exchange(
-        self, call: str, payload: bytes, group: CommGroup, *, to_first: bool = False
+        self,
+        call: str,
+        payload: bytes,
+        group: CommGroup,
+        *,
+        to_first: bool = False,
+        timeout_seconds: float | None = None,
     ) -> Sequence[bytes]:
         """Collects one byte string of every member at every member, or at the first alone."""
         members = self._members(group)
         self.reach.check(call, members)
-        self.settle(group)
-        self._count(group)
         if len(members) == 1:
+            self._calls[group] += 1
             return [payload]
+        if self._before_calls is not None:
+            self._before_calls(call, members)
+        self.settle(group)
+        self._calls[group] += 1
         channel, number = _GROUP_CHANNELS[group], self._calls[group]
         mine = pickle.dumps((call, number, payload))
         first, others = members[0], members[1:]
         if self._transport.rank != first:
             # The first rank may be in a call that waits for nobody, and says so in its answer.
             posted = self._post(mine, [first], channel)
-            answer: list[bytes] = self._answer(call, number, group)
+            answer: list[bytes] = self._answer(call, number, group, timeout_seconds)
             self._wait(call, posted)
             return answer
-        arrived = [pickle.loads(item) for item in self._receive(call, others, channel)]
+        received = self._receive(call, others, channel, timeout_seconds)
+        arrived = [pickle.loads(item) for item in received]
         if problem := self._difference(call, number, group, arrived):
             self._send(call, pickle.dumps(problem), others, channel)
             self._fail(problem, ())
@@ -290,15 +310,13 @@ class Communicator:
         self._send(call, pickle.dumps(answered), others, channel)
         return payloads
 
-    def _count(self, group: CommGroup) -> None:
-        self._calls[group] += 1
-        if self.when_called is not None:
-            self.when_called(group)
-
-    def _answer(self, call: str, number: int, group: CommGroup) -> Any:
+    def _answer(
+        self, call: str, number: int, group: CommGroup, timeout_seconds: float | None = None
+    ) -> Any:
         """Returns what the group's first rank has for those who make a call with it."""
         first = self._members(group)[0]
-        answer = pickle.loads(self._receive(call, [first], _GROUP_CHANNELS[group])[0])
+        (received,) = self._receive(call, [first], _GROUP_CHANNELS[group], timeout_seconds)
+        answer = pickle.loads(received)
         if isinstance(answer, str):
             self._fail(answer, ())
         its_call, its_number, given = answer

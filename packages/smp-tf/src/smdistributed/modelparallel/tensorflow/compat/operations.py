@@ -77,6 +77,11 @@ def unnoted() -> Iterator[None]:
         _is_unnoted.reset(token)
 
 
+def is_unnoted() -> bool:
+    """Tells whether nobody looks at what is made."""
+    return _is_unnoted.get()
+
+
 @functools.cache
 def leaves(kind: str) -> bool:
     """Tells whether what an operation is given leaves TensorFlow: as text, or to Python."""

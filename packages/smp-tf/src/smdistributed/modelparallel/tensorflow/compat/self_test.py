@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 import time
@@ -197,7 +198,13 @@ def _test_access() -> None:
         return not absent
 
     absent: list[Any] = []
-    checked = checked_access(is_here, lambda _: tf.constant(5.0), note("saved"), note("restored"))
+    checked = checked_access(
+        is_here,
+        lambda _: tf.constant(5.0),
+        lambda _: contextlib.nullcontext(),
+        note("saved"),
+        note("restored"),
+    )
     with checked:
         assert use() == {"access", "saved", "restored"}
         absent.append(variable)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -85,6 +86,7 @@ def free(variable: Variable) -> None:
 def checked_access(
     is_here: Callable[[Variable], bool],
     elsewhere: Callable[[Variable], Any],
+    changes: Callable[[Variable], AbstractContextManager[None]],
     saved_alone: Callable[[Variable], None],
     restored: Callable[[Variable, Any], bool],
 ) -> Iterator[None]:
@@ -94,6 +96,8 @@ def checked_access(
         is_here: called with every variable that Python code reads or writes; tells whether this
             process has its value. If not, nothing is written.
         elsewhere: returns what stands for the value of a variable that is not here.
+        changes: called with every variable that is written to, wherever its value is; returns
+            within what that is done.
         saved_alone: called with every variable that a checkpoint of TensorFlow takes.
         restored: called with every variable that such a checkpoint is to give a value, and the
             value; returns whether that is done with.
@@ -123,8 +127,9 @@ def checked_access(
 
     def changing(original: Callable[..., Any]) -> Callable[..., Any]:
         def change(self: Variable, *args: Any, **kwargs: Any) -> Any:
-            if is_here(self):
-                return original(self, *args, **kwargs)
+            with changes(self):
+                if is_here(self):
+                    return original(self, *args, **kwargs)
             return self if tf.executing_eagerly() else _stand_in(self, elsewhere)
 
         unconverted: Callable[..., Any] = not_converted(change)

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.tensorflow.compat import functions, operations,
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_followed
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, brought, told
+from smdistributed.modelparallel.tensorflow.parameters.moments import Changes, note_changes
 from smdistributed.modelparallel.tensorflow.parameters.owners import (
     note,
     owner_of,
@@ -50,6 +51,11 @@ def given_to_optimizers(
     runtime: TFRuntime, pairs: Sequence[tuple[Any, Any]]
 ) -> list[tuple[Any, Any]]:
     """Returns gradients and variables such that the process that updates one has its gradient."""
+    if tf.executing_eagerly():
+        if not operations.is_unnoted():  # else an optimizer in another one, of this process alone
+            runtime.rendezvous.arrive("an update by an optimizer")
+    else:
+        note_changes(tf.compat.v1.get_default_graph(), Changes.UPDATES)
     found = []
     for gradient, variable in pairs:
         owner, to = _owner_of_gradient(gradient), _owner(variable)
@@ -108,7 +114,9 @@ class _Following:
         if not owners:
             return args, None
         weights = [each for each in owners if not each.is_gradient]
-        return args, (weights or owners)[0].of_value
+        owner = (weights or owners)[0]
+        is_same = kind == "Identity" and owner.variable is None
+        return args, owner if is_same else owner.of_value
 
     def after(self, kind: str, known: Any, results: Sequence[Any]) -> None:
         """Notes who has the results of an operation."""

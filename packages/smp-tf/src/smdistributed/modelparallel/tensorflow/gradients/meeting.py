@@ -1,13 +1,11 @@
 """Values that one partition has, brought to all processes of its pipeline.
 
-All of them run the same script, so each comes to the line that needs them. Eagerly the control
-plane carries them, and says where processes come to other lines; graphs have transfers of their
+Eagerly the control plane carries them, see ``runtime.rendezvous``. Graphs have transfers of their
 own, whose places are compared before a function is called for the first time.
 """
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +16,11 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
-from smdistributed.modelparallel.tensorflow.parameters.owners import owner_of
+from smdistributed.modelparallel.tensorflow.parameters.moments import Changes, changes_of
+from smdistributed.modelparallel.tensorflow.parameters.owners import note, owner_of
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.runtime.script import frame_of_script
 
-#: What lies between a line of a script and an operation.
-_LIBRARIES = ("/tensorflow/", "/keras/", "/tf_keras/", "/smdistributed/", "contextlib")
 #: As what values travel in graphs: integers, which add up to themselves where others have zeros,
 #: and which stay in the memory of the host, where transfers need no order.
 _AS_BITS = {
@@ -35,10 +33,11 @@ _AS_BITS = {
 
 
 def told(runtime: TFRuntime, value: Any) -> Any:
-    """Returns the numbers of an eager tensor that one partition has. Collective: pipeline."""
-    owner: Any = owner_of(value)
-    own = value._numpy() if owner.is_here else None
-    return _from_owners(runtime, owner.name, [own])[owner.partition][0]
+    """Returns the numbers of an eager tensor that one partition has.
+
+    Collective: pipeline, each process at this or at another point, see ``Rendezvous``.
+    """
+    return _from_owners(runtime, [value])[0]
 
 
 def brought(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
@@ -55,12 +54,13 @@ def brought(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
     with unnoted():
         values = [tf.convert_to_tensor(each) for each in values]
         if tf.executing_eagerly():
-            own = [v.numpy() if o.is_here else None for v, o in zip(values, owners, strict=True)]
-            every = _from_owners(runtime, owners[0].name, own)
+            for value, owner in zip(values, owners, strict=True):
+                note(value, owner_of(value) or owner)  # of a variable here its value has none yet
+            every = _from_owners(runtime, values)
             with unrecorded():
                 whole = [
-                    tf.constant(every[owner.partition][place], value.dtype)
-                    for place, (value, owner) in enumerate(zip(values, owners, strict=True))
+                    tf.constant(found, value.dtype)
+                    for found, value in zip(every, values, strict=True)
                 ]
         else:
             note_places(tf.compat.v1.get_default_graph(), [_place_in_script()])
@@ -75,10 +75,19 @@ def on_all(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
     return [each if owner_of(each) is None else next(whole) for each in values]
 
 
-def _from_owners(runtime: TFRuntime, name: str, own: list[Any]) -> list[Any]:
+def _from_owners(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
+    """Returns the numbers of eager tensors that partitions have."""
+    owners: list[Any] = [owner_of(each) for each in values]
+    own, asked = {}, {}
+    for place, (value, owner) in enumerate(zip(values, owners, strict=True)):
+        if owner.is_here:
+            own[place] = value._numpy()
+        else:
+            asked[place] = owner
     frame = frame_of_script()
-    purpose = f"values of {name} in line {frame.f_lineno} of {frame.f_code.co_name}"
-    return runtime.communicator.allgather(own, CommGroup.PP_GROUP, purpose)
+    where = f"line {frame.f_lineno} of {frame.f_code.co_name}"
+    found = runtime.rendezvous.read(f"values of {owners[0].name} in {where}", own, asked)
+    return [found[place] for place in range(len(values))]
 
 
 def _summed(runtime: TFRuntime, values: Sequence[Any], owners: Sequence[Any]) -> list[Any]:
@@ -172,18 +181,6 @@ def _place_in_script() -> int:
     return 1 + zlib.crc32(f"{frame.f_code.co_name}:{frame.f_lineno}".encode())
 
 
-def frame_of_script() -> Any:
-    """Returns the frame of the script's line that is being executed."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_of_libraries(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _is_of_libraries(path: str) -> bool:
-    return any(each in path for each in _LIBRARIES)
-
-
 def note_places(graph: Any, places: Sequence[int]) -> None:
     """Notes in a graph, and in those around it, which transfers, or a step function, it has."""
     while hasattr(graph, "outer_graph"):
@@ -194,15 +191,29 @@ def note_places(graph: Any, places: Sequence[int]) -> None:
 def begin_function(runtime: TFRuntime, graph: Any) -> None:
     """Sees to it that processes call a function with a step or such transfers in it alike.
 
-    Collective: pipeline, before the first call.
+    Collective: pipeline.
 
     Raises:
         UnsupportedError: they have made other transfers; on every process.
+        CommError: another process has come to another point of the script.
     """
-    places = getattr(graph, "_smp_places", None)
-    if places is None or not tf.executing_eagerly() or getattr(graph, "_smp_agreed", False):
+    if not tf.executing_eagerly():
         return
-    graph._smp_agreed = True
+    places, changes = getattr(graph, "_smp_places", None), changes_of(graph)
+    if places is None:
+        if changes is Changes.UPDATES:
+            runtime.rendezvous.arrive("an update by an optimizer in a function")
+        elif changes is Changes.ASSIGNS:
+            runtime.moments.forget()
+        return
+    if not hasattr(graph, "_smp_number"):
+        _agree(runtime, places)
+        graph._smp_number = runtime.rendezvous.number(graph)
+    with unnoted():
+        runtime.rendezvous.arrive(f"a call of function {graph.name}, number {graph._smp_number}")
+
+
+def _agree(runtime: TFRuntime, places: Sequence[int]) -> None:
     with unnoted():
         every = runtime.communicator.allgather(places, CommGroup.PP_GROUP)
     if any(each != every[0] for each in every):

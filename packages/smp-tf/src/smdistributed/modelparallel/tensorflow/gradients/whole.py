@@ -61,7 +61,9 @@ def _note_slot(slot: Any, reference: Any) -> None:
         return
     variable = keras.variable_of(slot)
     variable._smp_home = home
-    own = replace(owner, variable=variable, name=f"{owner.name}, of an optimizer")
+    # Processes may make their optimizers in other orders, so that others know it by no number.
+    name = f"what an optimizer keeps of {owner.name}"
+    own = replace(owner, variable=variable, number=None, name=name)
     for each in (slot, variable, variable.handle):
         note(each, own)
 

@@ -212,7 +212,10 @@ class Engine:
             home = home_of(variable)
             if home is None or home.partition is None or owner_of(variable) is not None:
                 continue
-            owner = Owner(home.partition, home.is_here, path_of(variable), variable=variable)
+            number = self.runtime.rendezvous.number(variable)
+            owner = Owner(
+                home.partition, home.is_here, path_of(variable), variable=variable, number=number
+            )
             for known in (each, variable, variable.handle):
                 note(known, owner)
 

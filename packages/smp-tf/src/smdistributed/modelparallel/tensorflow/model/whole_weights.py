@@ -8,24 +8,28 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.common.groups import RankType
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.parameters.owners import owner_of
 from smdistributed.modelparallel.tensorflow.parameters.variables import home_of, is_here
 
 
 def gathered(engine: Any, variables: Sequence[Any]) -> list[Any]:
-    """Returns the values of variables, wherever they live. Collective: the pipeline."""
-    with unnoted():
-        own = {
-            place: keras.variable_of(variable).numpy()
-            for place, variable in enumerate(variables)
-            if is_here(variable)
-        }
-    every: dict[int, Any] = {}
-    for each in engine.runtime.communicator.allgather(own, CommGroup.PP_GROUP):
-        every |= each
-    return [every[place] for place in range(len(variables))]
+    """Returns the values of variables, wherever they live.
+
+    Collective: the pipeline, each process at this or at another point, see ``Rendezvous``.
+    """
+    own, asked = {}, {}
+    for place, variable in enumerate(map(keras.variable_of, variables)):
+        if is_here(variable):
+            with unnoted():
+                own[place] = variable.numpy()
+        else:
+            owner: Any = owner_of(variable)
+            asked[place] = owner.as_read(engine.runtime.moments.now)
+    found = engine.runtime.rendezvous.read(f"the weights of {engine.name}", own, asked)
+    return [found[place] for place in range(len(variables))]
 
 
 def collected(engine: Any, receives: bool) -> list[Any]:
@@ -65,7 +69,9 @@ def distribute(engine: Any, variables: Sequence[Any], values: Sequence[Any]) -> 
                 f"has {tuple(variable.shape)}, received {np.shape(value)}: give the values in the "
                 "order of get_weights."
             )
-    for variable, value in zip(variables, values, strict=True):
-        if is_here(variable):
-            own = keras.variable_of(variable)
-            own.assign(tf.cast(value, own.dtype))
+    engine.runtime.rendezvous.arrive("set_weights")
+    with unnoted():
+        for variable, value in zip(variables, values, strict=True):
+            if is_here(variable):
+                own = keras.variable_of(variable)
+                own.assign(tf.cast(value, own.dtype))

@@ -32,6 +32,8 @@ class Owner:
         name: of the variable that it was computed from, or of one of them.
         is_gradient: whether it is a gradient, or computed of gradients alone.
         variable: TensorFlow's, where the value is one, or stands for one; else None.
+        number: of the variable whose value it is, in all processes; None if it is computed.
+        moment: at which it was the value of that variable.
     """
 
     partition: int
@@ -39,16 +41,23 @@ class Owner:
     name: str = field(compare=False)
     is_gradient: bool = False
     variable: Any = field(default=None, compare=False, repr=False)
+    number: int | None = field(default=None, compare=False)
+    moment: int = field(default=0, compare=False)
 
     @functools.cached_property
     def of_value(self) -> Owner:
         """Who has what is computed of this."""
-        return self if self.variable is None else replace(self, variable=None)
+        is_computed = self.variable is None and self.number is None
+        return self if is_computed else replace(self, variable=None, number=None)
+
+    def as_read(self, moment: int) -> Owner:
+        """Returns who has the value that a variable has at this moment."""
+        return replace(self, variable=None, moment=moment)
 
     @functools.cached_property
     def of_gradient(self) -> Owner:
         """Who has a gradient by this."""
-        return replace(self, variable=None, is_gradient=True)
+        return replace(self, variable=None, number=None, is_gradient=True)
 
 
 def owner_of(value: Any) -> Owner | None:

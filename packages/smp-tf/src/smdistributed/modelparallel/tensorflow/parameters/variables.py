@@ -17,8 +17,13 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import NotPartitionedError, PartitionError
 from smdistributed.modelparallel.tensorflow.compat import keras
 from smdistributed.modelparallel.tensorflow.compat.initial import InitialValue, lifted
-from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.compat.operations import is_unnoted, unnoted
 from smdistributed.modelparallel.tensorflow.compat.variables import empty_variable, free, number
+from smdistributed.modelparallel.tensorflow.parameters.moments import (
+    Changes,
+    Moments,
+    note_changes,
+)
 from smdistributed.modelparallel.tensorflow.parameters.owners import Owner, owner_of, stand_in
 
 
@@ -66,11 +71,14 @@ class AccessGuard:
 
     Args:
         num_partitions: of models.
+        moments: is told of what Python writes to variables.
     """
 
-    def __init__(self, num_partitions: int) -> None:
+    def __init__(self, num_partitions: int, moments: Moments) -> None:
         self._num_partitions = num_partitions
+        self._moments = moments
         self._is_suspended = False
+        self._is_changing = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -99,7 +107,27 @@ class AccessGuard:
         """Returns what stands for the value of a variable that lives in another process."""
         home = variable._smp_home
         owner = owner_of(variable) or Owner(home.partition, False, path_of(variable))
-        return stand_in(variable, owner.of_value)
+        return stand_in(variable, owner.as_read(self._moments.now))
+
+    @contextlib.contextmanager
+    def changing(self, variable: Any) -> Iterator[None]:
+        """Within, Python writes to a variable, in all processes alike."""
+        owner = owner_of(variable)
+        if owner is None or self._is_changing or is_unnoted():
+            yield
+            return
+        self._is_changing = True
+        try:
+            if not tf.executing_eagerly():
+                note_changes(tf.compat.v1.get_default_graph(), Changes.ASSIGNS)
+            else:
+                if owner.is_here and owner.number is not None:
+                    with unnoted():
+                        self._moments.keep(owner.number, variable._read_variable_op())
+                self._moments.pass_on()
+            yield
+        finally:
+            self._is_changing = False
 
     def check_saving(self, variable: Any) -> None:
         """Raises unless a checkpoint of TensorFlow can have a variable.

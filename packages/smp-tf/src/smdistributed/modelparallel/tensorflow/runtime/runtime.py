@@ -39,9 +39,11 @@ from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
+from smdistributed.modelparallel.tensorflow.parameters.moments import Moments
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.departures import Departures, last_words
 from smdistributed.modelparallel.tensorflow.runtime.overdue import Overdue
+from smdistributed.modelparallel.tensorflow.runtime.rendezvous import Rendezvous
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
 #: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
@@ -59,6 +61,8 @@ class TFRuntime(Runtime):
         links: carry tensors to other processes.
         hooks: what this process does when it fails; None in a world of one.
         guard: of variables that live elsewhere.
+        moments: when variables had their values.
+        rendezvous: of the processes of this pipeline.
         step_number: a variable that counts the steps, for random numbers.
         unseeded: what random operations without seeds draw from; the same on all processes.
         calls: see ``processes.surviving_calls``.
@@ -73,6 +77,8 @@ class TFRuntime(Runtime):
     links: Links
     hooks: FailureHooks | None
     guard: AccessGuard
+    moments: Moments
+    rendezvous: Rendezvous
     step_number: Any
     unseeded: int
     calls: deque[Any]
@@ -90,6 +96,8 @@ class TFRuntime(Runtime):
 
     def close(self) -> None:
         """Leaves the job. Collective over WORLD; called at interpreter exit."""
+        if self.topology.pp_size > 1:
+            self.rendezvous.leave()
         begin = time.monotonic()
         num_steps = int(self.step_number.numpy())
         self.replacements.close()
@@ -158,11 +166,18 @@ def start(
         watch.start(departures.check, overdue.check)
         replacements.callback(watch.stop)
     autograph.leave_unconverted("smdistributed")
-    guard = AccessGuard(topology.pp_size)
+    moments = Moments()
+    guard = AccessGuard(topology.pp_size, moments)
     replacements.enter_context(requests_noted())
     replacements.enter_context(
-        checked_access(guard.is_here, guard.elsewhere, guard.check_saving, guard.restore)
+        checked_access(
+            guard.is_here, guard.elsewhere, guard.changing, guard.check_saving, guard.restore
+        )
     )
+    pipeline = topology.members(CommGroup.PP_GROUP, transport.rank)
+    rendezvous = Rendezvous(communicator, pipeline, pipeline.index(transport.rank), moments)
+    if len(pipeline) > 1:
+        communicator.before_calls(rendezvous.before_call)
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]
@@ -174,6 +189,8 @@ def start(
         links=links,
         hooks=hooks,
         guard=guard,
+        moments=moments,
+        rendezvous=rendezvous,
         step_number=step_number,
         unseeded=unseeded,
         calls=calls,

@@ -57,7 +57,7 @@ class WholeState:
         if (model := self._asked(module, prefix)) is not None:
             self._communicator.allgather(None, CommGroup.WORLD, _PURPOSE)
             self._is_reading = True
-            self._reading.enter_context(model.slices_awake())
+            self._reading.enter_context(model.parameters_awake())
             self._reading.enter_context(model.holder.as_blocks())
             self._reading.enter_context(model.holder.absence.past())
 

@@ -13,13 +13,12 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from smdistributed.modelparallel.common.errors import CommError
-from smdistributed.modelparallel.common.groups import CommGroup
 
 #: The most that stores take at a time is 8 MiB.
 _LARGEST_BYTES = 4 << 20
@@ -53,6 +52,7 @@ class Published:
     Args:
         store: of the job.
         rank: this one, of the job.
+        pipeline: the ranks of the own pipeline.
         timeout_seconds: how long a rank may take to come to what another one asks for.
         ended: tells which ranks have ended.
     """
@@ -61,11 +61,13 @@ class Published:
         self,
         store: Store,
         rank: int,
+        pipeline: Sequence[int],
         timeout_seconds: float,
         ended: Callable[[], Collection[int]],
     ) -> None:
         self._store = store
         self._rank = rank
+        self._pipeline = pipeline
         self._timeout_seconds = timeout_seconds
         self._ended = ended
         #: How many steps have begun, and calls with all ranks, on those of a pipeline alike.
@@ -78,16 +80,20 @@ class Published:
     def begin_step(self) -> None:
         """Takes note that nobody asks any more for what was left before the last step."""
         self._moment += 1
+        self._go_on()
         for key in self._left_before:
             self._store.delete_key(key)
         self._left_before, self._left = self._left, []
         self._counts.clear()
 
-    def note_call(self, group: CommGroup) -> None:
-        """Takes note that this rank comes to a call of the communicator."""
-        if group in (CommGroup.PP_GROUP, CommGroup.WORLD):
-            self._calls += 1
-            self._store.set(self._calls_of(self._rank), str(self._calls))
+    def note_call(self, _: str, ranks: Sequence[int]) -> None:
+        """Takes note that this rank comes to a call that some ranks make together."""
+        if set(self._pipeline) <= set(ranks):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._calls += 1
+        self._store.set(self._calls_of(self._rank), str(self._calls))
 
     def leave(self, name: str, values: torch.Tensor) -> None:
         """Leaves values of this rank, which does not wait for who takes them.

@@ -315,8 +315,11 @@ def start(
         measuring=None if wanted is None else Measuring(wanted, transport.rank, device),
     )
     if topology.pp_size > 1 and transport.size > 1:
-        published = Published(default_store(), transport.rank, timeout_seconds, transport.farewells)
-        runtime.published, communicator.when_called = published, published.note_call
+        pipeline = topology.members(CommGroup.PP_GROUP, transport.rank)
+        runtime.published = Published(
+            default_store(), transport.rank, pipeline, timeout_seconds, transport.farewells
+        )
+        communicator.before_calls(runtime.published.note_call)
     runtime.replacements.enter_context(explaining(peers.explained))
     slot.fill(runtime)
     if transport.size > 1:
