@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +243,21 @@ def case_variable_of_another_rank() -> None:
     for number, variable in enumerate(model.variables):
         assert (np.asarray(variable) == number).all()
     smp.barrier()  # as the end of a script is, where others are answered
+
+
+def case_variable_that_its_rank_has_let_go_of() -> None:
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model = layers()
+    stepping(model)(ones(4))
+    kernel = model.first.kernel
+    expected = np.asarray(kernel)
+    if smp.rank() == 0:
+        del model, kernel
+        gc.collect()
+    else:
+        assert (np.asarray(kernel) == expected).all()
+    smp.barrier()
 
 
 def case_computed_of_a_variable_of_another_rank() -> None:

@@ -208,7 +208,7 @@ def begin_function(runtime: TFRuntime, graph: Any) -> None:
         return
     if not hasattr(graph, "_smp_number"):
         _agree(runtime, places)
-        graph._smp_number = runtime.rendezvous.number(graph)
+        graph._smp_number = runtime.rendezvous.new_number()
     with unnoted():
         runtime.rendezvous.arrive(f"a call of function {graph.name}, number {graph._smp_number}")
 

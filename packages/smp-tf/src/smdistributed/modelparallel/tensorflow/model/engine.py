@@ -212,7 +212,7 @@ class Engine:
             home = home_of(variable)
             if home is None or home.partition is None or owner_of(variable) is not None:
                 continue
-            number = self.runtime.rendezvous.number(variable)
+            number = self.runtime.rendezvous.number(variable, self)
             owner = Owner(
                 home.partition, home.is_here, path_of(variable), variable=variable, number=number
             )

@@ -93,20 +93,31 @@ class Rendezvous:
         self._moments = moments
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._num_numbered = 0
+        self._keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: What the script of this process may have let go of since all came together.
+        self._alive: list[Any] = []
         self._is_inside = False
         #: How often each line was read since all came together.
         self._times: Counter[str] = Counter()
         #: What was read then that others had not come to, by place and moment.
         self._kept: dict[tuple[str, int], dict[int, Any]] = {}
 
-    def number(self, what: Any) -> int:
-        """Gives a variable, or a function, the number by which all processes know it; returns it.
-
-        Each numbers the same ones in one order: where it is made by all together.
-        """
+    def new_number(self) -> int:
+        """Returns another number for what all processes make together, the same in each."""
         self._num_numbered += 1
-        self._numbered[self._num_numbered] = what
         return self._num_numbered
+
+    def number(self, variable: Any, keeper: Any) -> int:
+        """Gives a variable a number, by which others can ask for its value; returns it.
+
+        Args:
+            variable: that all processes number in one order.
+            keeper: has it, as long as the script needs it.
+        """
+        number = self.new_number()
+        self._numbered[number] = variable
+        self._keepers.add(keeper)
+        return number
 
     def read(
         self,
@@ -162,6 +173,8 @@ class Rendezvous:
         self._moments.forget(max(each.now for each in stops))
         self._times.clear()
         self._kept.clear()
+        self._alive.clear()
+        self._alive.extend(self._keepers)
 
     def leave(self) -> None:
         """Gives others what they still read, before this process ends. Collective: the pipeline.
