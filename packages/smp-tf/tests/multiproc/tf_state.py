@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,7 @@ def backed_up(side: Side, folder: str, freq: Any) -> Found:
                 raise KeyboardInterrupt
 
     place = Path(folder, side.base.__name__)
+    others = _rank(side) > 0  # whose folder does not count
     options = {"batch_size": 2, "epochs": 4, "shuffle": False, "verbose": 0}
     found: list[Any] = []
     for cut in ([Cut()], []):
@@ -193,7 +195,8 @@ def backed_up(side: Side, folder: str, freq: Any) -> Found:
         if side.base is tf.keras.Model:
             model(rows())  # which Keras wants built
         model.compile(tf.keras.optimizers.Adam(0.1), "mse")
-        backup = tf.keras.callbacks.BackupAndRestore(str(place), save_freq=freq)
+        given = tempfile.mkdtemp(dir=folder) if others else str(place)
+        backup = tf.keras.callbacks.BackupAndRestore(given, save_freq=freq)
         with contextlib.suppress(KeyboardInterrupt):
             history = model.fit(rows(), rows(1), callbacks=[backup, *cut], **options)
             found += [np.float32(history.history["loss"]), np.array(history.epoch)]
@@ -201,6 +204,14 @@ def backed_up(side: Side, folder: str, freq: Any) -> Found:
     if side.base is not tf.keras.Model:
         _refuse_one_of_keras(model, Path(folder, "of_keras"))
     return Found([*found, model.predict(rows(), verbose=0)], {})
+
+
+def _rank(side: Side) -> int:
+    if side.base is tf.keras.Model:
+        return 0
+    import smdistributed.modelparallel.tensorflow as smp
+
+    return int(smp.rank())
 
 
 def _refuse_one_of_keras(model: Any, place: Path) -> None:

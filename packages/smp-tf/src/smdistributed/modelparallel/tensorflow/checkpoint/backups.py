@@ -55,12 +55,20 @@ class _Backup:
     def __init__(self, runtime: TFRuntime, model: Any, callback: Any) -> None:
         self._runtime = runtime
         self._model = model
-        self._given = Path(callback.backup_dir)
-        self._folder = self._given / _FOLDER
+        self._asked = callback.backup_dir
         self._keep = 2 if getattr(callback, "double_checkpoint", False) else 1
         self._epoch, self._batch = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
+
+    @functools.cached_property
+    def _given(self) -> Path:
+        """The ``backup_dir`` of the first process: others may have made temporary ones."""
+        return Path(self._runtime.communicator.from_first(str(self._asked), CommGroup.WORLD))
+
+    @property
+    def _folder(self) -> Path:
+        return self._given / _FOLDER
 
     @functools.cached_property
     def _manager(self) -> CheckpointManager:
