@@ -271,7 +271,8 @@ def case_computed_of_a_variable_of_another_rank() -> None:
             r"rank 1 alone reads a value that is computed of layers/first/kernel \(test_tf_errors"
             r".*which rank 0 has, and which has come to a call of function"
         )
-        expect(CommError, reason, lambda: float(tf.norm(model.first.kernel)))
+        norm = tf.function(lambda: tf.norm(tf.convert_to_tensor(model.first.kernel)))
+        expect(CommError, reason, lambda: float(norm()))
     step(ones(4))
 
 

@@ -20,6 +20,13 @@ READS: dict[str, Callable[[Any], list[Any]]] = {
     "variables": lambda model: [each.numpy() for each in model.trainable_variables],
     "arrays": lambda model: [np.asarray(each) for each in model.variables],
     "weights": lambda model: model.get_weights(),
+    "norms": lambda model: [float(tf.norm(each)) for each in model.trainable_variables],
+    "computed": lambda model: [
+        (
+            tf.reduce_mean(tf.abs(each[0])) + tf.reduce_max(tf.stack([3.0 * each, 2.0 * each]))
+        ).numpy()
+        for each in model.trainable_variables
+    ],
     "sums": lambda model: [
         float(sum(float(np.sum(np.square(each))) for each in model.trainable_variables))
     ],

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
@@ -27,6 +27,18 @@ from smdistributed.modelparallel.tensorflow.compat.replaced import Replacement, 
 from smdistributed.modelparallel.tensorflow.compat.variables import VARIABLES
 
 
+class Again(NamedTuple):
+    """How an eager operation is made.
+
+    Attributes:
+        make: takes arguments; returns its results.
+        args: of which it was made.
+    """
+
+    make: Callable[[Sequence[Any]], Any]
+    args: Sequence[Any]
+
+
 class Follower(Protocol):
     """What sees operations, calls and reads, and may change what they are given."""
 
@@ -37,8 +49,8 @@ class Follower(Protocol):
             arguments in their place, and what ``after`` is to know.
         """
 
-    def after(self, kind: str, known: Any, results: Sequence[Any]) -> None:
-        """Takes the results of an operation."""
+    def after(self, kind: str, known: Any, results: Sequence[Any], again: Again | None) -> None:
+        """Takes the results of an operation, and how an eager one is made."""
 
     def call(self, graph: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Takes the graph of a function, and the tensors that it is called with; as ``before``."""
@@ -104,10 +116,16 @@ def operations_noted(follower: Follower) -> Iterator[None]:
             if _is_unnoted.get():
                 return original(context, kind, name, *args)
             given, known = follower.before(kind, args)
-            if known is not None:
-                given = _packed(kind, given)
-            result = original(context, kind, name, *given)
-            follower.after(kind, known, _listed(result))
+            if known is None:
+                result = original(context, kind, name, *given)
+                follower.after(kind, None, _listed(result), None)
+                return result
+
+            def make(args: Sequence[Any]) -> Any:
+                return original(context, kind, name, *_packed(kind, args))
+
+            result = make(given)
+            follower.after(kind, known, _listed(result), Again(make, given))
             return result
 
         return run
@@ -117,8 +135,12 @@ def operations_noted(follower: Follower) -> Iterator[None]:
             if _is_unnoted.get() or not isinstance(kind, bytes):  # the name of a function
                 return original(kind, num_outputs, inputs, *args, **kwargs)
             given, known = follower.before(kind.decode(), inputs)
-            result = original(kind, num_outputs, given, *args, **kwargs)
-            follower.after(kind.decode(), known, _listed(result))
+
+            def make(inputs: Sequence[Any]) -> Any:
+                return original(kind, num_outputs, inputs, *args, **kwargs)
+
+            result = make(given)
+            follower.after(kind.decode(), known, _listed(result), Again(make, given))
             return result
 
         return run
@@ -131,7 +153,7 @@ def operations_noted(follower: Follower) -> Iterator[None]:
                 given, known = follower.before(kind, list(keywords.values()))
             made = original(kind, name, **dict(zip(keywords, given, strict=True)))
             with _passing_through():
-                follower.after(kind, known, made[2].outputs)
+                follower.after(kind, known, made[2].outputs, None)
             return made
 
         return run
@@ -192,7 +214,7 @@ def operations_noted(follower: Follower) -> Iterator[None]:
                 with unnoted():
                     given = _stacked(given)
             result = original(given, *args, **kwargs)
-            follower.after("Pack", known, [result])
+            follower.after("Pack", known, [result], None)
             return result
 
         return run

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.tensorflow.compat import functions, operations,
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_followed
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, brought, told
+from smdistributed.modelparallel.tensorflow.gradients.repeating import note_made
 from smdistributed.modelparallel.tensorflow.parameters.moments import Changes, note_changes
 from smdistributed.modelparallel.tensorflow.parameters.owners import (
     note,
@@ -118,8 +119,10 @@ class _Following:
         is_same = kind == "Identity" and owner.variable is None
         return args, owner if is_same else owner.of_value
 
-    def after(self, kind: str, known: Any, results: Sequence[Any]) -> None:
-        """Notes who has the results of an operation."""
+    def after(
+        self, kind: str, known: Any, results: Sequence[Any], again: operations.Again | None
+    ) -> None:
+        """Notes who has the results of an operation, and how those of others are made."""
         if known is None:
             if kind in _LOOPING or kind in _BRANCHING:
                 _note_branches(kind, results)
@@ -128,6 +131,10 @@ class _Following:
         for result, owner in zip(results, owners, strict=True):
             if getattr(result, "dtype", tf.string) not in _NO_NUMBERS:
                 note(result, owner)
+        if again is None or isinstance(known, list):
+            return
+        if not known.is_here and known.number is None:
+            note_made(self._runtime.moments, results, again)
 
     def call(self, graph: Any, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Takes what a function is to be called with; as ``before``."""

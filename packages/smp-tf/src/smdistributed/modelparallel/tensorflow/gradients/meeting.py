@@ -16,8 +16,10 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.tensorflow.compat.gradients import unrecorded, with_gradient
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.gradients.repeating import can_make_again, made_again
 from smdistributed.modelparallel.tensorflow.parameters.moments import Changes, changes_of
 from smdistributed.modelparallel.tensorflow.parameters.owners import note, owner_of
+from smdistributed.modelparallel.tensorflow.runtime.rendezvous import NotGivenError
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.runtime.script import frame_of_script
 
@@ -85,9 +87,26 @@ def _from_owners(runtime: TFRuntime, values: Sequence[Any]) -> list[Any]:
         else:
             asked[place] = owner
     frame = frame_of_script()
-    where = f"line {frame.f_lineno} of {frame.f_code.co_name}"
-    found = runtime.rendezvous.read(f"values of {owners[0].name} in {where}", own, asked)
+    line = f"values of {owners[0].name} in line {frame.f_lineno} of {frame.f_code.co_name}"
+    try:
+        can_compute = all(can_make_again(values[place]) for place in asked)
+        found = runtime.rendezvous.read(line, own, asked, can_compute)
+    except NotGivenError:
+        found = own | {place: _computed_here(runtime, values[place]) for place in asked}
+        if any(each is None for each in found.values()):
+            raise
     return [found[place] for place in range(len(values))]
+
+
+def _computed_here(runtime: TFRuntime, value: Any) -> Any:
+    """Returns the numbers of a value that its owner does not compute; None if that cannot be."""
+
+    def told(variable: Any) -> Any:
+        owner: Any = owner_of(variable)
+        found = runtime.rendezvous.read(f"the value of {owner.name}", {}, {0: owner})[0]
+        return tf.constant(found, variable.dtype)
+
+    return made_again(value, told)
 
 
 def _summed(runtime: TFRuntime, values: Sequence[Any], owners: Sequence[Any]) -> list[Any]:

@@ -30,6 +30,11 @@ from smdistributed.modelparallel.tensorflow.runtime.script import line_of_script
 _PURPOSE = "what the processes of a pipeline do next"
 _END = "the end"
 _MOST_KEPT = 1000
+_NONE, _SHORT, _LONG = range(3)
+
+
+class NotGivenError(CommError):
+    """A process asks for a value that no other one has, or will have."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class _Stop:
         reads: whether it goes on as soon as it has what it asks for; else with all others.
         since: the first moment of which values are known here.
         now: the present moment.
+        patience: where nobody goes on, those with the least give up, and the others wait for what
+            these do then.
         own: the values that are read here, by place, of those that this process has.
         asked: who has the others, by place.
     """
@@ -51,6 +58,7 @@ class _Stop:
     reads: bool
     since: int
     now: int
+    patience: int
     own: dict[int, Any]
     asked: dict[int, Owner]
 
@@ -124,6 +132,7 @@ class Rendezvous:
         place: str,
         own: dict[int, Any],
         asked: dict[int, Owner],
+        can_compute: bool = False,
     ) -> dict[int, Any]:
         """Returns values, by place: those of this process, and what it asks others for.
 
@@ -133,12 +142,15 @@ class Rendezvous:
             place: the line that reads them.
             own: values that this process has.
             asked: who has what it needs besides.
+            can_compute: whether it can do without what others have not computed.
 
         Raises:
-            CommError: nobody has or will have one of them.
+            NotGivenError: nobody has or will have one of them.
         """
         self._times[place] += 1
-        stop = self._stop(f"{place}, time {self._times[place]}", own, asked, reads=True)
+        is_computed = any(each.number is None for each in asked.values())
+        patience = _LONG if not is_computed else _NONE if can_compute else _SHORT
+        stop = self._stop(f"{place}, time {self._times[place]}", own, asked, patience, reads=True)
         while True:
             stops, found = self._meet(stop)
             mine = found[self._partition]
@@ -146,7 +158,7 @@ class Rendezvous:
                 if not all(stop.is_at(each) for each in stops):
                     self._keep(stop)
                 return own | mine
-            if not _someone_goes_on(stops, found):
+            if not _someone_goes_on(stops, found) and stop.patience == _least(stops, found):
                 self._refuse_reading(stops, mine)
 
     def arrive(self, place: str) -> None:
@@ -186,7 +198,7 @@ class Rendezvous:
 
     def _waited(self, place: str, timeout_seconds: float | None = None) -> list[_Stop]:
         """Returns where all processes are when none reads any more."""
-        stop = self._stop(place, {}, {}, reads=False)
+        stop = self._stop(place, {}, {}, _LONG, reads=False)
         while True:
             stops, _ = self._meet(stop, timeout_seconds)
             if not any(each.reads for each in stops):
@@ -203,10 +215,16 @@ class Rendezvous:
             self.arrive(call)
 
     def _stop(
-        self, place: str, own: dict[int, Any], asked: dict[int, Owner], *, reads: bool
+        self,
+        place: str,
+        own: dict[int, Any],
+        asked: dict[int, Owner],
+        patience: int,
+        *,
+        reads: bool,
     ) -> _Stop:
-        moments = self._moments
-        return _Stop(place, line_of_script(), reads, moments.since, moments.now, own, asked)
+        since, now = self._moments.since, self._moments.now
+        return _Stop(place, line_of_script(), reads, since, now, patience, own, asked)
 
     def _meet(
         self, stop: _Stop, timeout_seconds: float | None = None
@@ -270,7 +288,7 @@ class Rendezvous:
         else:
             what = f"what {asked.name} was before it was changed"
             remedy = "read it before, or on every process, outside of conditions on the rank."
-        raise CommError(
+        raise NotGivenError(
             f"rank {rank} alone reads {what} ({own.line}), which rank {owner} has, and which has "
             f"{there.described}: {remedy}",
             rank=rank,
@@ -290,6 +308,12 @@ def _of_same_line(stops: Sequence[_Stop], stop: _Stop) -> dict[int, Any]:
         for place, asked in stop.asked.items()
         if stops[asked.partition].is_at(stop) and place in stops[asked.partition].own
     }
+
+
+def _least(stops: Sequence[_Stop], found: Sequence[Collection[int]]) -> int:
+    """Returns the patience of those that have waited in vain."""
+    pairs = zip(stops, found, strict=True)
+    return min(each.patience for each, given in pairs if len(given) < len(each.asked))
 
 
 def _someone_goes_on(stops: Sequence[_Stop], found: Sequence[Collection[int]]) -> bool:
