@@ -140,6 +140,4 @@ def check(cell: Cell, folder: Path, launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_a_job_that_catches_a_failed_transfer_goes_on_to_its_end(tmp_path: Path) -> None:
     # The leader of TensorFlow's collectives answers when the others have given up, and ended.
-    run_ranks(
-        3, BODY, timeout=120, env=QUIET, args=["late", "executing", 0, HANG_SECONDS, tmp_path]
-    )
+    run_ranks(3, BODY, timeout=120, env=QUIET, args=["late", "between", 0, HANG_SECONDS, tmp_path])

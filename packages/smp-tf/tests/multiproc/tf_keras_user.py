@@ -212,13 +212,6 @@ def _own_backup(side: Side) -> None:
     model.fit(rows(), rows(), batch_size=8, callbacks=[backup], verbose=0)
 
 
-def _fixed_batches(side: Side) -> None:
-    layers = [tf.keras.Input((3, WIDTH), batch_size=8), L.GRU(WIDTH, stateful=True)]
-    model = _wrapped(side, tf.keras.Sequential(layers))
-    model.compile("sgd", "mse")
-    model.fit(tf.ones((8, 3, WIDTH)), rows(), batch_size=8, verbose=0)
-
-
 def _without_accumulate(side: Side) -> None:
     model, optimizer = class_of_halves(side)(), tf.keras.optimizers.SGD(0.1)
     gradients = _gradients(side, model)
@@ -232,6 +225,5 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "updates in the body": (_updates_in_the_body, "which would be made 4 times a batch"),
     "parts alone": (_parts_alone, "that no step function has placed"),
     "own backup": (_own_backup, "received the class Own: use the class of Keras"),
-    "fixed batches": (_fixed_batches, r"made for batches of 8 .*received microbatches of 2 \(4 of"),
     "without accumulate": (_without_accumulate, r"a tensor for each microbatch \(4\)"),
 }

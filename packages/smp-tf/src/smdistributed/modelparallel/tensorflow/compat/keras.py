@@ -261,13 +261,6 @@ def signature_of_call(model: Any) -> inspect.Signature | None:
     return None
 
 
-def batch_sizes(model: Any) -> set[int]:
-    """Returns the sizes of batches that a model of layers was made for; empty for any."""
-    inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
-    shapes = [tuple(each.shape) for each in inputs]
-    return {shape[0] for shape in shapes if shape and shape[0] is not None}
-
-
 def takes_training(model: Any) -> bool:
     """Tells whether the ``call`` of a Keras model has a parameter ``training``."""
     return "training" in inspect.signature(model.call).parameters

@@ -122,7 +122,6 @@ class Engine:
         refuse_vectorizing()
         is_nested = self._is_nested(step.graph)
         asked = signature(args, kwargs)
-        self._refuse_other_sizes(asked)
         asked = replace(asked, tensors=on_all(self.runtime, asked.tensors))
         # What encloses a loop or a branch asks for the gradients of all that goes in.
         wanted = tuple(_is_wanted(tensor, is_nested) for tensor in asked.tensors)
@@ -147,24 +146,6 @@ class Engine:
         for number, mask in zip(traced.masked, masks, strict=True):
             keras.set_mask(outputs[number], mask)
         return traced.structure.filled(outputs)
-
-    def _refuse_other_sizes(self, asked: Signature) -> None:
-        """Raises if the model was made for batches of another size than microbatches have.
-
-        Raises:
-            UnsupportedError: it was.
-        """
-        wanted = keras.batch_sizes(getattr(self.model, "wrapped", None))
-        given = {each.shape[0] for each in asked.tensors if each.shape.rank} - {None}
-        if wanted and given.isdisjoint(wanted) and given:
-            microbatches = self.runtime.config.microbatches
-            raise UnsupportedError(
-                f"{self.name} is called with each microbatch, and was made for batches of "
-                f"{min(wanted)} (batch_size of its Input); received microbatches of "
-                f"{min(given)} ({microbatches} of a batch): leave batch_size out. Recurrent layers "
-                "with stateful=True keep a state for each example of a batch: train them with "
-                "microbatches=1."
-            )
 
     def add(
         self, step: Any, local: LocalPrograms, tensors: Sequence[Any], differentiate: Differentiate
