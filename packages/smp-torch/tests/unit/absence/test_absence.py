@@ -368,6 +368,7 @@ def test_what_is_computed_from_what_a_rank_has_is_known_to_be_its_own() -> None:
     for each in (own * 2, own.data, mean, view, own[0], copy.deepcopy(own)):
         assert type(each) is OwnedTensor
     assert type(torch.zeros_like(own)) is torch.Tensor
+    torch.testing.assert_close(own.detach(), nn.Parameter(whole()[0]))
     assert isinstance(own + rank.parameters[1], AbsentTensor)
     with pytest.raises(ValueError, match="read-only"):
         own.detach().numpy()[0] = 0

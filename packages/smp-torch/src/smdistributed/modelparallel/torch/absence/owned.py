@@ -90,7 +90,14 @@ class Owned:
         return replace(self, origin=origin)
 
 
-class OwnedTensor(torch.Tensor):
+class _LikeTorchs(torch._C._TensorMeta):
+    """Has every tensor be an instance, as of ``torch.Tensor``: scripts compare types so."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor)
+
+
+class OwnedTensor(torch.Tensor, metaclass=_LikeTorchs):
     """See the module; for ``isinstance`` parameters stay such."""
 
     owned: Owned

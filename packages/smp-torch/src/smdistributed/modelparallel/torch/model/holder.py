@@ -40,7 +40,6 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.layout import block, is_cut
 from smdistributed.modelparallel.torch.sharding.parameter import ShardedParameter, as_blocks
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule, Slice
-from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 NOT_PARTITIONED = (
     "the model is not partitioned yet: that happens in the first call of a step function."
@@ -188,8 +187,7 @@ class Holder:
         Not of what modules keep (a weight that was normed, say): they run where their tensors are.
         Nor of what sees tensors on another device, which is left behind when a model is moved.
         """
-        modules = self.fakes.names
-        kept = {id(each) for module in modules for each in tensors_in(vars(module))}
+        kept = _within([vars(module) for module in self.fakes.names])
         self._views = [
             (slot, each, place)
             for slot in self.fakes.slots
@@ -574,6 +572,20 @@ def loads_by_itself(module: nn.Module) -> bool:
     loads = type(module)._load_from_state_dict
     is_torchs = (loads.__module__ or "").startswith("torch.")
     return bool(module._load_state_dict_pre_hooks) or not is_torchs
+
+
+def _within(found: list[Any]) -> set[int]:
+    """Returns the ids of what lies in dicts and lists, which may hold each other."""
+    seen: set[int] = set()
+    while found:
+        each = found.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, dict):
+                found += each.values()
+            elif isinstance(each, list | tuple):
+                found += each
+    return seen
 
 
 def _tensor_now(slot: Slot) -> torch.Tensor | None:
