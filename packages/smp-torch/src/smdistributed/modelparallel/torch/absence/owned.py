@@ -41,7 +41,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_subclass_functions,
     pytree,
 )
-from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.compat.private.tensors import LikeTensor, version_of
 from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
 
 _TENSOR: Any = torch.Tensor
@@ -90,14 +90,7 @@ class Owned:
         return replace(self, origin=origin)
 
 
-class _LikeTorchs(torch._C._TensorMeta):
-    """Has every tensor be an instance, as of ``torch.Tensor``: scripts compare types so."""
-
-    def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor)
-
-
-class OwnedTensor(torch.Tensor, metaclass=_LikeTorchs):
+class OwnedTensor(torch.Tensor, metaclass=LikeTensor):
     """See the module; for ``isinstance`` parameters stay such."""
 
     owned: Owned

@@ -49,6 +49,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class LikeTensor(torch._C._TensorMeta):
+    """Has every tensor be an instance of a class, as of ``torch.Tensor``; scripts compare types."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor)
+
+
 def users_of_memory(tensor: torch.Tensor) -> int:
     """Returns how many tensors see the memory of one, itself counted."""
     storage = tensor.untyped_storage()
