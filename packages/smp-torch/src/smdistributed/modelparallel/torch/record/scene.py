@@ -213,11 +213,14 @@ class Scene:
         Raises:
             UnsupportedError: it changes state that other code may share.
         """
+        inside = set(entry.target.modules())
         for change in entry.changes:
-            if change.owner is not None and change.owner.attribute == "_buffers":
+            if change.owner is None or change.owner.module not in inside:
+                self._settle_shared(change, entry)
+            elif change.owner.attribute == "_buffers":
                 module = change.owner.module
                 entry.stateful.setdefault(module, set()).update(module._buffers)
-            elif change.owner is None or self._is_shared(change, entry.target):
+            elif self._is_shared(change, entry.target):
                 self._settle_shared(change, entry)
             elif change.owner.attribute not in OF_MODULES:
                 tensor = change.now if isinstance(change.now, FakeTensor) else None
