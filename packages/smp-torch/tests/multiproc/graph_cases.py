@@ -379,12 +379,12 @@ def trained(
         dynamic_loss_scale=fp16,
         dynamic_loss_args={"init_scale": 256.0, "scale_window": 3} if fp16 else None,
     )
-    dtype = torch.half if fp16 else torch.bfloat16 if smp.state.cfg.bf16 else torch.float
     moments = Moments(model, layer)
 
     @smp.step(cuda_graphs=cuda_graphs)
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss = ((model(x.to(dtype)) - y) ** 2).mean()
+        # As models of Transformers ask what type they have.
+        loss = ((model(x.to(next(model.parameters()).dtype)) - y) ** 2).mean()
         if net.training:
             model.backward(loss)
         return loss

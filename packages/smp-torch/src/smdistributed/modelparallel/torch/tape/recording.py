@@ -58,7 +58,10 @@ from smdistributed.modelparallel.torch.tape.tape import (
     RegionEnds,
     Tape,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
+    GuardedSlice,
+    slices_as_they_are,
+)
 from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 from smdistributed.modelparallel.torch.tensors.nested import (
     is_plain_value,
@@ -416,10 +419,13 @@ class Recording(TorchFunctionMode):
             if tensor.numel() > _MOST_ON_HOST or tensor.requires_grad:
                 self.tape.refuse("it computes with a tensor that is not on the device")
             return OnHost(tensor)
-        if tensor.grad_fn is not None:
-            self.tape.refuse("it computes with a tensor that has a graph of its own")
+        if isinstance(tensor, GuardedSlice):
+            return tensor  # no kernel reads it now: what it is asked for is asked again
         with past_subclass_functions():
+            has_graph = tensor.grad_fn is not None
             is_own = tensor.layout is torch.strided and tensor in self._own_memory
+        if has_graph:
+            self.tape.refuse("it computes with a tensor that has a graph of its own")
         if is_own:
             self.tape.refuse("it makes a tensor of another one past the functions of torch")
         if id(tensor) not in self.tape.outside:
@@ -471,9 +477,12 @@ class Recording(TorchFunctionMode):
 
 def _is_answered_without_memory(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a question is about how tensors look: what is in them, and where, is no constant."""
-    args, kwargs = map_tensors(
-        (tuple(args), dict(kwargs)), lambda each: promise(TensorSpec.of(each))
-    )
+
+    def without(tensor: torch.Tensor) -> torch.Tensor:
+        # A guarded slice has no memory itself, and has been asked.
+        return tensor if isinstance(tensor, GuardedSlice) else promise(TensorSpec.of(tensor))
+
+    args, kwargs = map_tensors((tuple(args), dict(kwargs)), without)
     try:
         function(*args, **kwargs)
     except Exception as error:
