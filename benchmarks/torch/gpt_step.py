@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPT, SIZES, device_milliseconds, loss_of, peak_gib
-from ranks import Prediction, print_kernels, slowest
+from ranks import Prediction, memory_gib, print_kernels, slowest
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import smdistributed.modelparallel.torch as smp
@@ -175,8 +175,10 @@ class Bench:
         }
         row: dict[str, Any] = slowest(own)
         losses = smp.allgather(None if loss is None else [loss.item(), last.item()], smp.WORLD)
+        memory = memory_gib()
         if smp.rank() == 0:
             row["loss"] = next(filter(None, losses))
+            row["memory_gib"] = memory
             row["predicted_ms"] = self.prediction.milliseconds if kind == "smp" else None
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
         if self.options.profile:

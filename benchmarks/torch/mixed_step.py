@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from gpt import device_milliseconds, measured
-from ranks import print_kernels
+from ranks import memory_gib, print_kernels
 from transformers_step import MODELS
 
 import smdistributed.modelparallel.torch as smp
@@ -115,10 +115,15 @@ def main() -> None:
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = flops_per_token(options.model) * options.batch * length / smp.size()
     figures = measured(slowest, flops)
+    memory = memory_gib()
     everyones = smp.allgather(torch.stack([losses[0], losses[-1]]).tolist(), smp.WORLD)
     if smp.rank() == 0:
         first, last = (statistics.mean(each) for each in zip(*everyones, strict=True))
-        row = {"loss_first": round(first, 6), "loss_last": round(last, 6)}
+        row = {
+            "loss_first": round(first, 6),
+            "loss_last": round(last, 6),
+            "memory_gib": memory,
+        }
         print(json.dumps({**vars(options), "ranks": smp.size(), **figures, **row}), flush=True)
     if options.profile:
         print_kernels(step)

@@ -19,6 +19,17 @@ def slowest(own: dict[str, float]) -> dict[str, float]:
     return {key: round(max(each[key] for each in ranks), 2) for key in own}
 
 
+def memory_gib() -> dict[str, float]:
+    """Returns what the fullest rank's device holds, by kind, and what its tensors took at most.
+
+    Collective: WORLD.
+    """
+    reports = smp.allgather(smp.memory(), smp.WORLD)
+    fullest = max(reports, key=lambda each: (each.most, each.total))
+    sizes = {**fullest.kinds, "in all": fullest.total, "most of tensors": fullest.most}
+    return {kind: round(size / 2**30, 2) for kind, size in sizes.items()}
+
+
 def print_kernels(step: Callable[[], Any]) -> None:
     """Profiles steps on the GPUs, and prints a line a rank. Collective: WORLD."""
     for each in smp.allgather(kernel_milliseconds(step), smp.WORLD):

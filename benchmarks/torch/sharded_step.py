@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from gpt import GPT, SIZES, device_milliseconds, loss_of, measured
 from kernels import kernel_milliseconds
+from ranks import memory_gib
 
 import smdistributed.modelparallel.torch as smp
 
@@ -95,6 +96,7 @@ def main() -> None:
     slowest = max(smp.allgather(ms, smp.WORLD))
     flops = size.flops_per_token * tokens.shape[0] * size.length
     step_figures = measured(slowest, flops)
+    memory = memory_gib()
     profiled = kernel_milliseconds(step) if options.profile else None
     if smp.rank() == 0:
         row = {
@@ -104,6 +106,7 @@ def main() -> None:
             "loss_first": round(losses[0].item(), 6),
             "loss_last": round(losses[-1].item(), 6),
             "first_seconds": round(first_seconds, 1),
+            "memory_gib": memory,
         }
         print(json.dumps(row), flush=True)
         if profiled:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from gpt import device_milliseconds, peak_gib
-from ranks import Prediction, print_kernels, slowest
+from ranks import Prediction, memory_gib, print_kernels, slowest
 from torch.nn.parallel import DistributedDataParallel
 
 import smdistributed.modelparallel.torch as smp
@@ -199,6 +199,7 @@ class Bench:
         times = device_milliseconds(step, self.options.steps)
         losses.append(step().item())
         row: dict[str, Any] = slowest({"ms": statistics.median(times), "gib": peak_gib()})
+        memory = memory_gib() if kind == "smp" else None
         if kind == "one":
             self.one_ms = row["ms"]
         if smp.rank() == 0:
@@ -208,6 +209,7 @@ class Bench:
                 "ideal_1f1b_ms": round(self.one_ms / size * (count + size - 1) / count, 2),
                 "predicted_ms": self.prediction.milliseconds if kind == "smp" else None,
                 "loss": losses,
+                "memory_gib": memory,
             }
             print(json.dumps({"run": name, **vars(self.options), **row}), flush=True)
         if self.options.profile:

@@ -224,3 +224,54 @@ def limited_training(degree: int, width: int, layers: int, budget_bytes: int) ->
         "bucket": width**2,
         "loss": losses[0].item(),
     }
+
+
+def _trained(num_steps: int, rows: int) -> list[Any]:
+    """Trains a small model; returns the report before each step, and the last one."""
+    torch.manual_seed(0)
+    # The rank of what others lack, and a frozen layer.
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    net[2].requires_grad_(False)
+    dtype = torch.bfloat16 if smp.state.cfg.bf16 else torch.float32
+    model = smp.DistributedModel(net)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    @smp.step
+    def step(model: Any, x: torch.Tensor) -> None:
+        model.backward(model(x).float().square().mean())
+
+    @smp.step
+    def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().mean()
+
+    x = torch.ones(rows, 256, dtype=dtype)
+    evaluate(model, x)  # a model in a pipeline has its place then
+    reports = [smp.memory()]
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        step(model, x)
+        optimizer.step()
+        reports.append(smp.memory())
+    return reports
+
+
+def foreseen() -> dict[str, tuple[int, int]]:
+    """Returns by kind what was expected before training, and what there is after it."""
+    before, *_, after = _trained(2, MICROBATCHES)
+    assert sum(after.kinds.values()) == after.total
+    assert after.total <= after.capacity
+    assert list(after.kinds)[:4] == ["parameters", "gradients", "optimizer", "other tensors"]
+    return {
+        "parameters": (before.kinds["parameters"], after.kinds["parameters"]),
+        "gradients": (before.expected["gradients"], after.kinds["gradients"]),
+        "optimizer": (before.expected["optimizer"], after.kinds["optimizer"]),
+    }
+
+
+def out_of_memory(kind: str) -> None:
+    """Trains with a batch that the last rank has no memory for; ends by an error."""
+    config = {"pipeline_parallel_degree": 2} if kind == "pipeline" else {"ddp": True}
+    smp.init({"microbatches": 2, **config})
+    if smp.rank() == smp.size() - 1:
+        resource.setrlimit(resource.RLIMIT_DATA, (_of_status("VmData") + 2**25,) * 2)
+    _trained(1, 2**16)

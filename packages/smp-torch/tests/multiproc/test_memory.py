@@ -10,11 +10,23 @@ import checkpointing_cases
 import memory_cases
 import pytest
 import torch
-from world import pipeline, run, run_fresh
+from world import pipeline, quick, replicas, run, run_fresh, world_of
 
-from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.common.testing import World, Worlds
+from smdistributed.modelparallel.common.testing.run_ranks import RanksFailedError
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+
+
+SHARDS = world_of(
+    2,
+    {
+        "ddp": True,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+        "microbatches": 4,
+    },
+)
 
 
 def run_checkpointing(case: str) -> Any:
@@ -94,6 +106,46 @@ def test_kept_activations_are_bounded_by_active_microbatches() -> None:
     assert four <= 4 * one
     # The first rank of two is at most one microbatch ahead of the last: more does not help it.
     assert one < two
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("pipeline", pipeline(2, launcher="fork")),
+        ("replicas", replicas(2, 1)),
+        ("shards", SHARDS),
+        ("owners", replicas(2, 1, shard_optimizer_state=True, bf16=True)),
+    ],
+)
+def test_what_training_needs_is_known_before_it(worlds: Worlds, kind: str, world: World) -> None:
+    ranks = run(worlds, world, memory_cases.foreseen)
+    for rank in ranks:
+        for name, (expected, found) in rank.items():
+            if kind == "owners" and name == "gradients":
+                assert found < expected  # during a step a rank has those of others, too
+            else:
+                assert found == pytest.approx(expected, rel=0.03), (kind, name)
+    # Five of six layers train, each with 256 * 257 numbers.
+    whole = 5 * 256 * 257 * 4
+    numbers = {"pipeline": (2, 1), "replicas": (4, 2), "shards": (2, 1), "owners": (3, None)}
+    of_state, of_gradients = numbers[kind]
+    assert sum(rank["optimizer"][1] for rank in ranks) == pytest.approx(of_state * whole, rel=0.01)
+    if of_gradients:
+        # Replicas have buckets besides.
+        copies = 2 if kind == "replicas" else 1
+        gradients = sum(rank["gradients"][1] for rank in ranks)
+        assert gradients == pytest.approx(copies * of_gradients * whole, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", quick(["pipeline", "alone"], ["pipeline"]))
+def test_a_rank_without_memory_says_where_it_is(kind: str) -> None:
+    num_ranks = 2 if kind == "pipeline" else 1
+    with pytest.raises(RanksFailedError) as failed:
+        run_fresh(num_ranks, memory_cases.out_of_memory, kind, launcher="smprun-fork", timeout=100)
+    told = failed.value.outcome.stderr
+    assert "can't allocate memory" in told
+    assert told.count(f"memory of rank {num_ranks - 1} on") == 1
+    assert "What frees memory on this rank:" in told
 
 
 @pytest.mark.slow

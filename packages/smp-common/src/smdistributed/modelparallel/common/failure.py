@@ -163,9 +163,38 @@ def explaining(explain: Callable[[BaseException], CommError | None]) -> Iterator
         _explanations.remove(explain)
 
 
+#: What is said below the traceback of an error, see ``remarking``.
+_remarks: list[Callable[[BaseException], str]] = []
+
+
+@contextlib.contextmanager
+def remarking(remark: Callable[[BaseException], str]) -> Iterator[None]:
+    """Within, what ``remark`` knows of an error that ends the process is told below its traceback.
+
+    Args:
+        remark: returns lines of text about an error, or "".
+    """
+    _remarks.append(remark)
+    former = sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        former(kind, error, tb)  # of a process alone; ``FailureHooks`` come before it in others
+        if text := remark(error):
+            _say(text)
+
+    sys.excepthook = uncaught
+    try:
+        yield
+    finally:
+        _remarks.remove(remark)
+        if sys.excepthook is uncaught:
+            sys.excepthook = former
+
+
 def leave_for_exception(rank: int, error: BaseException) -> NoReturn:
-    """Prints the traceback of ``error`` and leaves; see ``leave`` and ``explaining``."""
+    """Prints the traceback of ``error``, and what is known of it, and leaves; see ``leave``."""
     words = "".join(traceback.format_exception(error))
+    words += "".join(remark(error) for remark in _remarks)
     meanings = (explain(error) for explain in _explanations)
     error = next((meaning for meaning in meanings if meaning is not None), error)
     blamed = error.missing_ranks if isinstance(error, CommError) else ()

@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.api.groups import (
     get_tp_process_group,
     get_world_process_group,
 )
+from smdistributed.modelparallel.torch.api.memory import memory
 from smdistributed.modelparallel.torch.api.planning import plan
 from smdistributed.modelparallel.torch.api.slot import facade
 from smdistributed.modelparallel.torch.api.start import init
@@ -128,6 +129,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "memory",
     "model_creation",
     "mp_barrier",
     "mp_rank",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from smdistributed.modelparallel.common.failure import remarking
 from smdistributed.modelparallel.torch.absence.optimizers import gradients_hidden_from_optimizers
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.compat.original_forward import original_forward
 from smdistributed.modelparallel.torch.compat.private.below import scripted_functions_seen
+from smdistributed.modelparallel.torch.device_memory.telling import explained_when_out
 from smdistributed.modelparallel.torch.gradients.norm import norms_of_whole_models
 from smdistributed.modelparallel.torch.gradients.overflow import shared_overflows
 from smdistributed.modelparallel.torch.model.adoption import additions_adopted
@@ -38,6 +40,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
     start(slot, config)
     if is_first:
         runtime = slot.get()
+        runtime.replacements.enter_context(remarking(explained_when_out(runtime)))
         runtime.replacements.enter_context(norms_of_whole_models(runtime))
         runtime.replacements.enter_context(gradients_hidden_from_optimizers())
         runtime.replacements.enter_context(optimizers_checked(runtime))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.device_memory.telling import tell_before_training
 from smdistributed.modelparallel.torch.gradients.data_parallel import DataParallelOptions
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel as BaseModel
 from smdistributed.modelparallel.torch.model.distributed import models_of
@@ -203,13 +204,13 @@ class DistributedOptimizer(BaseOptimizer):
         **dynamic_loss_kwargs: Any,
     ) -> None:
         runtime = slot.get()
-        if not runtime.config.fp16:
+        if runtime.config.fp16:
+            given = {**(dynamic_loss_args or {}), **dynamic_loss_kwargs}
+            scale = options_of(static_loss_scale, dynamic_loss_scale, given)
+            super().__init__(runtime, optimizer, scale)
+        else:
             super().__init__(runtime, optimizer)
-            return
-        given = {**(dynamic_loss_args or {}), **dynamic_loss_kwargs}
-        super().__init__(
-            runtime, optimizer, options_of(static_loss_scale, dynamic_loss_scale, given)
-        )
+        tell_before_training(runtime)
 
 
 def clip_grad_norm_(

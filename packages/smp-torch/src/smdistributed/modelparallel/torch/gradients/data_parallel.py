@@ -217,6 +217,11 @@ class DataParallel:
         averages = self.options.average_grads_across_microbatches
         return "mean" if averages and not self._reduction.has_hook else "sum"
 
+    def gradient_memory(self) -> list[torch.Tensor]:
+        """Returns what gradients lie in on their way, besides those that parameters have."""
+        found = [tensor for each in self._reductions for tensor in each.memory()]
+        return found if self.shards is None else found + self.shards.model.gradients.memory()
+
     @property
     def reduces(self) -> bool:
         """Whether backward passes matter to it: there are replicas, or a communication hook."""

@@ -116,6 +116,10 @@ class GradientReduction:
         self._names = {parameter: name for name, parameter in parameters}
         self._follow_requires_grad()
 
+    def memory(self) -> list[torch.Tensor]:
+        """Returns the buckets, and what owners keep of gradients of earlier steps."""
+        return [*(bucket.flat for bucket in self._buckets), *self._earlier.values()]
+
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do after a backward pass."""

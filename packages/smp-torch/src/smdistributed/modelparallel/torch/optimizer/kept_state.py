@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.optimizer.checks import has_masters
 from smdistributed.modelparallel.torch.precision.casting import half_type
+from smdistributed.modelparallel.torch.precision.one_pass_adam import SMALLEST, OnePassAdam
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
@@ -21,12 +22,20 @@ logger = logging.getLogger(__name__)
 #: What is taken where an optimizer cannot be tried: two moments in single precision.
 _USUAL_BYTES = 8
 _SINGLE_BYTES = 4
+#: Of a master that keeps what its parameter in bf16 lacks: see ``precision.split_master``.
+_REST_BYTES = 2
 #: Options by which an optimizer takes another implementation, which keeps the same.
 _ALIKE = {"foreach", "fused", "capturable"}
 
 
-def kept_bytes(runtime: TorchRuntime) -> tuple[dict[int, float], list[str], list[str]]:
+def kept_bytes(
+    runtime: TorchRuntime, tries: Callable[[torch.optim.Optimizer], bool] = lambda _: True
+) -> tuple[dict[int, float], list[str], list[str]]:
     """Returns what the optimizers of this process keep, masters included.
+
+    Args:
+        runtime: the state of the library in this process.
+        tries: tells of which optimizers an update is tried.
 
     Returns:
         bytes by the identity of a parameter; the names of the optimizers' classes; and remarks
@@ -38,16 +47,24 @@ def kept_bytes(runtime: TorchRuntime) -> tuple[dict[int, float], list[str], list
         optimizer = each.optimizer
         names.append(type(optimizer).__name__)
         half = half_type(runtime.config) if has_masters(runtime) else None
+        if not tries(optimizer):
+            found.update(_usual(optimizer))
+            continue
         try:
-            found.update(_kept(optimizer, half))
+            splits = half is torch.bfloat16 and OnePassAdam.takes(optimizer, runtime.device)
+            found.update(_kept(optimizer, half, _REST_BYTES if splits else _SINGLE_BYTES))
         except Exception as error:
             logger.debug("%r is not tried", optimizer, exc_info=True)
             remarks.append(
                 f"{type(optimizer).__name__} cannot be tried on tensors without memory "
                 f"({type(error).__name__}: {error}): {_USUAL_BYTES} bytes a number are taken"
             )
-            found.update((id(one), _USUAL_BYTES * one.numel()) for one in _trained(optimizer))
+            found.update(_usual(optimizer))
     return found, names, remarks
+
+
+def _usual(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    return {id(one): float(_USUAL_BYTES * one.numel()) for one in _trained(optimizer)}
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -55,38 +72,57 @@ def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (each for each in group["params"] if each.requires_grad)
 
 
-def _kept(optimizer: torch.optim.Optimizer, half: torch.dtype | None) -> dict[int, float]:
+def _kept(
+    optimizer: torch.optim.Optimizer, half: torch.dtype | None, large_master_bytes: int
+) -> dict[int, float]:
     """Returns the bytes of an optimizer's state after one update, by parameter.
 
     Args:
         optimizer: it stays as it is.
         half: the type of parameters that have masters in single precision.
+        large_master_bytes: of a number of a large master.
     """
     trial = copy.copy(optimizer)
     trial.state = collections.defaultdict(dict)
     trial.param_groups = []
-    stand_ins: dict[int, nn.Parameter] = {}
-    found: dict[int, float] = {}
+    #: Of each group: what stands for all parameters of one form, and these.
+    alike: list[tuple[nn.Parameter, list[torch.Tensor]]] = []
     for group in optimizer.param_groups:
-        params = []
+        forms: dict[Any, list[torch.Tensor]] = {}
         for each in group["params"]:
-            has_master = half is not None and each.dtype is half
-            dtype = torch.float32 if has_master else each.dtype
-            stand_in = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"))
-            if each.requires_grad:
-                stand_in.grad = torch.empty_like(stand_in)
-                stand_ins[id(each)] = stand_in
-                found[id(each)] = float(_SINGLE_BYTES * each.numel() if has_master else 0)
-            params.append(stand_in)
+            form = tuple(each.shape), each.dtype, each.requires_grad
+            forms.setdefault(form, []).append(each)
+        stand_ins = [_stand_in(parameters[0], half) for parameters in forms.values()]
+        alike += zip(stand_ins, forms.values(), strict=True)
         # The plainest of them runs without memory.
         plain: dict[str, Any] = {
             name: False for name in ("foreach", "fused", "capturable") if name in group
         }
-        trial.param_groups.append({**group, **plain, "params": params})
+        trial.param_groups.append({**group, **plain, "params": stand_ins})
     # A scheduler has put another function in the place of the method, which knows the original.
     update: Any = getattr(type(trial).step, "__wrapped__", type(trial).step)
     update(trial)
-    for key, stand_in in stand_ins.items():
-        state = trial.state.get(stand_in, {})
-        found[key] += sum(each.numel() * each.element_size() for each in tensors_in(state))
+    found: dict[int, float] = {}
+    for stand_in, parameters in alike:
+        if stand_in.requires_grad:
+            kept = sum(
+                each.numel() * each.element_size()
+                for each in tensors_in(trial.state.get(stand_in, {}))
+            )
+            if stand_in.dtype is not parameters[0].dtype:  # it stands for a master
+                is_large = stand_in.numel() >= SMALLEST
+                kept += stand_in.numel() * (large_master_bytes if is_large else _SINGLE_BYTES)
+            found.update((id(each), float(kept)) for each in parameters)
+    return found
+
+
+def _stand_in(parameter: torch.Tensor, half: torch.dtype | None) -> nn.Parameter:
+    """Returns what is updated for a parameter, or its master, without memory."""
+    has_master = half is not None and parameter.dtype is half
+    dtype = torch.float32 if has_master else parameter.dtype
+    found = nn.Parameter(
+        torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
+    )
+    if parameter.requires_grad:
+        found.grad = torch.empty_like(found)
     return found

@@ -111,6 +111,11 @@ class ShardedViews:
         self._watched: set[Any] = set()
         self.has_gradients = False
 
+    def memory(self) -> list[torch.Tensor]:
+        """Returns the sums of this rank, and whole gradients that have not been reduced."""
+        pending = [each for places in self._pending.values() for each in places.values()]
+        return [*self._sums.values(), *pending]
+
     def watch(self) -> None:
         """Has autograd call for each parameter that gets gradients, also one that was set free."""
         this = weakref.ref(self)

@@ -128,6 +128,11 @@ class Residency:
         key = unit.fill(self._arrived(number))
         self.owner_of[key], self._key_of[number] = unit, key
 
+    def gathered(self) -> list[torch.Tensor]:
+        """Returns the memory of units that are whole, or on their way."""
+        whole = [unit.memory for unit in self.units if unit.memory is not None]
+        return [*whole, *(memory for memory, _ in self._coming.values())]
+
     def settle(self) -> None:
         """Waits for what is gathered ahead."""
         for number in list(self._coming):

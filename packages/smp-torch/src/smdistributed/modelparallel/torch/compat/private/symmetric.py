@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+#: Those that there are: PyTorch's allocator does not know of their memory.
+_buffers: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
+
+
+def windows() -> list[torch.Tensor]:
+    """Returns the pieces of this process that others read and write."""
+    return [each.own for each in _buffers]
 
 
 class SymmetricBuffer:
@@ -19,6 +28,9 @@ class SymmetricBuffer:
         device: this process's GPU.
         group: torch's.
         timeout_seconds: of a barrier; then the GPU ends what runs on it, with an error.
+
+    Attributes:
+        own: the piece of this process, in bytes.
     """
 
     def __init__(
@@ -34,13 +46,14 @@ class SymmetricBuffer:
 
         self._write: Any = _SymmetricMemory.stream_write_value32
         self._timeout_ms = int(timeout_seconds * 1000)
-        self._own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
         # It is cleared behind what the GPU has been given so far: before it is, no other GPU may
         # signal that it has come to a barrier, since that would be cleared too.
         torch.cuda.synchronize(device)
-        self._handle: Any = symmetric.rendezvous(self._own, group)
+        self._handle: Any = symmetric.rendezvous(self.own, group)
         #: Of each rank, where signals to it are.
         self._pads = [self._handle.get_signal_pad(rank) for rank in range(self._handle.world_size)]
+        _buffers.add(self)
         #: One channel is the barrier's.
         self.num_channels = self._pads[0].numel() // len(self._pads) - 1
 

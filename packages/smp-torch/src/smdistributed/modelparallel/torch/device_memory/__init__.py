@@ -1,0 +1,1 @@
+"""What the memory of a rank's device holds, by kind, and what to do where it is not enough."""
