@@ -6,12 +6,13 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 
 ``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
-behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``static``
-(``smp.step(static=True)``), ``eager`` (``smp.step(cuda_graphs=False)``), ``loss``
-(``smp.step(compile=True)``). With ``--replicas 2`` two such pipelines train a batch each, and
-``ddp`` is PyTorch's DistributedDataParallel of the whole model on each rank: with as many replicas
-as ranks the peer. The library decides the partition; with ``--trace`` by measured costs,
-and then ``predicted_ms`` is what it expects of a step. Weights are bf16 on GPUs; AdamW; random
+behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``float8`` (products in
+blocks in eight bits, by torchao), ``static`` (``smp.step(static=True)``), ``eager``
+(``smp.step(cuda_graphs=False)``), ``loss`` (``smp.step(compile=True)``). With ``--replicas 2`` two
+such pipelines train a batch each, and ``ddp`` is PyTorch's DistributedDataParallel of the whole
+model on each rank: with as many replicas as ranks the peer. The library decides the partition; with
+``--trace`` by measured costs, and then ``predicted_ms`` is what it expects of a step. Weights are
+bf16 on GPUs; AdamW; random
 tokens. Times are medians of device events, the slowest rank's.
 """
 
@@ -89,6 +90,10 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
 }
 
 
+#: What may stand behind a colon.
+CHANGES = {"compile", "static", "eager", "loss", "float8"}
+
+
 class Bench:
     """What all runs share."""
 
@@ -105,14 +110,22 @@ class Bench:
         self.one_ms = 0.0
         self.prediction = Prediction()
 
-    def build(self, *, compiled: bool) -> Any:
+    def build(self, changes: list[str]) -> Any:
         """Returns the model on the device."""
         torch.manual_seed(1)
         with self.device:
             model = getattr(transformers, self.kind)(self.config)
-        for block in model.get_submodule(self.blocks) if compiled else ():
+        if self.device.type == "cuda":
+            model = model.to(torch.bfloat16)
+        blocks = model.get_submodule(self.blocks)
+        if "float8" in changes:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            emulated = Float8LinearConfig(emulate=self.device.type == "cpu")
+            convert_to_float8_training(blocks, config=emulated)
+        for block in blocks if "compile" in changes else ():
             block.compile()
-        return model.to(torch.bfloat16) if self.device.type == "cuda" else model
+        return model
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Returns AdamW."""
@@ -121,7 +134,7 @@ class Bench:
 
     def one(self, changes: list[str]) -> Callable[[], torch.Tensor]:
         """Returns a step on one device, without this library."""
-        model = self.build(compiled="compile" in changes).train()
+        model = self.build(changes).train()
         optimizer = self.optimizer(model)
         count = self.options.microbatches
 
@@ -139,9 +152,7 @@ class Bench:
 
     def ddp(self, changes: list[str]) -> Callable[[], torch.Tensor]:
         """Returns a step of PyTorch's replicas, which sum gradients in the last microbatch."""
-        model = DistributedDataParallel(
-            self.build(compiled="compile" in changes).train(), gradient_as_bucket_view=True
-        )
+        model = DistributedDataParallel(self.build(changes).train(), gradient_as_bucket_view=True)
         optimizer = self.optimizer(model)
         parts = self.tokens.chunk(self.options.microbatches)
 
@@ -162,7 +173,7 @@ class Bench:
     def smp(self, changes: list[str]) -> Callable[[], torch.Tensor]:
         """Returns a step of this library."""
         model = smp.DistributedModel(
-            self.build(compiled="compile" in changes),
+            self.build(changes),
             trace_device="gpu" if self.options.trace else "cpu",
             trace_execution_times=self.options.trace,
         )
@@ -223,7 +234,7 @@ def run_name(word: str) -> str:
         ValueError: there is none of that name.
     """
     kind, *changes = word.split(":")
-    if kind in ("one", "smp", "ddp") and set(changes) <= {"compile", "static", "eager", "loss"}:
+    if kind in ("one", "smp", "ddp") and set(changes) <= CHANGES:
         return word
     raise ValueError(word)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Change, Place, Snapshot
 
+_TRAINING = operator.attrgetter("training")
+
 
 class Scene:
     """All models that a step function may call; good until one of them changes its structure.
@@ -40,7 +43,7 @@ class Scene:
         slots: id of a fake -> its model, and the slot where it is.
         storages: of all fakes.
         inner: leaf -> the modules in it.
-        holding: leaf -> name, fake and slots of each parameter and buffer in it.
+        holding: leaf -> of the parameters and buffers in it the dicts, the names there, the fakes.
         leaf_of: module -> the outermost leaf that it is in.
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
@@ -77,7 +80,7 @@ class Scene:
         self._real: dict[int, torch.Tensor] = {}
         self.inner = {leaf: tuple(leaf.modules()) for leaf in leaves}
         fakes = {slot: fake for model in models for slot, fake in model.slots.items()}
-        self.holding = {
+        places = {
             leaf: [
                 (tensors, name, fakes[module, name])
                 for module in self.inner[leaf]
@@ -87,6 +90,8 @@ class Scene:
             ]
             for leaf in leaves
         }
+        # In columns: each call of a leaf goes over them.
+        self.holding = {leaf: _columns(found) for leaf, found in places.items()}
         self.leaf_of: dict[nn.Module, nn.Module] = {}
         for leaf in leaves:  # outer modules come first
             for module in self.inner[leaf]:
@@ -172,7 +177,7 @@ class Scene:
 
     def flags_of(self, leaf: nn.Module) -> tuple[bool, ...]:
         """Returns whether each module in a leaf trains."""
-        return tuple([module.training for module in self.inner_of(leaf)])
+        return tuple(map(_TRAINING, self.inner_of(leaf)))
 
     def slot_name(self, slot: Slot) -> str:
         """Returns the dotted name of a parameter or buffer."""
@@ -198,14 +203,16 @@ class Scene:
         Raises:
             UnsupportedError: code has put something else in their places.
         """
-        for tensors, name, fake in self.holding[leaf]:
-            if tensors.get(name) is not fake:
-                raise UnsupportedError(
-                    f"{name} of a module in {self.names[leaf] or 'the model'} is replaced by "
-                    "another tensor while the step function runs (torch.func.functional_call, an "
-                    "assignment, a parametrization from outside). The module would run with its "
-                    "own: change its tensors in place, or between two calls of step functions."
-                )
+        tensors, names, fakes = self.holding[leaf]
+        if not all(map(operator.is_, map(dict.get, tensors, names), fakes)):
+            found = zip(names, map(dict.get, tensors, names), fakes, strict=True)
+            name = next(name for name, now, fake in found if now is not fake)
+            raise UnsupportedError(
+                f"{name} of a module in {self.names[leaf] or 'the model'} is replaced by another "
+                "tensor while the step function runs (torch.func.functional_call, an assignment, a "
+                "parametrization from outside). The module would run with its own: change its "
+                "tensors in place, or between two calls of step functions."
+            )
 
     def settle(self, entry: Entry) -> None:
         """Finds out which state a leaf keeps, when it is known to be one.
@@ -288,6 +295,16 @@ class Scene:
             else:
                 self._reach[leaf] = Snapshot(leaf.modules()).places()
         return self._reach[leaf]
+
+
+def _columns(
+    places: Sequence[tuple[dict[str, Any], str, torch.Tensor]],
+) -> tuple[list[dict[str, Any]], list[str], list[torch.Tensor]]:
+    return (
+        [one for one, *_ in places],
+        [name for _, name, _ in places],
+        [fake for *_, fake in places],
+    )
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -273,7 +273,7 @@ class Recording(TorchFunctionMode):
         tape = self.tape
         given = tensors_in((args, kwargs))
         settings = Settings.now(self._devices, self._hooks)
-        versions = [version_of(each) for each in given] if self._region is not None else []
+        versions = _versions(given)
         templates = self._template((tuple(args), dict(kwargs)))
         if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
             tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
@@ -287,7 +287,12 @@ class Recording(TorchFunctionMode):
         result = function(*args, **kwargs)
         has_drawn = bool(before) and before != self._random_states()
         made = tensors_in(result)
-        self._note_memory(given, made)
+        is_seen_elsewhere = self._note_memory(given, made)
+        written = [
+            each
+            for each, version, now in zip(given, versions, _versions(given), strict=True)
+            if version != now
+        ]
         is_of_device = any(each.device.type == self._device_type for each in (*given, *made))
         if not (is_of_device or getattr(function, "is_effect", False)):
             tape.on_host.add(function)
@@ -299,12 +304,10 @@ class Recording(TorchFunctionMode):
             tape.refuse("it is computed in inference mode")
         if settings.saves_otherwise:
             tape.refuse(f"what {name} keeps for the backward pass goes through hooks")
-        if versions and any(
-            version_of(each) != version and self._is_before_region(each)
-            for each, version in zip(given, versions, strict=True)
-        ):
+        if self._region is not None and any(map(self._is_before_region, written)):
             tape.refuse("a checkpointed call writes to a tensor from outside")
-        call = Call(function, templates[0], templates[1], settings)
+        computes = bool(written) or not made or not is_seen_elsewhere
+        call = Call(function, templates[0], templates[1], settings, computes)
         known = {id(each) for each in given}
         for each in made:
             if id(each) not in known:
@@ -363,12 +366,19 @@ class Recording(TorchFunctionMode):
                 generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
             return [each.get_state().numpy().tobytes() for each in generators]
 
-    def _note_memory(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+    def _note_memory(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Takes note of memory that a call has made; returns whether it has made none."""
         with past_subclass_functions():
             known = {storage_of(each) for each in given if each.layout is torch.strided}
-            for each in made:
-                if each.layout is torch.strided and storage_of(each) not in known:
+            new = [
+                each
+                for each in made
+                if each.layout is not torch.strided or storage_of(each) not in known
+            ]
+            for each in new:
+                if each.layout is torch.strided:
                     self._own_memory[each] = None
+        return not new
 
     def _keep_constant(self, tensors: Sequence[torch.Tensor]) -> None:
         for each in tensors:
@@ -473,6 +483,11 @@ class Recording(TorchFunctionMode):
         """Takes note that autocast lets go of the weights that it has cast."""
         if not self.is_inside:
             self.tape.events.append(CastsForgotten())
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    with past_subclass_functions():
+        return list(map(version_of, tensors))
 
 
 def _is_answered_without_memory(function: Any, args: Any, kwargs: Any) -> bool:

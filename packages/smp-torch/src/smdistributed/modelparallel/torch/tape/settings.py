@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.torch.compat.private.backward import saved_tensors_hooks
 from smdistributed.modelparallel.torch.compat.private.modes import (
+    deterministic_algorithms,
     is_any_autocast,
     read_backend_switches,
 )
@@ -19,6 +20,11 @@ from smdistributed.modelparallel.torch.state.switches import (
     default_dtype,
     switched,
 )
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_inference = torch.is_inference_mode_enabled
+_default_dtype = torch.get_default_dtype
+_is_deterministic: Callable[[], bool] = deterministic_algorithms
 
 
 class Settings(NamedTuple):
@@ -49,6 +55,26 @@ class Settings(NamedTuple):
             torch.are_deterministic_algorithms_enabled(),
             saved_tensors_hooks() != known_hooks,
         )
+
+    def hold(self, devices: tuple[str, ...], known_hooks: Any = None) -> bool:
+        """Whether they hold now; one by one, since this runs for every call of every pass.
+
+        Args:
+            devices, known_hooks: as of ``now``.
+        """
+        return (
+            _is_grad_enabled() is self.grad_enabled
+            and _is_inference() is self.inference
+            and read_backend_switches() == self.switches
+            and (autocast_of(devices) if is_any_autocast() else ()) == self.autocast
+            and _default_dtype() is self.default_dtype
+            and _is_deterministic() is self.is_deterministic
+            and (saved_tensors_hooks() != known_hooks) is self.saves_otherwise
+        )
+
+    def hold_for_views(self) -> bool:
+        """The same for a call that computes nothing: whether autograd follows it."""
+        return _is_grad_enabled() is self.grad_enabled and _is_inference() is self.inference
 
     @contextlib.contextmanager
     def holding(self, devices: tuple[str, ...]) -> Iterator[None]:

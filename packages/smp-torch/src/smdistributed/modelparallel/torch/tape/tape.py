@@ -65,6 +65,7 @@ class Call:
         function: that was called.
         args, kwargs: templates.
         settings: under which.
+        computes: something may be computed in it; else it gives views, or says how tensors look.
         result: template of what it gave.
         is_fixed: nobody can change what it gave.
         is_asked_again: it asks about tensors from outside, which may be others now.
@@ -78,6 +79,7 @@ class Call:
     args: Any
     kwargs: Any
     settings: Settings
+    computes: bool = True
     result: Any = None
     is_fixed: bool = True
     is_asked_again: bool = False

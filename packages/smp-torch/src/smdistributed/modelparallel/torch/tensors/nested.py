@@ -263,6 +263,8 @@ def same(want: Any, got: Any, special: Callable[[Any, Any], bool]) -> bool:
             if one is not other and not same(one, other, special):
                 return False
         return True
+    if kind is int or kind is str:
+        return bool(want == got)
     if kind is float:
         if want != want:
             return bool(got != got)

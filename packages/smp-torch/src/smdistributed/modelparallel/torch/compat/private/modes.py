@@ -62,6 +62,8 @@ unseen: Any = _C.DisableTorchFunction
 _tracing_state: Callable[[], Any] = _C._get_tracing_state
 #: Whether autocast is on for any type of device.
 is_any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+#: What ``torch.are_deterministic_algorithms_enabled`` asks.
+deterministic_algorithms: Callable[[], bool] = _C._get_deterministic_algorithms
 
 #: What ``torch.no_grad`` and the like call.
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
