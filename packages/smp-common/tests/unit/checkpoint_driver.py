@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory, made_now
 
 KILLED = 77
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "test"}
@@ -45,7 +45,8 @@ def directory(path: Path) -> CheckpointDirectory:
 
 def write_behind(checkpoints: CheckpointDirectory, tag: Any, files: Any, **options: Any) -> None:
     options = {"partial": True, **options}
-    checkpoints.write_behind(tag, files, timeout_seconds=60, **options).wait()
+    takings = {name: made_now(writer) for name, writer in files.items()}
+    checkpoints.write_behind(tag, takings, timeout_seconds=60, **options).wait()
 
 
 def save_three(checkpoints: CheckpointDirectory) -> None:

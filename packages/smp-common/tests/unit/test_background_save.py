@@ -12,7 +12,10 @@ from checkpoint_helpers import World, alone, content, disk_full, names, of_rank,
 
 from smdistributed.modelparallel.common.checkpoint import directory as module
 from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave
-from smdistributed.modelparallel.common.checkpoint.directory import CheckpointDirectory
+from smdistributed.modelparallel.common.checkpoint.directory import (
+    CheckpointDirectory,
+    made_now,
+)
 from smdistributed.modelparallel.common.errors import CheckpointError
 
 
@@ -39,7 +42,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def begin(directory: CheckpointDirectory, tag: Any, files: Any, **options: Any) -> BackgroundSave:
-    return directory.write_behind(tag, files, **{"partial": True, "timeout_seconds": 60, **options})
+    takings = {name: made_now(writer) for name, writer in files.items()}
+    options = {"partial": True, "timeout_seconds": 60, **options}
+    return directory.write_behind(tag, takings, **options)
 
 
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, gate: Gate) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_up import held_up
 from small_nets import WIDTH, DropoutNet
 from torch import nn
 from torch.nn import functional as F
 from world import Shape, compute_here, run_fresh, skip_without_devices
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.checkpoint import directory as checkpoint_directory
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.testing import Launcher, RanksFailedError
 
@@ -77,13 +79,16 @@ def train_until_killed(shape: tuple[int, int], folder: str) -> None:
     model, optimizer = start(shape, seed=0)
     losses = train(model, optimizer, 0, SAVED)
     wrapped = {"model": model, "optimizer": optimizer, "user_content": CONTENT}
-    # The first is written while the second is made, the last while weights change.
-    smp.save_checkpoint(folder, tag="full", partial=False, asynchronous=True, **wrapped)
-    pending = smp.save_checkpoint(folder, tag=SAVED, asynchronous=True, **wrapped)
-    states = model.state_dict(), optimizer.state_dict()
-    if smp.rank() == 0:
-        torch.save(states, f"{folder}/states")
-    losses += train(model, optimizer, SAVED, STEPS)
+    full = smp.save_checkpoint(folder, tag="full", partial=False, asynchronous=True, **wrapped)
+    assert full is not None
+    full.wait()
+    with held_up(checkpoint_directory, "write_and_flush"):
+        pending = smp.save_checkpoint(folder, tag=SAVED, asynchronous=True, **wrapped)
+        states = model.state_dict(), optimizer.state_dict()
+        if smp.rank() == 0:
+            torch.save(states, f"{folder}/states")
+        losses += train(model, optimizer, SAVED, STEPS)
+    assert pending is not None
     pending.wait()
     Path(folder, f"losses.{smp.rank()}").write_bytes(pickle.dumps(losses))
     smp.barrier()

@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 import tensor_transformers
 import torch
+from held_up import held_up
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 from world import pipeline, replicas, run, run_fresh, world_of
 
 import smdistributed.modelparallel.torch as smp
@@ -122,7 +124,21 @@ def safetensors_there_and_back(family: str, folder: str) -> None:
     named = json.loads(Path(folder, "own", "model.safetensors.index.json").read_text())
     assert named["weight_map"].keys() == index["weight_map"].keys()
 
-    going_on = train(model, optimizer, 2, 3)
+    with held_up(package, "save_file"):
+        pending = smp.save_checkpoint(
+            folder,
+            "behind",
+            partial=False,
+            model=model,
+            format="safetensors",
+            max_shard_size_bytes=FILE_BYTES,
+            asynchronous=True,
+        )
+        going_on = train(model, optimizer, 2, 3)
+    assert pending is not None
+    pending.wait()
+    for file in {*index["weight_map"].values(), "model.safetensors.index.json"}:
+        assert Path(folder, "behind", file).read_bytes() == (final / file).read_bytes(), file
     for delayed in (False, True):
         other, _ = build(family, seed=7, delayed=delayed)
         # What Transformers writes by itself is found without a tag.
@@ -277,10 +293,17 @@ def dcp_there_and_back(family: str, folder: str, name: str, kind: str) -> dict[s
     model, optimizer = build(family, seed=7)
     assert smp.resume_from_checkpoint(folder, kind) is None
     losses = train(model, optimizer, SAVED, LATER)
-    smp.save_checkpoint(
-        folder, name, model=model, optimizer=optimizer, user_content=LATER, format="dcp"
-    )
-    later = train(model, optimizer, LATER, END)
+    with held_up(filesystem.FileSystemWriter, "write_data"):
+        smp.save_checkpoint(
+            folder,
+            name,
+            model=model,
+            optimizer=optimizer,
+            user_content=LATER,
+            format="dcp",
+            asynchronous=True,
+        )
+        later = train(model, optimizer, LATER, END)
     other, other_optimizer = build(family, seed=8, delayed=True)
     resumed = smp.resume_from_checkpoint(folder, name, model=other, optimizer=other_optimizer)
     assert resumed == LATER

@@ -33,7 +33,7 @@ INNER = Rectangle((2, 0), (2, 4))
 
 def write(folder: Path, held: Sequence[Sequence[Held]]) -> None:
     """Writes what each rank holds, by the steps of all."""
-    writers = [DcpWriter(rank, each) for rank, each in enumerate(held)]
+    writers = [DcpWriter(rank, each, behind=False) for rank, each in enumerate(held)]
     results: list[Any] = []
     for step in zip(*(each.steps for each in writers), strict=True):
         results = [take(folder, results) for take in step]

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smdistributed.modelparallel.common.checkpoint.durable_files import FileRecord, write_file
 from smdistributed.modelparallel.common.errors import CheckpointError
@@ -25,6 +25,18 @@ from smdistributed.modelparallel.common.errors import CheckpointError
 _RECORD = ".written-"
 _GIVEN_UP = "another rank has failed to write its files."
 _POLL_SECONDS = 0.02
+
+
+class OwnPart(NamedTuple):
+    """What a rank has written.
+
+    Attributes:
+        records: of its files.
+        told: what it tells the rank that completes the checkpoint; JSON must take it.
+    """
+
+    records: Mapping[str, FileRecord]
+    told: Any = None
 
 
 class Written:
@@ -41,7 +53,7 @@ class Written:
         self._rank = rank
         self._ranks = ranks
 
-    def write(self, action: Callable[[], Mapping[str, FileRecord]]) -> None:
+    def write(self, action: Callable[[], OwnPart]) -> None:
         """Writes this rank's files, and says that they are on disk.
 
         Raises:
@@ -55,8 +67,9 @@ class Written:
                 raise CheckpointError(_GIVEN_UP) from error
             raise
 
-    def _share(self, records: Mapping[str, FileRecord]) -> None:
-        text = json.dumps({name: record._asdict() for name, record in records.items()}).encode()
+    def _share(self, part: OwnPart) -> None:
+        files = {name: record._asdict() for name, record in part.records.items()}
+        text = json.dumps({"files": files, "told": part.told}).encode()
         write_file(self._staging / f"{_RECORD}{self._rank}", lambda stream: _write(stream, text))
 
     def give_up(self) -> None:
@@ -72,8 +85,8 @@ class Written:
         """Whether a rank has failed."""
         return not self._staging.is_dir()
 
-    def collect(self, timeout_seconds: float) -> dict[str, FileRecord]:
-        """Waits for all ranks; returns the records of their files.
+    def collect(self, timeout_seconds: float) -> list[OwnPart]:
+        """Waits for all ranks; returns what each has written, in their order.
 
         Raises:
             CheckpointError: one failed, or did not come.
@@ -87,12 +100,13 @@ class Written:
                     f"rank {missing[0]} has not written its files within {timeout_seconds:g} s."
                 )
             time.sleep(_POLL_SECONDS)
-        records: dict[str, FileRecord] = {}
+        parts = []
         for rank in self._ranks:
             stored = json.loads(self._record_of(rank).read_text(encoding="utf-8"))
-            records |= {name: FileRecord(**record) for name, record in stored.items()}
+            records = {name: FileRecord(**record) for name, record in stored["files"].items()}
+            parts.append(OwnPart(records, stored["told"]))
             self._record_of(rank).unlink()
-        return records
+        return parts
 
     def _record_of(self, rank: int) -> Path:
         return self._staging / f"{_RECORD}{rank}"

@@ -20,11 +20,15 @@ import io
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from smdistributed.modelparallel.common.checkpoint.background import BackgroundSave, Written
+from smdistributed.modelparallel.common.checkpoint.background import (
+    BackgroundSave,
+    OwnPart,
+    Written,
+)
 from smdistributed.modelparallel.common.checkpoint.durable_files import (
     FileRecord,
     Writer,
@@ -62,10 +66,27 @@ class Reply(NamedTuple):
     result: Any
 
 
+#: Copies what a file will hold, and returns what writes the copy.
+Taking = Callable[[], Writer]
+
 #: One of the steps in which all ranks write a format that lays its files down by itself. It is
 #: given the folder and what the step before has returned, a value a rank; the last one returns the
 #: names of the files that its rank has written.
 Step = Callable[[Path, Sequence[Any]], Any]
+
+
+class Rest(NamedTuple):
+    """What is left to write of a format that lays its files down by itself, after its steps.
+
+    Attributes:
+        write: writes the files of this rank into the folder, without the others; returns their
+            names, and what it tells the rank that completes the checkpoint, which JSON must take.
+        complete: writes what follows from what all have told, on one rank; returns the names of
+            these files.
+    """
+
+    write: Callable[[Path], tuple[list[str], Any]]
+    complete: Callable[[Path, Sequence[Any]], list[str]] = lambda folder, told: []
 
 
 class CheckpointDirectory:
@@ -228,59 +249,78 @@ class CheckpointDirectory:
     def write_behind(
         self,
         tag: str | int,
-        files: Mapping[str, Writer],
+        files: Mapping[str, Taking],
         *,
         partial: bool,
+        is_folder: bool = False,
         keep: int | None = None,
+        steps: Sequence[Step] = (),
+        rest: Rest | None = None,
         timeout_seconds: float,
     ) -> BackgroundSave:
-        """Save as ``write_partial`` or ``write_full`` do, but write while the job goes on.
+        """Save as the other methods do, but write while the job goes on.
 
-        Collective: all participating ranks. Returns when all files have been made, in memory; each
-        rank then writes its own, and the first of them commits the checkpoint when all have. One
-        such save at a time may be under way.
+        Collective: all participating ranks. Returns when everything has been copied, and the steps
+        are taken; each rank then writes its own, and the first of them commits the checkpoint when
+        all have. One such save at a time may be under way.
 
         Args:
             tag: as there.
-            files: as there.
+            files: as there, but each function copies first, and returns what writes the copy.
             partial: the kind of the checkpoint.
+            is_folder: whether a full one is a folder of files of many ranks.
             keep: as there.
+            steps: taken before the call returns; they write nothing.
+            rest: what they leave to write.
             timeout_seconds: how long a rank that has written waits for the others.
 
         Raises:
             TypeError, ValueError: on the ranks whose own arguments break a rule.
             CheckpointError: on all ranks, when any rank failed or the ranks do not fit together.
         """
-        target, leader, staging = self._begin(tag, files, partial, partial, keep)
+        is_folder = is_folder or partial
+        target, leader, staging = self._begin(tag, files, partial, is_folder, keep)
         doing = _doing(target.name, self.path)
         leads = self._rank == leader.rank
-        writes = partial or leads
-        made: dict[str, bytes] = {}
+        writes = is_folder or leads
+        taken: dict[str, Writer] = {}
 
-        def make() -> None:
+        def take() -> None:
             if writes:
                 _check_shared(staging, leader.host)
-                made.update(_made(files))
+                taken.update((name, taking()) for name, taking in files.items())
 
         with self._removed_if_failed(staging, leads):
-            replies = self.everywhere(doing, make)
-        ranks = [reply.rank for reply in replies] if partial else [leader.rank]
+            replies = self.everywhere(doing, take)
+            self._take(steps, doing, staging)
+        ranks = [reply.rank for reply in replies] if is_folder else [leader.rank]
         written = Written(staging, self._rank, ranks)
+
+        def write_own() -> OwnPart:
+            records = _write_files(staging, taken)
+            names, told = rest.write(staging) if rest else ([], None)
+            return OwnPart({**records, **_flushed(staging, names)}, told)
+
+        def complete() -> None:
+            parts = written.collect(timeout_seconds)
+            records = {name: each for part in parts for name, each in part.records.items()}
+            if rest:
+                names = rest.complete(staging, [part.told for part in parts])
+                records |= _flushed(staging, names)
+            self._store.commit(target, staging, records, keep)
 
         def write() -> None:
             if not writes:
                 return
             try:
-                writers = {name: _writer_of(data) for name, data in made.items()}
-                written.write(lambda: _write_files(staging, writers))
+                written.write(write_own)
                 if leads:
-                    records = written.collect(timeout_seconds)
-                    self._store.commit(target, staging, records, keep)
+                    complete()
             except BaseException:
                 written.give_up()
                 raise
             finally:
-                made.clear()
+                taken.clear()
 
         return BackgroundSave(doing, write, self.everywhere)
 
@@ -306,31 +346,30 @@ class CheckpointDirectory:
             return _write_files(staging, files)
 
         with self._removed_if_failed(staging, leads):
-            written = self.everywhere(doing, write) + self._take(steps, doing, staging)
+            written = self.everywhere(doing, write)
+            if steps:
+                names = self._take(steps, doing, staging)
+                written += self.everywhere(doing, lambda: _flushed(staging, names))
             records = {name: record for r in written for name, record in r.result.items()}
             self.everywhere(
                 doing, lambda: self._store.commit(target, staging, records, keep) if leads else None
             )
 
-    def _take(self, steps: Sequence[Step], doing: str, staging: Path) -> list[Reply]:
-        """Takes the steps, each when all ranks have taken the one before; returns the records."""
+    def _take(self, steps: Sequence[Step], doing: str, staging: Path) -> Any:
+        """Takes the steps, each when all ranks have taken the one before; returns its own result.
+
+        That is the one of the last step.
+        """
         replies: list[Reply] = []
         for step in steps:
             before = [reply.result for reply in replies]
             replies = self.everywhere(doing, functools.partial(step, staging, before))
-        names = [name for reply in replies if reply.rank == self._rank for name in reply.result]
-
-        def flush() -> dict[str, FileRecord]:
-            records = {name: flush_written(staging / name) for name in names}
-            flush_directory(staging)
-            return records
-
-        return self.everywhere(doing, flush) if steps else []
+        return next((reply.result for reply in replies if reply.rank == self._rank), None)
 
     def _begin(
         self,
         tag: str | int,
-        files: Mapping[str, Writer],
+        files: Collection[str],
         is_partial: bool,
         is_folder: bool,
         keep: int | None,
@@ -375,8 +414,15 @@ def _write_files(staging: Path, files: Mapping[str, Writer]) -> dict[str, FileRe
     return records
 
 
+def _flushed(staging: Path, names: Sequence[str]) -> dict[str, FileRecord]:
+    """Flushes files that a format has laid down by itself."""
+    records = {name: flush_written(staging / name) for name in names}
+    flush_directory(staging)
+    return records
+
+
 def _check_request(
-    tag: object, files: Mapping[str, Writer], is_partial: bool, is_folder: bool, keep: object
+    tag: object, files: Collection[str], is_partial: bool, is_folder: bool, keep: object
 ) -> _Request:
     if not isinstance(tag, str | int):
         raise TypeError(f"A checkpoint tag must be a string or a step number, got {tag!r}.")
@@ -432,21 +478,19 @@ def _doing(name: str, path: Path) -> str:
     return f"Saving checkpoint {name!r} in {path}"
 
 
-def _made(files: Mapping[str, Writer]) -> dict[str, bytes]:
-    """Returns what files will hold."""
-    made = {}
-    for name, writer in files.items():
+def made_now(writer: Writer) -> Taking:
+    """Returns the taking of a file whose content is small: what is copied is all of it."""
+
+    def take() -> Writer:
         stream = io.BytesIO()
         writer(stream)
-        made[name] = stream.getvalue()
-    return made
+        return lambda target: _write_bytes(target, stream.getbuffer())
+
+    return take
 
 
-def _writer_of(data: bytes) -> Writer:
-    def write(stream: BinaryIO) -> None:
-        stream.write(data)
-
-    return write
+def _write_bytes(stream: BinaryIO, data: memoryview) -> None:
+    stream.write(data)
 
 
 def _describe(error: BaseException) -> str:

@@ -37,8 +37,8 @@ def save_checkpoint(
     Collective: every process; the library picks the writers. On return everything is on disk.
 
     With ``asynchronous``, an addition of this library, everything has been copied on return, to
-    host memory, and is written while training goes on; so each writer has its own files once more
-    in memory until they are on disk. The checkpoint is there, and the newest, when all ranks have
+    host memory, and is written while training goes on; so each writer has what it writes once more
+    in memory until that is on disk. The checkpoint is there, and the newest, when all ranks have
     written. The next save or resume waits for that, and so does a process that ends normally.
 
     Args:
@@ -58,7 +58,8 @@ def save_checkpoint(
         format: an addition of this library. ``torch``: files of ``torch.save``. ``safetensors``,
             with ``partial=False`` and a model alone: the folder ``tag``, which ``from_pretrained``
             of Transformers opens. The first rank of each partition writes its tensors, with no
-            more than one file of them at a time where they are in slices or shards. ``dcp``: a
+            more than one file of them at a time where they are in slices or shards, or with
+            ``asynchronous`` all of them. ``dcp``: a
             partial checkpoint whose model and optimizer ``torch.distributed.checkpoint`` reads, in
             the names of ``get_model_state_dict`` and ``get_optimizer_state_dict``. Each rank
             writes its own parts; fp32 masters are the model's weights there.

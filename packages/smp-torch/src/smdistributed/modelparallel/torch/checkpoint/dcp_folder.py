@@ -7,6 +7,8 @@ DCP's steps in the exchange of the checkpoint's folder, and each reads by itself
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import enum
 import io
 import math
@@ -15,7 +17,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -39,10 +41,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from smdistributed.modelparallel.common.checkpoint.directory import Rest, Step
 from smdistributed.modelparallel.common.checkpoint.store import is_plain
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.pieces import Part, Rectangle
+from smdistributed.modelparallel.torch.checkpoint.host_copies import host_copy
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import TRUST_VARIABLE
 
 #: The file by which a folder is one of DCP.
@@ -90,32 +95,69 @@ class DcpWriter:
     Args:
         rank: of this process.
         held: what it writes; no other rank writes the same.
+        behind: write a copy, after the steps, while the job goes on.
     """
 
-    def __init__(self, rank: int, held: Sequence[Held]) -> None:
+    def __init__(self, rank: int, held: Sequence[Held], *, behind: bool) -> None:
         self._rank = rank
-        self._planner = _HeldPlanner(held)
-        self.steps = (self._plan, self._write, self._finish)
+        self._held = held
+        self._behind = behind
+        self.steps: tuple[Step, ...] = (self._plan, self._write, self._finish)
+        self.rest: Rest | None = None
+        if behind:
+            self.steps = (self._plan, self._divide)
+            self.rest = Rest(self._write_rest, self._complete)
 
     def _plan(self, folder: Path, before: Sequence[Any]) -> SavePlan:
-        leads = self._rank == 0
+        held, leads = self._held, self._rank == 0
+        if self._behind:
+            values = host_copy([each.value for each in held])
+            held = [
+                dataclasses.replace(each, value=value)
+                for each, value in zip(held, values, strict=True)
+            ]
+        self._planner = _HeldPlanner(held)
         self._planner.set_up_planner({}, is_coordinator=leads)
-        self._writer = FileSystemWriter(folder)
+        # What is on the host needs no stream of a device, which a capture beside it would not bear.
+        ahead = {"per_thread_copy_ahead": 0} if self._behind else {}
+        self._writer = FileSystemWriter(folder, **ahead)  # type: ignore[arg-type]
         self._writer.set_up_storage_writer(leads)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _write(self, folder: Path, before: Sequence[Any]) -> Any:
+    def _divide(self, folder: Path, before: Sequence[Any]) -> None:
         # All find the same from the same plans.
         plans, self._metadata = self._planner.create_global_plan(list(before))
-        own = self._writer.prepare_global_plan(plans)[self._rank]
-        return self._writer.write_data(self._planner.finish_plan(own), self._planner).wait()
+        self._own = self._writer.prepare_global_plan(plans)[self._rank]
+
+    def _write(self, folder: Path, before: Sequence[Any]) -> list[WriteResult]:
+        self._divide(folder, before)
+        return self._write_data()
+
+    def _write_data(self) -> list[WriteResult]:
+        plan = self._planner.finish_plan(self._own)
+        return self._writer.write_data(plan, self._planner).wait()
 
     def _finish(self, folder: Path, before: Sequence[Any]) -> list[str]:
-        written = sorted(path.name for path in folder.glob(f"__{self._rank}_*"))
         if self._rank != 0:
-            return written
+            return self._names(folder)
         self._writer.finish(self._metadata, list(before))
-        return [*written, METADATA]
+        return [*self._names(folder), METADATA]
+
+    def _names(self, folder: Path) -> list[str]:
+        return sorted(path.name for path in folder.glob(f"__{self._rank}_*"))
+
+    def _write_rest(self, folder: Path) -> tuple[list[str], str]:
+        places = {each.index: each.storage_data for each in self._write_data()}
+        told = pickle.dumps(Metadata({}, storage_data=places))
+        return self._names(folder), base64.b64encode(told).decode()
+
+    def _complete(self, folder: Path, told: Sequence[str]) -> list[str]:
+        results = [
+            [WriteResult(index, place.length, place) for index, place in _places_in(each).items()]
+            for each in told
+        ]
+        self._writer.finish(self._metadata, results)
+        return [METADATA]
 
 
 class _HeldPlanner(DefaultSavePlanner):
@@ -280,15 +322,29 @@ class _PlainReader(FileSystemReader):
         path = Path(self.path, METADATA)
         try:
             with open(path, "rb") as stream:
-                found = _MetadataUnpickler(stream).load()
-            if not isinstance(found, Metadata) or found.storage_data is None:
-                raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+                return _metadata_in(stream)
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path} must be metadata of torch.distributed.checkpoint; received something "
                 f"else ({error}): copy the folder again, whole."
             ) from error
-        return found
+
+
+def _places_in(told: str) -> dict[MetadataIndex, Any]:
+    """Returns where a rank says that it has written what."""
+    return dict(_metadata_in(io.BytesIO(base64.b64decode(told))).storage_data)
+
+
+def _metadata_in(stream: BinaryIO) -> Metadata:
+    """Returns metadata that a stream holds, without running code from it.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else.
+    """
+    found = _MetadataUnpickler(stream).load()
+    if not isinstance(found, Metadata) or found.storage_data is None:
+        raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
+    return found
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -8,7 +8,7 @@ has several names is there once, under its first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -109,25 +109,23 @@ class SafetensorsFolder:
 
     def write(self, folder: Path, before: Sequence[Any]) -> list[str]:
         """Writes this rank's files; returns their names. Collective: DP_GROUP."""
-        save_file = _of_package("save_file")
+        return _write(folder, self._own_files())
+
+    def take(self, folder: Path, before: Sequence[Any]) -> None:
+        """Copies what ``write_taken`` will write. Collective: DP_GROUP."""
+        self._taken = list(self._own_files())
+
+    def write_taken(self, folder: Path) -> tuple[list[str], None]:
+        """Writes this rank's files, of which it has taken a copy; returns their names. Local."""
+        return _write(folder, self._taken), None
+
+    def _own_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yields the names and the tensors of the files that this rank writes, on the host."""
         own = self._runtime.coordinates.pp_rank
-        written: list[str] = []
-        failure: Exception | None = None
         for file, (partition, names) in self._files.items():
-            if partition != own:
-                continue
-            tensors = self._gathered(names)
-            # The others of the partition give their pieces of every file, whatever fails here.
-            if not tensors or failure is not None:
-                continue
-            try:
-                save_file(tensors, folder / file, metadata=_METADATA)
-                written.append(file)
-            except Exception as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return written
+            # The others of the partition give their pieces of every file.
+            if partition == own and (tensors := self._gathered(names)):
+                yield file, tensors
 
     def _gathered(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         part = {name: self._state[name] for name in names}
@@ -136,6 +134,23 @@ class SafetensorsFolder:
         return {
             name: each.detach().to("cpu", copy=True).contiguous() for name, each in whole.items()
         }
+
+
+def _write(folder: Path, files: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> list[str]:
+    save_file = _of_package("save_file")
+    written: list[str] = []
+    failure: Exception | None = None
+    for file, tensors in files:
+        # The ranks that give pieces of the next files wait for nobody, whatever fails here.
+        if failure is None:
+            try:
+                save_file(tensors, folder / file, metadata=_METADATA)
+                written.append(file)
+            except Exception as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    return written
 
 
 def read(index: str, path_of: Callable[[str], Path]) -> dict[str, torch.Tensor]:
