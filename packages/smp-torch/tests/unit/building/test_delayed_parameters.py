@@ -32,6 +32,12 @@ class Initialised(nn.Module):
             self.scaled.copy_(self.trunc)
             self.scaled *= torch.linspace(0, 1, WIDTH)
         self.factor = float(self.kaiming.detach().std())
+        drawn = torch.empty(WIDTH, WIDTH)
+        nn.init.normal_(drawn)
+        self.from_drawn = nn.Parameter(drawn)
+        self.in_part = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        with torch.no_grad():
+            self.in_part[2].zero_()
         self.from_values = nn.Parameter(torch.randn(WIDTH, WIDTH) * self.factor)
         self.register_buffer("mask", torch.tril(torch.ones(WIDTH, WIDTH)).view(1, WIDTH, WIDTH))
         self.tied = self.trunc
@@ -109,9 +115,11 @@ def test_a_change_after_the_context_is_an_error() -> None:
     delayed = DelayedParameters()
     with delayed.delaying():
         layer = nn.Linear(WIDTH, WIDTH)
-    nn.init.ones_(layer.weight)
-    with pytest.raises(UnsupportedError, match="was changed after"):
-        delayed.fill(layer.weight, CPU)
+        made = nn.Parameter(nn.init.normal_(torch.empty(WIDTH, WIDTH)))
+    for parameter in (layer.weight, made):
+        nn.init.ones_(parameter)
+        with pytest.raises(UnsupportedError, match="was changed after"):
+            delayed.fill(parameter, CPU)
 
 
 def test_a_default_device_is_of_no_account() -> None:

@@ -146,12 +146,29 @@ class DelayedParameters:
         self.become(tensor, self.compute(tensor).to(device))
 
     def _check_unchanged(self, tensor: torch.Tensor) -> None:
-        if tensor._version != self._versions.get(id(tensor), 0):
+        is_as_left = tensor._version == self._versions.get(id(tensor), 0)
+        if not (is_as_left or self._shares_count_as_left(tensor)):
             raise UnsupportedError(
                 f"a parameter of shape {tuple(tensor.shape)} was changed after "
                 "smp.delay_param_initialization was left and before it had values: initialise it "
                 "inside, or load states with DistributedModel.load_state_dict."
             )
+
+    def _shares_count_as_left(self, tensor: torch.Tensor) -> bool:
+        """Whether writes are counted with those to a tensor that is as it was left.
+
+        So it is with a parameter of a tensor that was written to before.
+        """
+        memory = storage_of(tensor)
+        for key, other in self._changed.items():
+            if storage_of(other) != memory or other._version != self._versions[key]:
+                continue
+            before = tensor._version
+            torch.autograd.graph.increment_version(other)
+            self._versions[key] += 1
+            if tensor._version != before:
+                return True
+        return False
 
     def cast(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         """Has delayed tensors get their values in another type; they stay the same objects.
@@ -223,8 +240,9 @@ class DelayedParameters:
         """Writes an operation down."""
         written = _written(function, args, kwargs)
         changed = [self.view(tensor).storage for tensor in written]
-        # A view would keep its base from changing its identity.
-        self._changed.update((id(each), each) for each in written if not each._is_view())
+        # A view, whose writes count as those of its base, would keep that from changing identity.
+        bases = [each._base if each._base is not None else each for each in written]
+        self._changed.update((id(each), each) for each in bases)
         outputs: list[_Storage | None] = []
         for tensor in _tensors(result):
             key = storage_of(tensor)
