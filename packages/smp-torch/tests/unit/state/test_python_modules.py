@@ -99,3 +99,15 @@ def test_of_an_optimizer_its_state_is_seen_if_code_names_it() -> None:
         assert bool(snapshot.differences()) == is_seen
         optimizer.param_groups[0]["lr"] *= 2
         assert snapshot.differences()
+
+
+def test_a_class_that_nothing_can_be_set_on_is_left_alone() -> None:
+    # Of an extension whose module does not say where it is installed.
+    regex = pytest.importorskip("regex")
+    net = Unrelated()
+    net.pattern, net.step = regex.compile("a"), 0
+    snapshot = Snapshot([net])
+    net.step += 1
+    snapshot.note_changes()
+    snapshot.put_back()
+    assert net.step == 0

@@ -301,6 +301,15 @@ def _refill_slots(obj: Any, items: dict[Any, Any]) -> None:
         slot.__set__(obj, value)
 
 
+#: The flag ``Py_TPFLAGS_IMMUTABLETYPE`` of a class, such as those that extensions write in C.
+_IMMUTABLE = 1 << 8
+
+
+def can_change(kind: type) -> bool:
+    """Whether anything can be set on a class."""
+    return not kind.__flags__ & _IMMUTABLE
+
+
 #: What classes have elsewhere than in their namespace.
 _OF_CLASSES = ("__name__", "__qualname__", "__bases__")
 

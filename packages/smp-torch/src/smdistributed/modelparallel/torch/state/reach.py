@@ -300,7 +300,8 @@ class Reach:
             self._classes.add(base)
             self._seen.add(id(base))
             before = holders.CLASS.read(base)
-            self._hold(holders.CLASS, base, None, base.__qualname__)
+            if holders.can_change(base):
+                self._hold(holders.CLASS, base, None, base.__qualname__)
             for key, value in before.items():
                 value = getattr(value, "__func__", value)
                 if isinstance(value, property):
