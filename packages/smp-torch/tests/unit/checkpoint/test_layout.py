@@ -14,9 +14,11 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.common.pieces import Rectangle
+from smdistributed.modelparallel.common.pieces import Bands, Rectangle
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, StoredPiece, StoredTensor
+from smdistributed.modelparallel.torch.checkpoint.parts_of_files import PartsOfFiles
+from smdistributed.modelparallel.torch.parts.blocks import taken
 
 WEIGHT = torch.arange(35.0).reshape(7, 5)
 
@@ -53,6 +55,20 @@ def test_pieces_make_the_whole(slices: int, blocks: int) -> None:
     state = again.assemble(files)
     assert torch.equal(state["w"], WEIGHT)
     assert state["_smp_is_partial"] is False
+
+
+@pytest.mark.parametrize(("slices", "blocks"), list(itertools.product((1, 2, 3), (1, 2, 4))))
+def test_a_part_is_made_of_the_pieces_that_have_it_and_no_larger(slices: int, blocks: int) -> None:
+    layout, files = layout_of(slices, blocks)
+    parts = PartsOfFiles(layout, files, {})
+    in_files = {each["w"].untyped_storage().data_ptr() for each in files.values()}
+    whole = Rectangle.whole((7, 5))
+    sides = Bands((whole.cut(1, 5, 0), whole.cut(1, 5, 4)), 1)
+    for wanted in (whole, whole.cut(0, 2, 1), whole.cut(1, 2, 1).cut(0, 3, 1), sides):
+        found = parts.read({"model.w": wanted}, [])["model.w"]
+        assert torch.equal(found, taken(WEIGHT, wanted))
+        storage = found.untyped_storage()
+        assert storage.data_ptr() in in_files or storage.nbytes() == 4 * wanted.num_elements
 
 
 def test_what_is_no_tensor_of_the_model_comes_along() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.pieces import Part, Piece, Rectangle
-from smdistributed.modelparallel.torch.checkpoint.dcp_folder import DcpFolder, Held
+from smdistributed.modelparallel.torch.checkpoint.dcp_folder import Held
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
@@ -24,9 +24,9 @@ from smdistributed.modelparallel.torch.optimizer.state import LOSS_SCALE, MASTER
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 #: Where states of this library lie; those of others are looked for.
-_MODEL, _OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER = "model", "optimizer"
 #: What PyTorch's own jobs have no name for.
-_LOSS_SCALE = ("smp", LOSS_SCALE)
+LOSS_SCALE_PATH = ("smp", LOSS_SCALE)
 
 
 # --------------------------------------------------------------- writing
@@ -89,7 +89,7 @@ class HeldStates:
             first = ties.get(name, name)
             if first not in self._places:  # a module's extra state
                 if self._runtime.coordinates.dp_rank == 0:
-                    yield Held((_MODEL, name), value)
+                    yield Held((MODEL, name), value)
                 continue
             writes = self._speaks(first)
             if first in self._mastered:
@@ -98,7 +98,7 @@ class HeldStates:
                 writes = master is not None and (self._has_owners or writes)
                 value = master
             if writes:
-                yield from self._piece(first, (_MODEL, name), value)
+                yield from self._piece(first, (MODEL, name), value)
 
     def _of_optimizer(self, named: Mapping[str, Any]) -> Iterator[Held]:
         for name, values in self._states.items():
@@ -106,16 +106,16 @@ class HeldStates:
                 continue
             for key, value in values.items():
                 if key != MASTER:
-                    yield from self._piece(name, (_OPTIMIZER, "state", name, key), value)
+                    yield from self._piece(name, (OPTIMIZER, "state", name, key), value)
         told = self._runtime.communicator.allgather(named["param_groups"], CommGroup.WORLD)
         if self._runtime.rank != 0:
             return
         merged = optimizer_state.merge([{"state": {}, "param_groups": each} for each in told])
         for number, group in enumerate(merged["param_groups"]):
             for key, value in group.items():
-                yield Held.whole((_OPTIMIZER, "param_groups", number, key), value)
+                yield Held.whole((OPTIMIZER, "param_groups", number, key), value)
         if LOSS_SCALE in named:
-            yield Held(_LOSS_SCALE, named[LOSS_SCALE])
+            yield Held(LOSS_SCALE_PATH, named[LOSS_SCALE])
 
     def _piece(self, name: str, path: tuple[str, ...], value: Any) -> Iterator[Held]:
         """Yields what is here of a value that lies as a parameter does, or once for all."""
@@ -139,6 +139,21 @@ def _own(pieces: Sequence[Piece], rank: int) -> Piece:
 # --------------------------------------------------------------- reading
 
 
+class Stored(Protocol):
+    """What has the tensors and values of states, by the keys of DCP."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the whole tensors, by key."""
+
+    @property
+    def others(self) -> Collection[str]:
+        """The keys of what is no tensor."""
+
+    def read(self, parts: Mapping[str, Part], others: Iterable[str]) -> dict[str, Any]:
+        """Returns parts of tensors, and values that are no tensors, by key."""
+
+
 class StoredStates:
     """The states of a model and its optimizer in a folder, by the names of a model of this job.
 
@@ -146,19 +161,28 @@ class StoredStates:
         runtime: the state of the library in this process.
         folder: where they are.
         model: whose names are looked for.
+        has_model: whether there is the state of a model, or of an optimizer alone.
 
     Raises:
         CheckpointError: the folder has no model like this one, or several.
     """
 
-    def __init__(self, runtime: TorchRuntime, folder: DcpFolder, model: DistributedModel) -> None:
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        folder: Stored,
+        model: DistributedModel,
+        *,
+        has_model: bool = True,
+    ) -> None:
         self._runtime = runtime
         self._folder = folder
         self._model = model
-        self._keys = folder.tensors.keys() | folder.others
+        self._keys = dict.fromkeys([*folder.tensors, *folder.others])  # in their order
         self._names = model.holder.saved_names()
         self._ties = ModelState(runtime, model.holder).ties(self._names)
-        self._prefix = self._prefix_of_model(self._names)
+        self._has_model = has_model
+        self._prefix = self._prefix_of_model(self._names) if has_model else ""
         found = {key[: key.index("param_groups.")] for key in self._keys if "param_groups." in key}
         self._optimizer_prefix = _only(found, "optimizers") if found else None
         self._state_keys = self._keys_of_states()
@@ -216,7 +240,9 @@ class StoredStates:
         return self._optimizer_prefix is not None
 
     def load_model(self, *, strict: bool) -> None:
-        """Loads what belongs on this rank, as soon as that is known."""
+        """Loads what belongs on this rank, if there is a model, as soon as that is known."""
+        if not self._has_model:
+            return
         self._model.follow_changes()
         self._model.holder.when_partitioned(lambda: self._load_model(strict))
 
@@ -236,7 +262,7 @@ class StoredStates:
 
     def _key_of(self, name: str) -> str | None:
         """Returns the key of a tensor of the model, which may be that of its first name."""
-        for each in (name, self._ties.get(name, name)):
+        for each in (name, self._ties.get(name, name)) if self._has_model else ():
             if f"{self._prefix}{each}" in self._keys:
                 return f"{self._prefix}{each}"
         return None
@@ -251,7 +277,7 @@ class StoredStates:
         """
         groups, stored_names = self._groups(optimizer.names_of_groups())
         states = _LazyStates(self, stored_names, optimizer, masters_only)
-        scale = ".".join(_LOSS_SCALE)
+        scale = ".".join(LOSS_SCALE_PATH)
         more = {LOSS_SCALE: scale} if scale in self._folder.others else {}
         read = self._folder.read({}, more.values())
         return {
@@ -318,10 +344,11 @@ class StoredStates:
             master: with its value in fp32.
             rest: with what the optimizer keeps.
         """
-        keys = dict(self._state_keys.get(stored_name, {})) if rest else {}
+        state_keys = self._state_keys.get(stored_name, {})
+        keys = {each: key for each, key in state_keys.items() if rest or each == MASTER}
         weight = self._key_of(name)
         if master and weight is not None:
-            keys[MASTER] = weight
+            keys.setdefault(MASTER, weight)
         parts = {key: self._part(name, key) for key in keys.values() if key in self._folder.tensors}
         values = self._folder.read(parts, [key for key in keys.values() if key not in parts])
         found = {each: values[key] for each, key in keys.items()}

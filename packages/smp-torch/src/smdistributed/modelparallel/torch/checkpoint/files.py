@@ -94,20 +94,18 @@ class CheckpointFiles:
         with self._checkpoint.open(layout.FILE) as stream:
             return Layout.parse(stream.read().decode())
 
-    def whole_model(self, stored: Layout) -> dict[str, Any] | None:
-        """Returns the state of the whole model; None if there is none."""
-        models = {
+    def models(self, stored: Layout) -> dict[str, dict[str, Any]]:
+        """Returns the states of the model, by file name."""
+        return {
             name: self.read(name)
             for part in _parts_of(stored)
             if (name := f"model_{part}.pt") in self._checkpoint.paths
         }
-        return stored.assemble(models) if models else None
 
-    def whole_optimizer(self, stored: Layout) -> dict[str, Any] | None:
-        """Returns the optimizer's state of the whole model; None if there is none."""
+    def optimizers(self, stored: Layout) -> dict[str, dict[str, Any]]:
+        """Returns the states of the optimizer, by file name."""
         found = {f"optimizer_{part}.pt": self.optimizer_part(part) for part in _parts_of(stored)}
-        held = {name: each for name, each in found.items() if each is not None}
-        return stored.assemble_optimizer(held) if held else None
+        return {name: each for name, each in found.items() if each is not None}
 
     def optimizer_part(self, part: str) -> dict[str, Any] | None:
         """Returns the optimizer's state of one place of a pipeline; None if there is none.

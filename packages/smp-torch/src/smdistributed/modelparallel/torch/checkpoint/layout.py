@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import CheckpointError
-from smdistributed.modelparallel.common.pieces import Piece, Rectangle, covers
+from smdistributed.modelparallel.common.pieces import Part, Piece, Rectangle, covers
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
@@ -50,6 +50,11 @@ class StoredPiece:
         """Which part of the tensor of the file it is."""
         return Rectangle(self.at or (0,) * len(self.sizes), self.sizes)
 
+    def taken(self, tensor: torch.Tensor, part: Rectangle) -> torch.Tensor:
+        """Returns a part of the whole that is in this piece, of the tensor of the file."""
+        piece = tensor[self.held.within(Rectangle.whole(tensor.shape))]
+        return piece[part.within(self.part)]
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -72,6 +77,42 @@ class StoredTensor:
             known = ends.get(each.file, each.held.ends)
             ends[each.file] = tuple(map(max, known, each.held.ends))
         return set(ends.values())
+
+    def part(
+        self, name: str, files: Mapping[str, Mapping[str, torch.Tensor]], wanted: Part
+    ) -> torch.Tensor:
+        """Returns a part of the tensor; no copy, if that is in one piece.
+
+        Args:
+            name: of the tensor.
+            files: what they hold of it, by file name.
+            wanted: which part.
+
+        Raises:
+            CheckpointError: some of it is in no file.
+        """
+        held = [each for each in self.pieces if name in files.get(each.file, {})]
+        if not all(covers((each.part for each in held), there) for there, _ in wanted.places()):
+            raise CheckpointError(
+                f"the checkpoint lacks elements of {name}: {FILE} lists its pieces in "
+                f"{', '.join(each.file for each in self.pieces)}, of which "
+                f"{', '.join(each.file for each in held) or 'none'} hold it. A file is missing or "
+                "is another checkpoint's."
+            )
+        found = [
+            (common, each.taken(files[each.file][name], common), there, here)
+            for there, here in wanted.places()
+            for each in held
+            if (common := each.part.intersection(there)) is not None
+        ]
+        if len(found) == 1 and found[0][0].num_elements == wanted.num_elements:
+            return found[0][1]
+        dtype = files[held[0].file][name].dtype if held else getattr(torch, self.dtype)
+        joined = torch.empty(wanted.sizes, dtype=dtype)
+        everything = Rectangle.whole(wanted.sizes)
+        for common, values, there, here in found:
+            joined[here.within(everything)][common.within(there)] = values
+        return joined
 
 
 @dataclass(frozen=True)
@@ -161,7 +202,7 @@ class Layout:
                 if name in files.get(piece.file, {})
             )
             if (memory, stored.shape) not in tied:
-                tied[memory, stored.shape] = self._assembled(name, stored, files)
+                tied[memory, stored.shape] = stored.part(name, files, Rectangle.whole(stored.shape))
             state[name] = tied[memory, stored.shape]
         return {**state, PARTIAL_KEY: False}
 
@@ -178,43 +219,42 @@ class Layout:
         """
         merged = optimizer_state.merge(list(files.values()))
         states = merged["state"]
-        for name, stored in self.tensors.items():
-            if len(stored.pieces) == 1 or name not in states:
-                continue
-            shapes = stored.shapes_in_files()
-            for key, value in states[name].items():
-                if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
-                    continue
-                held = {
-                    piece.file: {name: files[file]["state"][name][key]}
-                    for piece in stored.pieces
-                    if (file := piece.file.replace("model_", "optimizer_", 1)) in files
-                    and key in files[file]["state"].get(name, {})
-                }
-                states[name] = {**states[name], key: self._assembled(name, stored, held)}
+        for name, key, held in self.in_pieces(merged, files):
+            stored = self.tensors[name]
+            whole = stored.part(name, held, Rectangle.whole(stored.shape))
+            states[name] = {**states[name], key: whole}
         return merged
 
-    def _assembled(
-        self, name: str, stored: StoredTensor, files: Mapping[str, Mapping[str, Any]]
-    ) -> torch.Tensor:
-        wanted = Rectangle.whole(stored.shape)
-        held = [each for each in stored.pieces if name in files.get(each.file, {})]
-        if not covers((each.part for each in held), wanted):
-            raise CheckpointError(
-                f"the checkpoint lacks elements of {name}: {FILE} lists its pieces in "
-                f"{', '.join(each.file for each in stored.pieces)}, of which "
-                f"{', '.join(each.file for each in held) or 'none'} hold it. A file is missing or "
-                "is another checkpoint's."
-            )
-        first = files[held[0].file][name] if held else torch.empty(0)
-        if len(held) == 1:
-            return first
-        whole = torch.empty(stored.shape, dtype=first.dtype)
-        for each in held:
-            tensor = files[each.file][name]
-            held_there = each.held.within(Rectangle.whole(tensor.shape))
-            whole[each.part.within(wanted)] = tensor[held_there]
-        return whole
+    def in_pieces(
+        self, merged: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[str, str, dict[str, dict[str, Any]]]]:
+        """Yields the tensors of an optimizer's state that lie as parameters in several pieces do.
+
+        Args:
+            merged: the state of all files.
+            files: as for ``assemble_optimizer``.
+
+        Yields:
+            The name of the parameter, the key in its state, and the pieces as ``part`` of the
+            parameter takes them.
+        """
+        for name, stored in self.tensors.items():
+            if len(stored.pieces) == 1 or name not in merged["state"]:
+                continue
+            shapes = stored.shapes_in_files()
+            for key, value in list(merged["state"][name].items()):
+                if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+                    continue
+                yield (
+                    name,
+                    key,
+                    {
+                        piece.file: {name: files[file]["state"][name][key]}
+                        for piece in stored.pieces
+                        if (file := piece.file.replace("model_", "optimizer_", 1)) in files
+                        and key in files[file]["state"].get(name, {})
+                    },
+                )
 
 
 def _piece(

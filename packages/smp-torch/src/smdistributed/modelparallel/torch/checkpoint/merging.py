@@ -25,14 +25,15 @@ def full_state_dict(
     checkpoint = directory.resolve(tag, partial=True)
     files = CheckpointFiles(checkpoint)
     stored = files.layout()
-    state = files.whole_model(stored)
-    if state is None:
+    models, optimizers = files.models(stored), files.optimizers(stored)
+    if not models:
         raise CheckpointError(
             f"checkpoint '{checkpoint.tag}' in {directory.path} holds no model: it was saved "
             "without one."
         )
+    state = stored.assemble(models)
     del state[PARTIAL_KEY]
-    optimizer = files.whole_optimizer(stored) or {"state": {}}
+    optimizer = stored.assemble_optimizer(optimizers) if optimizers else {"state": {}}
     masters = {
         _place(state[name]): values[MASTER]
         for name, values in optimizer["state"].items()

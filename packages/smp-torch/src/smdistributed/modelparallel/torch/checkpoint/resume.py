@@ -31,6 +31,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     weights_at,
 )
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
+from smdistributed.modelparallel.torch.checkpoint.parts_of_files import PartsOfFiles
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.distributed import (
@@ -58,7 +59,7 @@ class _Content:
         is_own: ``model`` is what this rank itself would have saved.
         random: the state of the random generators.
         user: the user's content.
-        dcp: the states of both in a folder of DCP, of which this rank reads what it keeps.
+        stored: the states of both in a folder, of which this rank reads what it keeps.
         loads_optimizer: take that of the optimizer, too.
     """
 
@@ -68,20 +69,20 @@ class _Content:
     is_own: bool = False
     random: dict[str, Any] | None = None
     user: Any = None
-    dcp: StoredStates | None = None
+    stored: StoredStates | None = None
     loads_optimizer: bool = True
 
     @property
     def has_optimizer(self) -> bool:
         """Whether there is a state of the optimizer to load."""
-        if self.dcp is not None:
-            return self.loads_optimizer and self.dcp.has_optimizer
+        if self.stored is not None:
+            return self.loads_optimizer and self.stored.has_optimizer
         return self.optimizer is not None
 
     def state_for(self, optimizer: DistributedOptimizer, *, masters_only: bool) -> dict[str, Any]:
         """Returns that state, with ``masters_only`` without what an optimizer itself keeps."""
-        if self.dcp is not None:
-            return self.dcp.optimizer_state(optimizer, masters_only=masters_only)
+        if self.stored is not None:
+            return self.stored.optimizer_state(optimizer, masters_only=masters_only)
         assert self.optimizer is not None
         return optimizer_state.only_masters(self.optimizer) if masters_only else self.optimizer
 
@@ -139,8 +140,8 @@ def resume_from_checkpoint(
             names = model.holder.saved_names()
             if not model.translation.is_ours(content.model, names):
                 content.model = model.translation.to_ours(content.model)
-    if content.dcp is not None:
-        content.dcp.load_model(strict=strict)
+    if content.stored is not None:
+        content.stored.load_model(strict=strict)
     if content.model is not None:
         model.load_state_dict(content.model, strict=strict, same_partition_load=content.is_own)
     if content.has_optimizer and optimizer is not None:
@@ -195,35 +196,32 @@ class _Reader:
         adopts = (
             same_degree and same_split and (not own.partition or own.partition == stored.partition)
         )
-        if adopts and _has_same_shards(stored, own):
-            # Owners of what tensor-parallel ranks hold alike are among all of these.
-            is_spread = own.tensor_parallel_degree > 1 and self.files.has_owners
-            model_state, optimizer_part = self._own_part(load_optimizer and not is_spread)
-            if is_spread and load_optimizer:
-                optimizer_part = self.files.whole_optimizer(stored)
-            states, is_own = (model_state, optimizer_part), True
-        else:
-            logger.info(
-                "%s was saved with pipeline_parallel_degree %d, tensor_parallel_degree %d and "
-                "sharded_data_parallel_degree %d, in other parts; every rank takes its share of "
-                "all of them.",
-                self._checkpoint.tag,
-                stored.pipeline_parallel_degree,
-                stored.tensor_parallel_degree,
-                stored.sharded_data_parallel_degree,
-            )
-            is_own = False
-            states = (
-                self.files.whole_model(stored),
-                self.files.whole_optimizer(stored) if load_optimizer else None,
-            )
-        return _Content(
-            *states,
+        # Owners of what tensor-parallel ranks hold alike are among all of these.
+        is_spread = load_optimizer and own.tensor_parallel_degree > 1 and self.files.has_owners
+        is_own = adopts and _has_same_shards(stored, own) and not is_spread
+        content = _Content(
             partition=stored.partition if adopts else None,
             is_own=is_own,
             random=self._random_state(stored),
             user=self._user_content(USER_CONTENT),
         )
+        if is_own:
+            content.model, content.optimizer = self._own_part(load_optimizer)
+            return content
+        logger.info(
+            "%s was saved with pipeline_parallel_degree %d, tensor_parallel_degree %d and "
+            "sharded_data_parallel_degree %d, in other parts; every rank takes its share of "
+            "all of them.",
+            self._checkpoint.tag,
+            stored.pipeline_parallel_degree,
+            stored.tensor_parallel_degree,
+            stored.sharded_data_parallel_degree,
+        )
+        models = self.files.models(stored)
+        optimizers = self.files.optimizers(stored) if load_optimizer else {}
+        parts = PartsOfFiles(stored, models, optimizers)
+        content.stored = StoredStates(self._runtime, parts, model, has_model=bool(models))
+        return content
 
     def _of_dcp(self, model: DistributedModel, load_optimizer: bool, strict: bool) -> _Content:
         """Returns the content of a folder of DCP; without a layout another program wrote it."""
@@ -232,13 +230,13 @@ class _Reader:
         states = StoredStates(self._runtime, folder, model)
         _check_model(states.shapes, model, strict=strict)
         if layout.FILE not in self._checkpoint.paths:
-            return _Content(dcp=states, loads_optimizer=load_optimizer)
+            return _Content(stored=states, loads_optimizer=load_optimizer)
         stored = self.files.layout()
         topology = self._runtime.topology
         adopts = stored.partition and topology.pp_size == stored.pipeline_parallel_degree
         own = model.holder.partition_by_name()
         return _Content(
-            dcp=states,
+            stored=states,
             loads_optimizer=load_optimizer,
             partition=stored.partition if adopts and own in ({}, stored.partition) else None,
             random=self._random_state(stored),
