@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.state import reach
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
 SETTINGS = types.ModuleType("probe_of_settings")
@@ -111,3 +114,18 @@ def test_a_class_that_nothing_can_be_set_on_is_left_alone() -> None:
     snapshot.note_changes()
     snapshot.put_back()
     assert net.step == 0
+
+
+@pytest.mark.parametrize("place", ["probe_of_place.py", "probe_of_place/__init__.py"])
+def test_what_is_installed_is_not_the_users_wherever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).touch()
+    module = types.ModuleType("probe_of_place")
+    module.__file__ = str(tmp_path / place)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert reach.is_users(module.__name__)
+    reach._is_installed.cache_clear()
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    assert not reach.is_users(module.__name__)

@@ -21,6 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -426,4 +427,13 @@ def is_users(module: str) -> bool:
     ):
         return False
     file: object = getattr(sys.modules.get(module), "__file__", None)
-    return not (isinstance(file, str) and "site-packages" in file)
+    return not (isinstance(file, str) and _is_installed(module, file))
+
+
+@functools.cache
+def _is_installed(module: str, file: str) -> bool:
+    """Whether a module lies where packages are installed: a folder with the metadata of some."""
+    place = Path(file)
+    above = module.count(".") + (place.stem == "__init__")
+    folder = place.parents[above] if above < len(place.parents) else place.parent
+    return any(folder.glob("*.dist-info"))
