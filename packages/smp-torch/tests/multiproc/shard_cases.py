@@ -430,6 +430,21 @@ def case_a_rank_keeps_its_share() -> None:
     assert 0 < home.residency.most_live <= max(smp.state.cfg.sdp_max_live_parameters, 33 * 32)
 
 
+def case_what_parameters_were_made_of_is_not_written_to() -> None:
+    """It may be a file that is mapped into memory, where each page that is written to stays."""
+    torch.manual_seed(smp.rank())
+    module = nn.Linear(32, 32)
+    given = {name: each.data for name, each in module.named_parameters()}
+    before = {name: each.clone() for name, each in given.items()}
+    model = smp.DistributedModel(module)
+    if smp.pp_size() == 1:
+        expect_shards(model)
+        assert all(torch.equal(given[name], each) for name, each in before.items())
+    first = smp.allgather({name: each.tolist() for name, each in before.items()}, smp.WORLD)[0]
+    state = model.state_dict() if smp.pp_size() == 1 else first
+    assert {name: torch.as_tensor(each).tolist() for name, each in state.items()} == first
+
+
 def case_sizes_are_told_of_all_parameters() -> None:
     """Of those in shards, of small ones, which stay whole, and of those of other partitions."""
     model = smp.DistributedModel(net())
@@ -707,6 +722,7 @@ CASES: dict[str, Callable[[], object]] = {
     "calls_outside_of_steps": case_calls_outside_of_steps,
     "a_state_comes_back": case_a_state_comes_back,
     "a_rank_keeps_its_share": case_a_rank_keeps_its_share,
+    "what_parameters_were_made_of": case_what_parameters_were_made_of_is_not_written_to,
     "ranks_that_differ_are_told": case_ranks_that_differ_are_told,
     "a_rank_that_gathers_less_is_told": case_a_rank_that_gathers_less_is_told,
     "a_gradient_on_some_ranks": case_a_gradient_on_some_ranks,

@@ -87,15 +87,26 @@ class Shards:
             slices: has the names of those that are slices.
             fill: gives one its values if it has none.
         """
+        named = list(parameters)
+        largest: dict[torch.dtype, int] = {}
+        for _, each in named:
+            largest[each.dtype] = max(each.numel(), largest.get(each.dtype, 0))
+        # Not where the parameter is, as what is mapped from a file would come into memory for good;
+        # and one place for all, since freed ones between which others are made stay unused.
+        places = {
+            dtype: torch.empty(size, dtype=dtype, device=self._runtime.device)
+            for dtype, size in largest.items()
+        }
 
         def whole(name: str, parameter: nn.Parameter) -> torch.Tensor:
             fill(parameter)
-            values = parameter.detach().to(self._runtime.device)
+            values = places[parameter.dtype][: parameter.numel()].view(parameter.shape)
+            values.copy_(parameter.detach())
             replicas = self._replicas_of_slices if name in slices else self._replicas
             replicas.broadcast([values], 0)
             return values
 
-        self.model.take(list(parameters), slices, whole)
+        self.model.take(named, slices, whole)
 
     def enter_pass(self) -> None:
         """Starts a backward pass of a step."""
