@@ -6,7 +6,7 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 
 A pipeline with a partition a rank, or ``--shards``; bf16 with fp32 masters and AdamW. Each format
 is saved ``--repeats`` times while training goes on (``asynchronous=True``), of which the first
-takes pinned memory that the others have, and once without. Rank 0 prints a line of JSON for each save:
+takes pinned memory that the others have, and once without. Rank 0 prints a line of JSON for each:
 
 - ``blocked_s``: how long the call took, on the slowest rank;
 - ``step_ms``: the longest step while files were written; ``plain_step_ms``: a step without;

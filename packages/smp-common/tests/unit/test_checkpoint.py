@@ -586,9 +586,16 @@ def test_steps_write_a_folder_that_is_whole_or_not_there(tmp_path: Path) -> None
         return sorted(found.paths)
 
     assert World(3).run(body, tmp_path) == [["config.json", "of_0", "of_1", "of_2"]] * 3
+
+    def write_alone(folder: Path, before: Any) -> list[str]:
+        (folder / "alone").touch()
+        return ["alone"]
+
+    alone(tmp_path / "bare").write_folder("whole", {}, steps=[write_alone])
+    assert "alone" in names(tmp_path / "bare" / "whole")
     failing.append(1)
     assert all("No space left" in str(error) for error in World(3).run(body, tmp_path))
-    assert names(tmp_path) == {"newest", "whole"}
+    assert names(tmp_path) == {"bare", "newest", "whole"}
     (tmp_path / "whole" / "of_2").write_text("changed")
     with pytest.raises(CheckpointError, match="not the file that was saved"):
         alone(tmp_path).resolve("whole", partial=False).verify()

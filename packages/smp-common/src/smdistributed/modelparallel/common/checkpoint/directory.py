@@ -467,7 +467,8 @@ def _agree(replies: Sequence[Reply]) -> Reply:
                     f"{owners[name]} and {reply.rank}."
                 )
             owners[name] = reply.rank
-    if not owners:
+    # Where a folder is no partial checkpoint, steps may write all of it.
+    if not owners and (first.result.is_partial or not first.result.is_folder):
         raise CheckpointError("A checkpoint must have at least one file, but no rank gave one.")
     if first.result.is_folder:
         return first
