@@ -99,10 +99,22 @@ IS_NEWER = int(transformers.__version__.partition(".")[0]) >= 5
 SAVING: dict[str, Any] = {} if IS_NEWER else {"save_safetensors": False}
 
 
-def optimizers(model: nn.Module) -> tuple[Any, Any]:
-    """Returns what the Trainer of Transformers 5 does not make with model parallelism."""
+def given(architecture: str) -> tuple[nn.Module, tuple[Any, Any]]:
+    """Returns the model for the Trainer, and what that of Transformers 5 does not make with it."""
     if not (IS_NEWER and is_sagemaker_mp_enabled()):
-        return None, None
+        return build(architecture), (None, None)
+    if smp.state.cfg.tensor_parallel_degree == 1:
+        model = build(architecture)
+        return model, optimizers(model)
+    with smp.tensor_parallelism(auto=True):
+        net = build(architecture)
+    wrapped = smp.DistributedModel(net, backward_passes_per_step=ACCUMULATED)
+    assert any(wrapped.distributed_modules()), "something is in slices"
+    return net, optimizers(net)
+
+
+def optimizers(model: nn.Module) -> tuple[Any, Any]:
+    """Returns an optimizer with the groups of the Trainer's own."""
     decayed = get_parameter_names(model, [nn.LayerNorm], [r"bias", r"layernorm", r"(^|\.)norm"])
     named = dict(model.named_parameters())
     groups = [
@@ -150,10 +162,10 @@ def arguments(folder: str, steps: int, saved: int) -> Arguments:
 
 def job(architecture: str, folder: str, steps: int, saved: int, resumes: bool) -> dict[str, Any]:
     """Trains; returns the logged losses, what evaluation gives, and the predictions."""
-    model = build(architecture)
+    model, made = given(architecture)
     trainer = NotingTrainer(
         model=model,
-        optimizers=optimizers(model),
+        optimizers=made,
         args=arguments(folder, steps, saved),
         train_dataset=Texts(1),
         eval_dataset=Texts(2),
