@@ -229,7 +229,9 @@ class Recorder(TorchFunctionMode):
             stored = strays.settle(found, trace, self._scene, constant, values)
             passed.stored += [each for each in stored if each.close()]
             if way.plan is None:
-                way.graph.kept = list(dict.fromkeys(each.value for each in passed.stored))
+                way.graph.kept = list(
+                    dict.fromkeys(value for each in passed.stored for value in each.values)
+                )
             if is_new:
                 way.stored = stored
             del found

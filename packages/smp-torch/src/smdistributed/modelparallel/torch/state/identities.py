@@ -25,6 +25,12 @@ class Identities:
         sized: dicts of which it is enough to know how much is in them.
     """
 
+    #: So that who holds a copy shows as such to the garbage collector.
+    __slots__ = (
+        *("_attributes", "_contents", "_entries", "_items", "_keys"),
+        *("_lengths", "_mappings", "_others", "_sized", "_sizes"),
+    )
+
     def __init__(
         self,
         mappings: Iterable[Mapping[Any, Any]] = (),

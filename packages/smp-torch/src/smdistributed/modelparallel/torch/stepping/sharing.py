@@ -60,7 +60,7 @@ def share_results(
     # The last microbatch that stored something in a place has it there.
     for each, values in reversed(list(zip(passed, found, strict=True))):
         for stored in each.stored:
-            stored.fill(values[stored.value.index].detach())
+            stored.fill(values)
     written = [
         {position: values[value.index] for position, value in plan.graph.written.items()}
         for plan, values in zip(plans, found, strict=True)

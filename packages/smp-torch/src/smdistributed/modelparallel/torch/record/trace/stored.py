@@ -7,56 +7,89 @@ tensor of the last microbatch that stored one there is put into the place, on ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.common.containers import take_apart
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.ir import Value
+from smdistributed.modelparallel.torch.record.trace.places import Place
 from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
 
 
-@dataclass(eq=False)
 class Stored:
-    """A place with a fake in it.
+    """A place with a fake in it, or with a tuple around some.
+
+    Args:
+        place: where.
+        tensors: by the identity of a fake, what it stands for, or the tensor that it is in this
+            microbatch as in all others. The fakes live as long as their trace: who holds them is
+            counted.
 
     Attributes:
-        name: of the place, for messages.
-        identity: of the fake, which lives as long as its trace: who holds it is counted.
-        value: what it stands for.
-        get: returns what is in the place.
-        put: puts something there.
+        values: what the fakes in it stand for.
     """
 
-    name: str
-    identity: int
-    value: Value
-    get: Callable[[], Any]
-    put: Callable[[Any], None]
-
-    def __post_init__(self) -> None:
+    def __init__(self, place: Place, tensors: Mapping[int, Value | torch.Tensor]) -> None:
+        self._place = place
+        self._identities = list(map(id, fakes_in(place.get())))
+        self._tensors = tensors
+        self.values = [each for each in tensors.values() if isinstance(each, Value)]
         self._closed = Unknown(self._refusal)
+        #: What the last microbatch has stored, with values in the places of fakes.
+        self._content: Any = None
 
     def close(self) -> bool:
-        """Has nobody take the fake for the tensor of another microbatch; returns if it is there."""
-        is_there = id(self.get()) == self.identity
+        """Has nobody take a fake for the tensor of another microbatch; returns if it is there."""
+        content = self._place.get()
+        is_there = list(map(id, fakes_in(content))) == self._identities
         if is_there:
-            self.put(self._closed)
+            self._content = _replaced(content, lambda each: self._tensors.get(id(each), each))
+            self._put(self._closed)
         return is_there
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Puts the tensor there, if nothing else was put there since.
+    def fill(self, computed: Mapping[int, torch.Tensor]) -> None:
+        """Puts the tensors there, if nothing else was put there since.
 
-        Shape: that of the fake.
+        Args:
+            computed: the tensors of values, by their index.
         """
-        if self.get() is self._closed:
-            self.put(tensor)
+        if self._place.get() is self._closed:
+
+            def tensor(part: Any) -> Any:
+                return computed[part.index].detach() if isinstance(part, Value) else part
+
+            self._put(_replaced(self._content, tensor))
+
+    def _put(self, content: Any) -> None:
+        assert self._place.put is not None
+        self._place.put(content)
 
     def _refusal(self) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.name} has a tensor that an earlier microbatch of a pipelined step stored, or "
-            "one of a step that has failed: all microbatches run their Python before anything is "
-            "computed. Store it before it is read, or read it after the call of the step function."
+            f"{self._place.name} has a tensor that an earlier microbatch of a pipelined step "
+            "stored, or one of a step that has failed: all microbatches run their Python before "
+            "anything is computed. Store it before it is read, or read it after the call of the "
+            "step function."
         )
+
+
+def fakes_in(content: Any) -> Iterator[FakeTensor]:
+    """Yields what is in a place: the fakes in a tuple, or itself."""
+    if isinstance(content, tuple):
+        for each in content:
+            yield from fakes_in(each)
+    elif isinstance(content, FakeTensor):
+        yield content
+
+
+def _replaced(content: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns a content with something else in the places of its parts."""
+    if not isinstance(content, tuple):
+        return function(content)
+    parts = take_apart(content)
+    assert parts is not None
+    return parts.build({key: _replaced(item, function) for key, item in parts.items.items()})

@@ -8,11 +8,8 @@ where. What is the same in every microbatch is replaced by the real tensor; all 
 
 from __future__ import annotations
 
-import functools
 import gc
-import operator
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,17 +21,28 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.trace.stored import Stored
-from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, Trace, Way
-from smdistributed.modelparallel.torch.state.holders import Holder
+from smdistributed.modelparallel.torch.record.trace.places import Place, places_of
+from smdistributed.modelparallel.torch.record.trace.stored import Stored, fakes_in
+from smdistributed.modelparallel.torch.record.trace.tree import Entry, Trace, Way
 
 
 def watch(way: Way, trace: Trace, scene: Scene) -> None:
     """Takes note of the fakes of a new way; those of the models are where they belong."""
-    found = {id(fake): fake for fake in trace.inputs}
+    found: dict[int, Any] = {id(fake): fake for fake in trace.inputs}
     for entry in way.entries:
         found.update((id(fake), fake) for _, fake in entry.outputs if isinstance(fake, FakeTensor))
+        if entry.is_fixed:  # the script gets the very tuple
+            found.update((id(each), each) for each in _tuples(entry.result))
     way.fakes = [fake for key, fake in found.items() if key not in scene.slots]
+
+
+def _tuples(result: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the tuples with fakes in a result that nobody can change."""
+    if isinstance(result, tuple):
+        if any(isinstance(each, FakeTensor) for each in result):
+            yield result
+        for each in result:
+            yield from _tuples(each)
 
 
 def count(trace: Trace) -> None:
@@ -92,109 +100,43 @@ def _settle(
     values: Mapping[int, Value],
 ) -> tuple[UnsupportedError | None, list[Stored]]:
     """Replaces what can be replaced; returns what is wrong with the rest, and what is stored."""
-    own = {id(fakes), *_containers(trace)}
     wanted = {id(fake): fake for fake in fakes}
     problem = None
     stored: list[Stored] = []
-    for holder in gc.get_referrers(*fakes):
-        if id(holder) in own or holder is wanted or isinstance(holder, types.FrameType | Entry):
+    for place in places_of(wanted, {id(fakes), *_containers(trace)}):
+        if isinstance(place.owner, nn.Module) and (place.owner, place.key) in scene.hidden:
             continue
-        if (
-            isinstance(holder, tuple)
-            and len(holder) == len(fakes)
-            and all(map(operator.is_, holder, fakes))
-        ):
-            continue  # the arguments of the call above
-        owner = _owner(holder)
-        for key, fake, get, put in _places(holder, owner, wanted):
-            if isinstance(owner, FakeTensor | torch.autograd.function.FunctionCtx | Constant):
-                continue
-            if isinstance(owner, nn.Module) and (owner, key) in scene.hidden:
-                continue
-            real = constant(fake) if put is not None else None
-            place = _name(owner, key)
-            if put is not None and real is not None:
-                put(real)
-            elif put is not None and get is not None and id(fake) in values:
-                stored.append(Stored(place, id(fake), values[id(fake)], get, put))
-            else:
-                problem = UnsupportedError(
-                    f"the step function, or the forward of a module that is split over partitions, "
-                    f"stored a tensor in {place}. A pipelined step computes it elsewhere, so only "
-                    "a stand-in is here: return the tensor instead, or put the module on one "
-                    "partition."
-                )
+        tensors = _stand_for(place, scene, constant, values)
+        if tensors is None:
+            problem = UnsupportedError(
+                f"the step function, or the forward of a module that is split over partitions, "
+                f"stored a tensor in {place.name}. A pipelined step computes it elsewhere, so only "
+                "a stand-in is here: return the tensor instead, or put the module on one "
+                "partition."
+            )
+            continue
+        each = Stored(place, tensors)
+        if each.values:
+            stored.append(each)
+        elif each.close():
+            each.fill({})
     return problem, stored
 
 
-#: Returns what is in a place, and puts something there.
-_Get = Callable[[], Any]
-_Put = Callable[[Any], None]
-
-
-def _places(
-    holder: Any, owner: Any, wanted: dict[int, torch.Tensor]
-) -> Iterator[tuple[Any, torch.Tensor, _Get | None, _Put | None]]:
-    """Yields key, fake, and what reads and fills the place, for each place in a holder."""
-    if isinstance(owner, type):
-        # Not into the dict: Python remembers what it has found in a class until that is told.
-        for key, value in list(vars(owner).items()):
-            if id(value) in wanted:
-                put = functools.partial(type.__setattr__, owner, key)
-                yield key, value, functools.partial(vars(owner).get, key), put
-    elif isinstance(holder, dict):
-        for key, value in list(dict.items(holder)):
-            if id(value) in wanted:
-                put = functools.partial(dict.__setitem__, holder, key)
-                yield key, value, functools.partial(dict.get, holder, key), put
-    elif isinstance(holder, list):
-        for position, value in enumerate(list(holder)):
-            if id(value) in wanted:
-                put = functools.partial(holder.__setitem__, position)
-                yield position, value, functools.partial(_item, holder, position), put
-    elif isinstance(holder, types.CellType):
-        put = functools.partial(setattr, holder, "cell_contents")
-        yield 0, holder.cell_contents, functools.partial(getattr, holder, "cell_contents"), put
-    elif isinstance(holder, tuple | set | frozenset | types.GeneratorType):
-        yield 0, next(iter(wanted.values())), None, None
-    else:
-        for key, value in list(getattr(holder, "__dict__", {}).items()):
-            if id(value) in wanted:
-                put = functools.partial(vars(holder).__setitem__, key)
-                yield key, value, functools.partial(vars(holder).get, key), put
-        for base in type(holder).__mro__:
-            slots = base.__dict__.get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else slots:
-                if id(getattr(holder, key, None)) in wanted:
-                    put = functools.partial(object.__setattr__, holder, key)
-                    get = functools.partial(getattr, holder, key, None)
-                    yield key, getattr(holder, key), get, put
-
-
-def _item(items: list[Any], position: int) -> Any:
-    return items[position] if position < len(items) else None
-
-
-def _owner(holder: Any) -> Any:
-    """Returns the object or class whose attributes a dict holds, else the holder."""
-    if isinstance(holder, dict):
-        for each in gc.get_referrers(holder):
-            attributes = getattr(each, "__dict__", None)
-            if attributes is holder:
-                return each
-            # That of a class is shown through a proxy.
-            if isinstance(each, type) and any(
-                one is holder for one in gc.get_referents(attributes)
-            ):
-                return each
-    return holder
-
-
-def _name(owner: Any, key: Any) -> str:
-    if isinstance(owner, Holder):
-        return owner.path  # what holds it shows itself to our snapshot alone
-    kind = type(owner).__name__
-    return f"{kind}.{key}" if isinstance(key, str) else f"a {kind}"
+def _stand_for(
+    place: Place,
+    scene: Scene,
+    constant: Callable[[torch.Tensor], torch.Tensor | None],
+    values: Mapping[int, Value],
+) -> Mapping[int, Value | torch.Tensor] | None:
+    """Returns what the fakes in a place stand for: tensors, if all are the same everywhere."""
+    fakes = list(fakes_in(place.get()))
+    if place.put is None or not fakes or any(id(fake) in scene.slots for fake in fakes):
+        return None
+    real = {id(fake): each for fake in fakes if (each := constant(fake)) is not None}
+    if len(real) == len(set(map(id, fakes))):
+        return real
+    return {id(f): values[id(f)] for f in fakes} if all(id(f) in values for f in fakes) else None
 
 
 def _containers(trace: Trace) -> Iterator[int]:
