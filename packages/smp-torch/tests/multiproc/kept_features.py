@@ -28,6 +28,7 @@ PLACES = {
     "global list": ("KEPT['l'] = []", "KEPT['l'].append({value})", "KEPT['l'].pop()"),
     "object": ("BOX.kept = None", "BOX.kept = {value}", "BOX.kept"),
     "tuple in an attribute": ("here.kept = ()", "here.kept = ({value}, 1)", "here.kept[0]"),
+    "plain number": ("net.kept = 0.0", "net.kept = 1.0", "torch.as_tensor(net.kept)"),
     "detached": ("net.kept = {}", "net.kept['a'] = {value}.detach()", "net.kept['a']"),
     "number": ("net.kept = {}", "net.kept['a'] = {value}.square().mean()", "net.kept['a']"),
 }

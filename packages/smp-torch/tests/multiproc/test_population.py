@@ -308,8 +308,10 @@ def test_ranks_agree_on_what_one_of_them_could_not_try_out(worlds: Worlds) -> No
         assert set(found.values()) == {"exact"}
 
 
-def test_what_an_inner_module_sets_on_one_around_its_own_is_refused(worlds: Worlds) -> None:
-    for found in run(worlds, WORLDS["pp2"], try_features, ["attribute, inner, model"]):
+def test_a_number_that_an_inner_module_sets_on_one_around_its_own_is_refused(
+    worlds: Worlds,
+) -> None:
+    for found in run(worlds, WORLDS["pp2"], try_features, ["plain number, inner, model"]):
         assert all("changes Net.kept, which code outside" in each for each in found.values())
 
 

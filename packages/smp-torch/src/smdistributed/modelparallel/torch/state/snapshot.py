@@ -146,7 +146,12 @@ class Snapshot:
     @property
     def changed(self) -> set[int]:
         """The identities of what was found to have changed."""
-        return {id(holder.obj) for holder, _ in self._changed}
+        return {
+            id(holder.obj)
+            for holder, _ in self._changed
+            # Of the attributes of a module around, code outside may have changed others.
+            if holder.owner is None or holder.owner.attribute != ""
+        }
 
     def put_all_back(self) -> None:
         """Puts back all that was found to have changed, containers and what is in them included.
@@ -175,8 +180,8 @@ class Snapshot:
         """
         grown = []
         for holder, now in reversed(self._changed):
-            # Attributes of modules are looked after by themselves.
-            is_container = holder.owner is None or holder.owner.attribute != ""
+            # The modules' own attributes are looked after by themselves.
+            is_container = not self._is_of_own_attributes(holder)
             if is_container and is_growth(holder.obj, holder.before, now):
                 is_own = not self._is_of_others(holder)
                 growth = Growth.of(holder.path, holder.obj, holder.before, now, is_own=is_own)
@@ -191,6 +196,13 @@ class Snapshot:
                 )
             holder.put_back(holder.obj, holder.before)
         return grown
+
+    def _is_of_own_attributes(self, holder: Holder) -> bool:
+        return (
+            holder.owner is not None
+            and holder.owner.attribute == ""
+            and not self._is_of_others(holder)
+        )
 
     def _is_of_others(self, holder: Holder) -> bool:
         return holder.owner is None or holder.owner.module not in self._modules
@@ -218,9 +230,13 @@ class Snapshot:
         if holder.owner is not None and holder.owner.attribute == "":
             for key in {**holder.before, **now}:
                 before, value = holder.before.get(key, MISSING), now.get(key, MISSING)
-                if value is not before:
-                    owner = Owner(holder.owner.module, key)
-                    yield Change(owner, f"{holder.path}.{key}", frozenset(), before, value, None)
+                if value is before:
+                    continue
+                owner, path = Owner(holder.owner.module, key), f"{holder.path}.{key}"
+                if self._is_of_others(holder) and isinstance(value, torch.Tensor):
+                    yield Change(owner, path, _places(holder), before, value, {key: value})
+                else:
+                    yield Change(owner, path, frozenset(), before, value, None)
         else:
             grows = is_growth(holder.obj, holder.before, now)
             added = added_to(holder.before, now) if grows else None

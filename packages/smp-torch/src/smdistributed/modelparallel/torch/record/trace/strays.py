@@ -145,9 +145,10 @@ def _containers(trace: Trace) -> Iterator[int]:
     pending: list[Any] = [trace.inputs, trace.metadata]
     for entry in _entries(trace):
         pending += (entry.args, entry.kwargs, entry.result, entry.outputs, entry.changed)
-        pending += (entry.inner, entry.hooked, entry.hidden, entry.held, entry.effects)
+        pending += (entry.hooked, entry.hidden, entry.held, entry.effects)
         # Not the containers themselves, which are the user's.
         pending += (entry.borrowed, *(each.added for each in entry.left))
+        yield from map(id, (entry.inner, *entry.inner.values()))
         if entry.way is not None:
             yield id(entry.way.fakes)
     while pending:
