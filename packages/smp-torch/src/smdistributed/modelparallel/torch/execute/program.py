@@ -311,6 +311,8 @@ class Program:
             guard = guard_of(node.target, node.name)
             if guard.slots:
                 seeded += f", {self._constant(guard)}.on()"
+            for spot, content in node.lent:
+                seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "
         target, results = self._constant(that_can_wait(node.target)), "result"
         if node.taps:

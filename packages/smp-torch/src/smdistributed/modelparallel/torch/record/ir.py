@@ -26,6 +26,8 @@ from torch import nn
 from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
+from smdistributed.modelparallel.torch.state.holders import MISSING
+from smdistributed.modelparallel.torch.state.spots import Spot
 from smdistributed.modelparallel.torch.state.switches import Autocast, Changes
 from smdistributed.modelparallel.torch.tensors.nested import Path, equal, placeholders, text
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
@@ -140,6 +142,7 @@ class Node:
             LEAF: the module; CALL: the torch function.
         name: what it is called in plans, messages and digests; the same on every rank.
         args, kwargs: templates with ``Value`` placeholders.
+        lent: LEAF: what is put where it looks, for the time of its call: such templates, too.
         grad_enabled, autocast, default_dtype: the state it ran under.
         switches: of PyTorch's backends, that were set since the start of the step.
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
@@ -167,6 +170,7 @@ class Node:
     name: str
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
+    lent: list[tuple[Spot, Any]] = field(default_factory=list)
     grad_enabled: bool = True
     autocast: Autocast = ()
     default_dtype: torch.dtype = torch.float32
@@ -193,7 +197,8 @@ class Node:
     @property
     def inputs(self) -> Iterator[Value]:
         """The values it reads."""
-        return placeholders((self.args, self.kwargs), Value)
+        contents = [content for _, content in self.lent]
+        return placeholders((self.args, self.kwargs, contents), Value)
 
     @property
     def trial(self) -> Trial:
@@ -239,6 +244,9 @@ class Node:
         def name(obj: Any) -> str:
             return value(obj) if isinstance(obj, Value) else repr(obj)
 
+        for spot, content in self.lent:
+            found = "nothing" if content is MISSING else text(content, name)
+            draw += f" lent {spot.name} {found}"
         draw += "".join(f" tap {tap.name} {tap.call} {tap.path}" for tap in self.taps)
         return (
             f"{self.kind.value} {self.name} {text(self.args, name)} {text(self.kwargs, name)}{draw}"
@@ -260,6 +268,8 @@ class Node:
             and (self.region, self.in_turn) == (other.region, other.in_turn)
             and equal(self.args, other.args, _same_value)
             and equal(self.kwargs, other.kwargs, _same_value)
+            and [spot for spot, _ in self.lent] == [spot for spot, _ in other.lent]
+            and equal([e for _, e in self.lent], [e for _, e in other.lent], _same_value)
         )
 
 

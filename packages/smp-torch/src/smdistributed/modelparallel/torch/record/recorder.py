@@ -356,6 +356,7 @@ class Recorder(TorchFunctionMode):
                 raise span.left_behind
         own = {key for span in done for key in span.snapshot.changed}
         for span in done:
+            self._leaves.note_borrowed(span, opened.log)
             self._attributes.refuse_difference([span.entry], span.snapshot, own)
         for span in opened.spans:
             if span not in chosen and not span.is_inside(set(chosen)):
@@ -370,7 +371,6 @@ class Recorder(TorchFunctionMode):
         at = opened.at
         everything = [*opened.known, *log]
         for span in done:
-            self._leaves.note_borrowed(span, opened.log)
             self._leaves.settle(span.entry, span.call)
         for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:

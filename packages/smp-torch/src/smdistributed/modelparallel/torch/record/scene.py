@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.record.trace.tree import Entry, Seen
 from smdistributed.modelparallel.torch.state.caches import FunctionCaches
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Change, Place, Snapshot
+from smdistributed.modelparallel.torch.state.spots import Spot
 
 _TRAINING = operator.attrgetter("training")
 
@@ -47,6 +48,7 @@ class Scene:
         leaf_of: module -> the outermost leaf that it is in.
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
+        lent: leaf -> where its calls find tensors that are lent to them.
         states: leaf -> the Python state that it can see, as it was when it was called.
         caches: of functions, which may keep fakes.
     """
@@ -64,6 +66,7 @@ class Scene:
         self.leaves = leaves
         self.open = {module for model in unplaced for module in model.names}
         self.hidden: set[tuple[nn.Module, str]] = set()
+        self.lent: dict[nn.Module, dict[Spot, None]] = {}
         self.states: dict[nn.Module, Snapshot] = {}
         self.caches = FunctionCaches()
         self.names = {module: name for model in models for module, name in model.names.items()}

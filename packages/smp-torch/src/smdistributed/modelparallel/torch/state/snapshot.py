@@ -9,7 +9,16 @@ be put back; where such an object shows that it has moved on, the leaf is refuse
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +30,7 @@ from smdistributed.modelparallel.torch.state.growth import Growth, added_to, is_
 from smdistributed.modelparallel.torch.state.holders import MISSING, Holder, Owner
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES, Reach
+from smdistributed.modelparallel.torch.state.spots import CONTENT, Found, Spot, spots_of
 
 #: What a change of is seen in other ways, or changes no number.
 _OWN_ATTRIBUTES = OF_MODULES | {""}
@@ -60,6 +70,20 @@ class Difference(NamedTuple):
 
     holder: Holder
     now: Any
+
+    @property
+    def places(self) -> set[tuple[int, Any]]:
+        """The identity of what has changed with each key that has; None for the whole."""
+        before, identity = self.holder.before, id(self.holder.obj)
+        if self.holder.read is holders.CELL.read:
+            return {(identity, CONTENT)}
+        if not isinstance(before, dict):
+            return {(identity, None)}
+        return {
+            (identity, key)
+            for key in {**before, **self.now}
+            if before.get(key, MISSING) is not self.now.get(key, MISSING)
+        }
 
 
 @contextlib.contextmanager
@@ -128,6 +152,21 @@ class Snapshot:
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""
         return [each.obj for each in self._holders if each.read is holders.TENSOR.read]
+
+    def spots_of(self, wanted: Set[int]) -> list[Found] | None:
+        """Returns where tensors are, by their identities: see ``spots.spots_of``."""
+        return spots_of(self._holders, wanted)
+
+    def content(self, spot: Spot) -> Any:
+        """Returns what was at the end of a way that leads where it led; else ``MISSING``."""
+        with contextlib.suppress(LookupError):
+            identity, key = spot.place
+            for holder in self._holders:
+                if id(holder.obj) == identity and isinstance(holder.before, dict):
+                    return holder.before.get(key, MISSING)
+                if id(holder.obj) == identity and holder.read is holders.CELL.read:
+                    return holder.before
+        return MISSING
 
     def places(self) -> set[Place]:
         """Returns where all of it is."""

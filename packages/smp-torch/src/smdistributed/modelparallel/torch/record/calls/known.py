@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.record.leaves.lending import known_in
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.questions.question import Question, same_answer
 from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, EntryKind
@@ -101,8 +102,17 @@ class KnownCalls:
             return False
         if entry.kind is not EntryKind.LEAF:
             return True
-        return entry.flags == context.scene.flags_of(entry.target) and all(
-            self._is_in_state(carried, before) for carried, before in entry.held
+        return (
+            entry.flags == context.scene.flags_of(entry.target)
+            and all(self._is_in_state(carried, before) for carried, before in entry.held)
+            and self._is_lent(entry)
+        )
+
+    def _is_lent(self, entry: Entry) -> bool:
+        """Whether a leaf would find what was lent to it, wherever any call of it looks."""
+        spots = self._context.scene.lent.get(entry.target, {})
+        return len(spots) == len(entry.lent) and all(
+            same(content, known_in(spot.read()), self._special) for spot, content in entry.lent
         )
 
     def _is_in_state(self, carried: Carried, before: Any) -> bool:

@@ -17,6 +17,12 @@ from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
+from smdistributed.modelparallel.torch.record.leaves.lending import (
+    Done,
+    in_place,
+    lent_to,
+    tensors_left,
+)
 from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.leaves.spans import Span, hooked_calls, inner_tensors
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
@@ -186,6 +192,7 @@ class LeafCalls:
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
                 entry.borrowed = self._borrowed(entry, run.borrowed)
+                self._lend(entry, run.done)
                 self._complete(entry, run.result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
@@ -250,6 +257,20 @@ class LeafCalls:
         known = given.union(made, self._scene.slots)
         return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
 
+    def _lend(self, entry: Entry, done: Done, *, pins: bool = True) -> None:
+        """Lends a leaf what it has read and is not given, and says so to its other calls.
+
+        Args:
+            entry: of its call.
+            done: what it did.
+            pins: what other calls find is known here.
+        """
+        spots = self._scene.lent.get(entry.target, {})
+        entry.lent = lent_to(entry, entry.borrowed, spots if pins else (), done)
+        if entry.lent:
+            known = self._scene.lent.setdefault(entry.target, {})
+            known.update((spot, None) for spot, _ in entry.lent)
+
     def note_borrowed(self, span: Span, log: Sequence[Entry]) -> None:
         """Finds out what a module that has turned out to be a leaf has read that it is not given.
 
@@ -259,8 +280,16 @@ class LeafCalls:
         """
         inside = log[span.start : span.end]
         made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
-        read = (each for entry in inside for each in _tensors_given(entry))
+        read = [each for entry in inside for each in _tensors_given(entry)]
+        before = {id(tensor) for entry in log[: span.start] for _, tensor in entry.outputs}
+        before.update(map(id, self._now.trace.inputs))
+        left = tensors_left(span.entry.result, span.entry.changes)
+        read += [each for each in left if id(each) in before]
         span.entry.borrowed = self._borrowed(span.entry, read, made)
+        written = [tensor for entry in inside for tensor in entry.changed]
+        has_regions = any(entry.region not in (None, span.entry.region) for entry in inside)
+        done = Done(span.snapshot, span.entry.changes, span.entry.left, written, has_regions)
+        self._lend(span.entry, done, pins=False)
 
     # Modules that may turn out to be leaves
 
@@ -339,7 +368,7 @@ class LeafCalls:
         """Finds out what a leaf that decides by an input changes for other numbers."""
         leaf = entry.target
         (args, kwargs), _ = self._call_again(call, entry)
-        with self._aside(leaf):
+        with self._aside(entry):
             watch = Watch(self._context.meter, self._state, leaf, ())
             snapshot = Snapshot(leaf.modules())
             changes: list[Change] = []
@@ -372,7 +401,7 @@ class LeafCalls:
         if not (changes or entry.runs_backward):
             return
         arguments, again = self._call_again(call, entry)
-        with self._aside(leaf):
+        with self._aside(entry):
             assert now.values is not None
             watch = Watch(self._context.meter, self._state, leaf, ())
             trial = PassTrial(
@@ -419,7 +448,7 @@ class LeafCalls:
         """Returns what the call of a leaf does now; None where fakes do not show it."""
         leaf, now = entry.target, self._now
         _, again = self._call_again(call, entry)
-        with self._aside(leaf):
+        with self._aside(entry):
             assert now.values is not None
             run = now.leaf_runs.run(now.values, leaf, again)
             is_clear = self._is_clear()
@@ -435,7 +464,7 @@ class LeafCalls:
         return not any(each.opaque for each in self._calls.profile.modules.values())
 
     @contextlib.contextmanager
-    def _aside(self, leaf: nn.Module) -> Iterator[None]:
+    def _aside(self, entry: Entry) -> Iterator[None]:
         """Runs a leaf for what it shows; such a run belongs to no microbatch."""
         now = self._now
         kept = now.values, now.leaf_runs, self._calls.profile
@@ -445,8 +474,9 @@ class LeafCalls:
         try:
             with (
                 self._calls.uncounted(),
-                self._attributes.shown_to(leaf),
-                hooks_of_packages_removed(leaf),
+                self._attributes.shown_to(entry.target),
+                in_place(entry),
+                hooks_of_packages_removed(entry.target),
             ):
                 yield
         finally:

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.record.trace.tree import Entry
 from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
-from smdistributed.modelparallel.torch.state.snapshot import Snapshot, as_it_was
+from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot, as_it_was
 from smdistributed.modelparallel.torch.tensors.nested import same
 
 _MISSING = object()
@@ -152,11 +152,36 @@ class LeafAttributes:
         if leaf not in self._called:
             self._called[leaf] = {}
             state = self._scene.states.get(leaf)
-            if state is None or state.differences():
+            if state is None or self._differences(leaf, state):
                 self._scene.states[leaf] = self._scene.seen_by(leaf)
         else:
             self._refuse_difference(leaf)
         self._called[leaf][entry] = None
+        self._check_lent(leaf)
+
+    def _check_lent(self, leaf: nn.Module) -> None:
+        """Makes sure that all calls of a leaf in this step are lent what is in the same places.
+
+        Raises:
+            UnsupportedError: one is not, and would find what is there in the end.
+        """
+        spots = self._scene.lent.get(leaf, {})
+        for entry in self._called[leaf]:
+            if missing := spots.keys() - {spot for spot, _ in entry.lent}:
+                raise _changed(min(each.name for each in missing), self._scene.names[leaf])
+
+    def _differences(
+        self, leaf: nn.Module, state: Snapshot, apart_from: Collection[int] = ()
+    ) -> list[Difference]:
+        """Returns what a leaf would find as another than in a snapshot."""
+        found = state.differences(apart_from)
+        if not found or leaf not in self._scene.lent:
+            return found
+        lent: set[tuple[int, Any]] = set()
+        for spot in self._scene.lent[leaf]:
+            with contextlib.suppress(LookupError):
+                lent.add(spot.place)
+        return [each for each in found if not lent.issuperset(each.places)]
 
     def note_function(self, name: str, code: Callable[..., Any]) -> None:
         """Takes note that code outside of leaves gives a function that a backward pass will run."""
@@ -204,7 +229,8 @@ class LeafAttributes:
         Raises:
             UnsupportedError: something has changed that does.
         """
-        found = state.differences(apart_from)
+        entries = list(entries)
+        found = self._differences(entries[0].target, state, apart_from)
         if not found:
             return False
         for entry in entries:
@@ -288,6 +314,9 @@ class LeafAttributes:
                 vars(module)[name] = value
 
     def _check(self, leaf: nn.Module, module: nn.Module, name: str, value: Any) -> None:
+        if any(each.starts_at(vars(module), name) for each in self._scene.lent.get(leaf, ())):
+            self._set.add((module, name))
+            return
         text = f"{self._scene.names[module] or type(module).__name__}.{name}"
         if (module, name) in self._real:
             raise _shared(text)

@@ -15,6 +15,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.ir import Graph
+from smdistributed.modelparallel.torch.record.leaves.lending import Done, tensors_left
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
@@ -56,6 +57,7 @@ class LeafRun:
         lines: what it did, as text.
         read: what it read that no recorded call made.
         borrowed: what it read that code outside of it has made.
+        done: what else may matter to who lends it that.
     """
 
     result: Any
@@ -66,6 +68,7 @@ class LeafRun:
     lines: list[str]
     read: list[torch.Tensor | Constant]
     borrowed: list[torch.Tensor]
+    done: Done
 
 
 class LeafRuns:
@@ -105,14 +108,21 @@ class LeafRuns:
             try:
                 result = call()
                 inner = self.inner_of(module)
-                read, borrowed = values.read, list(values.borrowed.values())
+                read, written = values.read, values.written
             finally:
                 changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
                 grown = snapshot.put_back()
+            kept = filter(values.is_from_outside, tensors_left(result, changes))
+            borrowed = values.borrowed | {id(tensor): tensor for tensor in kept}
         for tap, tensor in container_taps(grown):
             inner.setdefault(id(tensor), (tap, tensor))
         lines = [node.line(repr) for node in graph.nodes]
-        return LeafRun(result, inner, changes, self._hooked, grown, lines, read, borrowed)
+        region = self._state.region
+        has_regions = any(node.region not in (None, region) for node in graph.nodes)
+        done = Done(snapshot, changes, grown, written, has_regions)
+        return LeafRun(
+            result, inner, changes, self._hooked, grown, lines, read, list(borrowed.values()), done
+        )
 
     @contextlib.contextmanager
     def apart(self, values: Values) -> Iterator[Graph]:

@@ -148,7 +148,8 @@ def _containers(trace: Trace) -> Iterator[int]:
         pending += (entry.hooked, entry.hidden, entry.held, entry.effects)
         # Not the containers themselves, which are the user's.
         pending += (entry.borrowed, *(each.added for each in entry.left))
-        yield from map(id, (entry.inner, *entry.inner.values()))
+        pending += (content for _, content in entry.lent)
+        yield from map(id, (entry.inner, *entry.inner.values(), *entry.lent))
         if entry.way is not None:
             yield id(entry.way.fakes)
     while pending:

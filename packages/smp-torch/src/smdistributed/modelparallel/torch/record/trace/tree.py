@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.ir import Graph, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.snapshot import Change
+from smdistributed.modelparallel.torch.state.spots import Spot
 from smdistributed.modelparallel.torch.state.switches import Settings
 from smdistributed.modelparallel.torch.tensors.nested import Path
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
@@ -137,6 +138,7 @@ class Entry:
         refusal: why it can be made only in a module that stays whole; else "".
         left: LEAF: the tensors that it puts into containers of its own.
         borrowed: LEAF: tensors of the step that it reads and is not given: others have kept them.
+        lent: LEAF: where it finds tensors that are lent to it, and templates of what is there.
         held: the objects with state that it is given, and what is in them then.
         effects: and what it leaves in them.
         question, answer: QUESTION: what is asked, and the answer that leads here.
@@ -178,6 +180,7 @@ class Entry:
     refusal: str = ""
     left: list[Growth] = field(default_factory=list)
     borrowed: list[torch.Tensor] = field(default_factory=list)
+    lent: list[tuple[Spot, Any]] = field(default_factory=list)
     held: list[tuple[Carried, Any]] = field(default_factory=list)
     effects: list[tuple[Carried, Any]] = field(default_factory=list)
     question: Question | None = None

@@ -55,6 +55,7 @@ class Values:
         graph: that is written at present; inside a leaf one of its own.
         read: what calls have read that no recorded call made; inside a leaf by its calls.
         borrowed: inside a leaf, what its calls have read of that code outside of it has made.
+        written: inside a leaf, what its calls have changed in place.
         models: those whose parameters or buffers were read.
     """
 
@@ -68,6 +69,7 @@ class Values:
         self.graph = Graph()
         self.read: list[torch.Tensor | Constant] = []
         self.borrowed: dict[int, torch.Tensor] = {}
+        self.written: list[torch.Tensor] = []
         self._outside: dict[int, Value] = {}
         self.models: set[nn.Module] = set()
         self._scene = scene
@@ -122,6 +124,7 @@ class Values:
                 if carried.problem is not None:
                     raise carried.problem
         args, kwargs = self.arguments(entry.args), self.arguments(entry.kwargs)
+        lent = [(spot, self.arguments(content)) for spot, content in entry.lent]
         kind = _NODE_KINDS[entry.kind]
         inputs = list(placeholders((args, kwargs), Value))
         if kind is NodeKind.CALL and not inputs:
@@ -132,6 +135,7 @@ class Values:
             entry.name,
             args=args,
             kwargs=kwargs,
+            lent=lent,
             grad_enabled=settings.grad_enabled,
             autocast=settings.autocast,
             switches=settings.switches,
@@ -173,7 +177,10 @@ class Values:
         Raises:
             UnsupportedError: another rank has kept it.
         """
+        lent = {id(e) for _, each in entry.lent for e in placeholders(each, torch.Tensor)}
         for tensor in entry.borrowed:
+            if id(tensor) in lent:
+                continue
             value, escaped = self._known.get(id(tensor)), self._escaped.get(id(tensor))
             if value is None and escaped is None:
                 continue
@@ -217,6 +224,7 @@ class Values:
             with the values that they stood for.
         """
         seen = []
+        self.written += entry.changed
         for tensor in {id(tensor): tensor for tensor in entry.changed}.values():
             old = self._known[id(tensor)]
             sharing = [each for each in self._sharing[storage_of(tensor)] if each[1] is not old]
@@ -246,15 +254,15 @@ class Values:
     def aside(self) -> Iterator[Graph]:
         """Writes a graph of its own meanwhile, and forgets it."""
         graph, known, constants, read = self.graph, self._known, self._constants, self.read
-        outside, borrowed = self._outside, self.borrowed
+        outside, borrowed, written = self._outside, self.borrowed, self.written
         self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
-        self.read, self._outside, self.borrowed = [], known, {}
+        self.read, self._outside, self.borrowed, self.written = [], known, {}, []
         self.graph.constants = list(graph.constants)
         try:
             yield self.graph
         finally:
             self.graph, self._known, self._constants, self.read = graph, known, constants, read
-            self._outside, self.borrowed = outside, borrowed
+            self._outside, self.borrowed, self.written = outside, borrowed, written
 
     # ------------------------------------------------------------------ reading
 
@@ -269,6 +277,10 @@ class Values:
     def arguments(self, template: Any) -> Any:
         """Returns a template with values in the places of fakes and constants."""
         return retemplate(template, (torch.Tensor, Constant), self.of)
+
+    def is_from_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether code outside of the leaf that runs has made a tensor of the step."""
+        return id(tensor) in self._outside or id(tensor) in self._escaped
 
     def is_stranger(self, tensor: torch.Tensor) -> bool:
         """Whether no recorded call made a fake."""
