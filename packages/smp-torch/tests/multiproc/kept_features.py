@@ -29,6 +29,12 @@ PLACES = {
     "object": ("BOX.kept = None", "BOX.kept = {value}", "BOX.kept"),
     "tuple in an attribute": ("here.kept = ()", "here.kept = ({value}, 1)", "here.kept[0]"),
     "plain number": ("net.kept = 0.0", "net.kept = 1.0", "torch.as_tensor(net.kept)"),
+    "two, by turns": (
+        "net.turn = 0",
+        "net.turn += 1; both = {value} * 2, {value} * 3; "
+        "setattr(net, 'ab'[net.turn % 2], both[net.turn % 2])",
+        "getattr(net, 'ab'[net.turn % 2])",
+    ),
     "detached": ("net.kept = {}", "net.kept['a'] = {value}.detach()", "net.kept['a']"),
     "number": ("net.kept = {}", "net.kept['a'] = {value}.square().mean()", "net.kept['a']"),
 }

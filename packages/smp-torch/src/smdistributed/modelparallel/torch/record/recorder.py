@@ -229,11 +229,10 @@ class Recorder(TorchFunctionMode):
             stored = strays.settle(found, trace, self._scene, constant, values)
             passed.stored += [each for each in stored if each.close()]
             if way.plan is None:
-                way.graph.kept = list(
-                    dict.fromkeys(value for each in passed.stored for value in each.values)
-                )
+                stored_here = (value for each in passed.stored for value in each.values)
+                way.graph.kept = list(dict.fromkeys((*way.graph.kept, *stored_here)))
             if is_new:
-                way.stored = stored
+                way.stored = list(passed.stored)
             del found
             strays.count(trace)
 

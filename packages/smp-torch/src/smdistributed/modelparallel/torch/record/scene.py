@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook
+from smdistributed.modelparallel.torch.record.trace.stored import fakes_in
 from smdistributed.modelparallel.torch.record.trace.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, Seen
 from smdistributed.modelparallel.torch.state.caches import FunctionCaches
@@ -233,8 +233,8 @@ class Scene:
             elif self._is_shared(change, entry.target):
                 self._settle_shared(change, entry)
             elif change.owner.attribute not in OF_MODULES:
-                tensor = change.now if isinstance(change.now, FakeTensor) else None
-                entry.hidden.append((*change.owner, tensor))
+                has_tensors = any(True for _ in fakes_in(change.now))
+                entry.hidden.append((*change.owner, change.now if has_tensors else None))
                 # A list of weights, say, which a module makes anew where they are others.
                 if not self._stands_for(change.now, change.before):
                     kept = entry.stateful.setdefault(change.owner.module, set())

@@ -19,6 +19,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace.stored import fakes_in, replaced
 from smdistributed.modelparallel.torch.record.trace.tree import Entry
 from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
 from smdistributed.modelparallel.torch.state.growth import Growth
@@ -126,7 +127,7 @@ class LeafAttributes:
             module: {
                 name: value
                 for name, value in vars(module).items()
-                if name not in OF_MODULES and not isinstance(value, FakeTensor)
+                if name not in OF_MODULES and not any(True for _ in fakes_in(value))
             }
             for module in self._scene.leaf_of
         }
@@ -246,16 +247,17 @@ class LeafAttributes:
                 raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
         return True
 
-    def hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """Hides an attribute that a leaf changes, and has changed now.
+    def hide(self, module: nn.Module, name: str, content: Any) -> None:
+        """Hides an attribute that a leaf changes, and has changed now, but for the fakes in it.
 
         Args:
             module: that has it.
             name: of the attribute.
-            tensor: the fake that the leaf has left there; None if it is something else.
+            content: what the leaf has left there: a fake, or a tuple around some; None if it is
+                something else.
         """
         self._scene.hidden.add((module, name))
-        self._hide(module, name, tensor)
+        self._hide(module, name, content)
 
     def hide_growth(self, grown: Sequence[Growth]) -> None:
         """Hides what leaves have added to containers in a microbatch that is over."""
@@ -296,14 +298,15 @@ class LeafAttributes:
         finally:
             self._show(hidden)
 
-    def _hide(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    def _hide(self, module: nn.Module, name: str, content: Any) -> None:
         entries = vars(module)
         self._real.setdefault((module, name), entries.get(name, _MISSING))
-        entries[name] = (
-            Unknown(functools.partial(_shared, f"{type(module).__name__}.{name}"))
-            if tensor is None
-            else tensor
-        )
+        path = f"{type(module).__name__}.{name}"
+
+        def shown(part: Any) -> Any:
+            return part if isinstance(part, FakeTensor) else _unknown(path)
+
+        entries[name] = replaced(content, shown)
 
     @staticmethod
     def _show(values: dict[tuple[nn.Module, str], Any]) -> None:

@@ -47,7 +47,7 @@ class Stored:
         content = self._place.get()
         is_there = list(map(id, fakes_in(content))) == self._identities
         if is_there:
-            self._content = _replaced(content, lambda each: self._tensors.get(id(each), each))
+            self._content = replaced(content, lambda each: self._tensors.get(id(each), each))
             self._put(self._closed)
         return is_there
 
@@ -62,7 +62,7 @@ class Stored:
             def tensor(part: Any) -> Any:
                 return computed[part.index].detach() if isinstance(part, Value) else part
 
-            self._put(_replaced(self._content, tensor))
+            self._put(replaced(self._content, tensor))
 
     def _put(self, content: Any) -> None:
         assert self._place.put is not None
@@ -86,10 +86,10 @@ def fakes_in(content: Any) -> Iterator[FakeTensor]:
         yield content
 
 
-def _replaced(content: Any, function: Callable[[Any], Any]) -> Any:
+def replaced(content: Any, function: Callable[[Any], Any]) -> Any:
     """Returns a content with something else in the places of its parts."""
     if not isinstance(content, tuple):
         return function(content)
     parts = take_apart(content)
     assert parts is not None
-    return parts.build({key: _replaced(item, function) for key, item in parts.items.items()})
+    return parts.build({key: replaced(item, function) for key, item in parts.items.items()})

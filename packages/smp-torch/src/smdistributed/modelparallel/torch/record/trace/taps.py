@@ -16,8 +16,8 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.state.growth import Growth
-from smdistributed.modelparallel.torch.state.reach import is_users
-from smdistributed.modelparallel.torch.tensors.nested import Path, follow
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES, is_users
+from smdistributed.modelparallel.torch.tensors.nested import Path, follow, tensor_paths
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 
@@ -52,11 +52,14 @@ class Tap(NamedTuple):
 
 
 def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tuple[Tap, Any]]:
-    """Yields the fakes that the modules of a leaf hold as plain attributes."""
+    """Yields the fakes that the modules of a leaf hold in attributes, and in tuples in these."""
     for module in leaf.modules():
         for key, value in vars(module).items():
-            if isinstance(value, FakeTensor):
-                yield Tap(module, None, (("attribute", key),), names.get(module, "")), value
+            if key in OF_MODULES or type(value) not in (FakeTensor, tuple):
+                continue
+            for path, tensor in tensor_paths(value, (("attribute", key),)):
+                if isinstance(tensor, FakeTensor):
+                    yield Tap(module, None, path, names.get(module, "")), tensor
 
 
 def container_taps(grown: Iterable[Growth]) -> Iterator[tuple[Tap, torch.Tensor]]:

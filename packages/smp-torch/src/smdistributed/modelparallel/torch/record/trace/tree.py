@@ -124,7 +124,8 @@ class Entry:
         recomputes: LEAF: it checkpoints a call in it that writes to buffers of its own.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
-        hidden: LEAF: attributes of its modules that it changes, and the tensor that is in them.
+        hidden: LEAF: attributes of its modules that it changes, and the tensor, or the tuple around
+            some, that is in them.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
         asks: LEAF: it decides by inputs of the step.
@@ -167,7 +168,7 @@ class Entry:
     recomputes: bool = False
     inner: dict[int, tuple[Tap, torch.Tensor]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
-    hidden: list[tuple[Any, str, torch.Tensor | None]] = field(default_factory=list)
+    hidden: list[tuple[Any, str, Any]] = field(default_factory=list)
     stateful: dict[nn.Module, set[str]] = field(default_factory=dict)
     asks: bool = False
     decides: bool = False
