@@ -142,7 +142,7 @@ class LeafCalls:
                 for tensor in entry.changed:
                     entry.specs[id(tensor)].give(tensor)
         if entry.seen is Seen.HOOKS:
-            with self._state.pausing():
+            with self._state.pausing(), self._attributes.shown_to(entry.target):
                 for each in entry.hooked:
                     given = fill(each[1:], (Carried, Constant), now.given_for)
                     call_hooks(each.module, *given)

@@ -102,6 +102,7 @@ class LeafAttributes:
         self._scene = scene
         self._state = state
         self._deed = deed
+        self._running: nn.Module | None = None
         self._called: dict[nn.Module, dict[Entry, None]] = {}
         #: What code can see that backward passes will run, by the name of who gave it.
         self._later: list[tuple[str, Snapshot]] = []
@@ -118,6 +119,7 @@ class LeafAttributes:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             leaf = self._scene.leaf_of.get(module)
             inside = self._state.leaf_depth or self._state.runs_for_real
+            inside = inside or leaf is self._running
             if leaf is not None and not inside and name not in OF_MODULES:
                 self._check(leaf, module, name, value)
             former(module, name, value)
@@ -276,14 +278,18 @@ class LeafAttributes:
 
     @contextlib.contextmanager
     def shown_to(self, leaf: nn.Module) -> Iterator[None]:
-        """Lets a leaf see its attributes."""
+        """Lets a leaf, or hooks in it, see its attributes and set them."""
+        former, self._running = self._running, leaf
         own = {
             place: value
             for place, value in self._real.items()
             if self._scene.leaf_of.get(place[0]) is leaf
         }
-        with self._shown(own):
-            yield
+        try:
+            with self._shown(own):
+                yield
+        finally:
+            self._running = former
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Lets all leaves see their attributes."""
