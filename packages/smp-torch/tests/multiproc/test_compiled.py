@@ -502,6 +502,28 @@ def test_step_functions_are_not_compiled_themselves(worlds: Worlds, world: str) 
     run(worlds, WORLDS[world], compile_step_functions)
 
 
+def compile_between_steps() -> None:
+    torch.compiler.reset()
+    net = Net(0.0)
+    model = smp.DistributedModel(net)
+    smp.step(lambda x: model.backward(model(x).sum()))(torch.ones(4, WIDTH))
+
+    @torch.compile(backend="eager")
+    def halve(weight: torch.Tensor) -> torch.Tensor:
+        return weight.mul_(0.5).square().sum()
+
+    with torch.no_grad():
+        for parameter in net.parameters():
+            want = float(parameter.square().sum()) / 4
+            assert float(halve(parameter)) == pytest.approx(want, rel=1e-5)
+
+
+def test_compiled_functions_take_parameters_of_all_partitions_between_steps(
+    worlds: Worlds,
+) -> None:
+    run(worlds, WORLDS["pp2"], compile_between_steps)
+
+
 def switch_the_compiler_off() -> None:
     net = Net(0.0)
     net.compile(disable=True)

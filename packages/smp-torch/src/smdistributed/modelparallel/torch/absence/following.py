@@ -61,6 +61,10 @@ from smdistributed.modelparallel.torch.absence.tensors import (
 )
 from smdistributed.modelparallel.torch.absence.values import Question
 from smdistributed.modelparallel.torch.compat.private.below import Scripted
+from smdistributed.modelparallel.torch.compat.private.compiled import (
+    breaks_graph,
+    is_being_compiled,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     OpOverload,
@@ -118,10 +122,11 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     if func in DIFFERENTIATING:
         raise not_differentiated(func, _origin(func, args, kwargs).names)
     if func in MEMORY:
-        raise UnsupportedError(
+        reason = (
             f"{name_of(func)} asks for the memory of {_all_names(found)}, which another partition "
             f"has, or of what was computed from it. {REMEDY}"
         )
+        raise breaks_graph(reason) if is_being_compiled() else UnsupportedError(reason)
     if func in VALUES:
         return _with_values(func, args, kwargs, is_everywhere=True)
     if func is _TENSOR.__iter__:

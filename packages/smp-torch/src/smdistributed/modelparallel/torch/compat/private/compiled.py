@@ -200,6 +200,13 @@ def is_being_compiled() -> bool:
     return _tracing_context() is not None or _compiled_frame() is not None
 
 
+def breaks_graph(reason: str) -> Exception:
+    """Returns the error by which a compiler leaves what it traces to Python."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(reason)
+
+
 def frame_left_alone(function: _Function) -> _Function:
     """Returns a function whose own frame a compiler leaves alone; what it calls may be compiled.
 
