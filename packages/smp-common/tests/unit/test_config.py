@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, object] = {
     "offload_activations": False,
     "activation_loading_horizon": 4,
     "tensor_parallel_degree": 1,
+    "context_parallel_degree": 1,
     "fp16": False,
     "fp16_params": False,
     "shard_optimizer_state": False,
@@ -421,6 +422,18 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             ["tensor_parallel_degree above 1 needs ddp", "tensor_parallel_degree 2, ddp False"],
         ),
         (
+            {"context_parallel_degree": 2},
+            ["context_parallel_degree above 1 needs ddp: set it to true"],
+        ),
+        (
+            {"context_parallel_degree": 2, "ddp": True, "partitions": 2},
+            ["context_parallel_degree and partitions are not both above 1 yet, since a pipeline"],
+        ),
+        (
+            {"context_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2},
+            ["and tensor_parallel_degree are not both above 1 yet, since slices gather"],
+        ),
+        (
             {"partitions": 2, "auto_partition": False},
             ["auto_partition false needs default_partition"],
         ),
@@ -460,6 +473,7 @@ def test_rules_between_parameters(given: dict[str, object], parts: list[str]) ->
     "given",
     [
         {"tensor_parallel_degree": 2, "ddp": True},
+        {"context_parallel_degree": 2, "ddp": True, "microbatches": 4},
         {"partitions": 2, "auto_partition": False, "default_partition": 0},
         {**_SHARDED, "tensor_parallel_degree": 2},
         {"ddp": True, "bf16": True},

@@ -14,6 +14,7 @@ from smdistributed.modelparallel.common.groups import CommGroup, RankType
         (RankType.TP_RANK, CommGroup.TP_GROUP),
         (RankType.PP_RANK, CommGroup.PP_GROUP),
         (RankType.RDP_RANK, CommGroup.RDP_GROUP),
+        (RankType.CP_RANK, CommGroup.CP_GROUP),
     ],
 )
 def test_each_rank_type_counts_in_its_group(rank_type: RankType, group: CommGroup) -> None:

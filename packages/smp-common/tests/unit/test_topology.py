@@ -46,6 +46,28 @@ def test_properties_of_every_small_topology(word: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("word", PLACEMENT_WORDS)
+def test_ranks_that_share_sequences_are_next_to_replicas(word: str) -> None:
+    topology = Topology(48, 2, 2, word, cp_size=3)
+    assert (topology.dp_size, topology.rdp_size, topology.mp_size) == (8, 4, 4)
+    assert (topology.dp_cp_size, topology.rdp_cp_size) == (24, 12)
+    plain = Topology(48, 2, 2, word)
+    for rank in range(48):
+        own, without = topology.coordinates(rank), plain.coordinates(rank)
+        assert own.rdp_cp_rank == without.rdp_rank == own.rdp_rank * 3 + own.cp_rank
+        assert (own.pp_rank, own.tp_rank) == (without.pp_rank, without.tp_rank)
+        assert topology.rank_of(own.pp_rank, own.tp_rank, own.rdp_rank, own.cp_rank) == rank
+        for group, other in (
+            (CommGroup.DP_CP_GROUP, CommGroup.DP_GROUP),
+            (CommGroup.RDP_CP_GROUP, CommGroup.RDP_GROUP),
+            (CommGroup.MP_GROUP, CommGroup.MP_GROUP),
+        ):
+            assert topology.members(group, rank) == plain.members(other, rank)
+        sharing = topology.members(CommGroup.CP_GROUP, rank)
+        assert [topology.coordinates(each).cp_rank for each in sharing] == [0, 1, 2]
+        assert {topology.coordinates(each)[:5] for each in sharing} == {own[:5]}
+
+
+@pytest.mark.parametrize("word", PLACEMENT_WORDS)
 def test_properties_of_4096_ranks(word: str) -> None:
     _check_properties(Topology(4096, 16, 8, word), 16, 8, 32)
 
@@ -138,11 +160,17 @@ def test_indivisible_size_names_the_nearest_working_values(
         ((0,), "number of processes"),
         ((4, 0), "pipeline_parallel_degree"),
         ((4, 1, -1), "tensor_parallel_degree"),
+        ((4, 1, 1, "cluster", 0), "context_parallel_degree"),
     ],
 )
-def test_sizes_below_one(arguments: tuple[int, ...], name: str) -> None:
+def test_sizes_below_one(arguments: tuple[Any, ...], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
         Topology(*arguments)
+
+
+def test_a_size_that_sequences_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"x context_parallel_degree \(2\) = 2.* to 1 or 3\."):
+        Topology(9, cp_size=2)
 
 
 def test_ranks_and_coordinates_out_of_range() -> None:

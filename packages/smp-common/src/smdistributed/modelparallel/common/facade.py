@@ -65,8 +65,16 @@ class Facade:
         return self._slot.get().coordinates.rdp_rank
 
     def rdp_size(self) -> int:
-        """Returns the number of ranks with the same partition and the same slices."""
+        """Returns the number of ranks with the same partition, slices and pieces of sequences."""
         return self._slot.get().topology.rdp_size
+
+    def cp_rank(self) -> int:
+        """Returns the rank in the CP_GROUP: which piece of each sequence this process has."""
+        return self._slot.get().coordinates.cp_rank
+
+    def cp_size(self) -> int:
+        """Returns the number of ranks over which a sequence is split."""
+        return self._slot.get().topology.cp_size
 
     def mp_rank(self) -> int:
         """Returns the rank in the MP_GROUP: the position in ``get_mp_group()``."""
@@ -81,7 +89,7 @@ class Facade:
         return self._slot.get().coordinates.dp_rank
 
     def dp_size(self) -> int:
-        """Returns the number of ranks that hold the same partition."""
+        """Returns the number of ranks with the same partition and pieces of sequences."""
         return self._slot.get().topology.dp_size
 
     def get_mp_group(self) -> list[int]:
@@ -103,6 +111,10 @@ class Facade:
     def get_rdp_group(self) -> list[int]:
         """Returns the global ranks, ascending, with this partition and these slices."""
         return self._members(CommGroup.RDP_GROUP)
+
+    def get_cp_group(self) -> list[int]:
+        """Returns the global ranks, ascending, that share the sequences of this process."""
+        return self._members(CommGroup.CP_GROUP)
 
     def send(self, obj: object, dest_rank: int, rank_type: RankType) -> None:
         """See ``Communicator.send``."""

@@ -1,7 +1,8 @@
 """Names of the groups of ranks and of the rank numbers inside them.
 
 Source: smd_model_parallel_common_api.rst, MPI Basics; smd_model_parallel_general.rst, Ranking
-Basics. The tensor-parallel page uses all six groups; the rank types follow them one to one.
+Basics. The tensor-parallel page uses the first six groups; those with CP, the ranks that share a
+sequence, are extensions of this library. The rank types follow the groups one to one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ class CommGroup(enum.Enum):
     TP_GROUP = "TP_GROUP"
     PP_GROUP = "PP_GROUP"
     RDP_GROUP = "RDP_GROUP"
+    CP_GROUP = "CP_GROUP"
+    DP_CP_GROUP = "DP_CP_GROUP"
+    RDP_CP_GROUP = "RDP_CP_GROUP"
 
 
 class RankType(enum.Enum):
@@ -29,6 +33,9 @@ class RankType(enum.Enum):
     TP_RANK = "TP_RANK"
     PP_RANK = "PP_RANK"
     RDP_RANK = "RDP_RANK"
+    CP_RANK = "CP_RANK"
+    DP_CP_RANK = "DP_CP_RANK"
+    RDP_CP_RANK = "RDP_CP_RANK"
 
     @property
     def group(self) -> CommGroup:

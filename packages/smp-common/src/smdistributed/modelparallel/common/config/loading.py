@@ -47,6 +47,7 @@ _PURPOSES = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
     "sharded_data_parallel_degree",
+    "context_parallel_degree",
     "ddp",
     "horovod",
     "auto",
@@ -96,15 +97,17 @@ class Config(Parameters):
             ConfigError: the degrees do not divide ``size``.
         """
         pp_size, tp_size = self.pipeline_parallel_degree, self.tensor_parallel_degree
-        if size % (pp_size * tp_size):
+        cp_size = self.context_parallel_degree
+        if size % (pp_size * tp_size * cp_size):
             described = describe_indivisible(
                 size,
                 pp_size,
                 tp_size,
+                cp_size,
                 pp_name=self._spelled.get("pipeline_parallel_degree", "pipeline_parallel_degree"),
             )
             _raise_if([described])
-        return Topology(size, pp_size, tp_size, self.placement_strategy)
+        return Topology(size, pp_size, tp_size, self.placement_strategy, cp_size)
 
     def check_world(
         self, size: int, framework: Framework, processes_per_host: int | None = None
@@ -122,7 +125,7 @@ class Config(Parameters):
         if self.auto:
             return  # a plan gives what is to be checked
         topology = self.topology(size)
-        replicas, shard = topology.rdp_size, self.sharded_data_parallel_degree
+        replicas, shard = topology.rdp_cp_size, self.sharded_data_parallel_degree
         problems = []
         if framework == "pytorch" and replicas > 1 and not self.ddp:
             problems.append(

@@ -235,6 +235,16 @@ class Parameters(Settings):
             frameworks=PYTORCH,
         ),
     ] = 1
+    context_parallel_degree: Annotated[
+        PositiveInt,
+        Parameter(
+            "Number of ranks over which the sequences of a batch are split; they get the same "
+            "batch, see dp_rank.",
+            since="-",
+            source=_OURS,
+            frameworks=PYTORCH,
+        ),
+    ] = 1
     fp16: Annotated[
         Bool,
         Parameter(

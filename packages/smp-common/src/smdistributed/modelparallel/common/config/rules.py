@@ -35,10 +35,17 @@ PLANNED = (
     "microbatches",
     "pipeline",
     "tensor_parallel_degree",
+    "context_parallel_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
     "checkpointed_blocks",
 )
+
+#: Why a degree does not go with pieces of sequences.
+_WITHOUT_CONTEXT = {
+    "pipeline_parallel_degree": "a pipeline records steps whose ranks have whole sequences",
+    "tensor_parallel_degree": "slices gather the examples of ranks that have whole sequences",
+}
 
 RULES = (
     *(
@@ -54,6 +61,23 @@ RULES = (
         ("tensor_parallel_degree", "ddp"),
         lambda c: c.tensor_parallel_degree > 1 and not c.ddp,
         "{tensor_parallel_degree} above 1 needs {ddp}: set it to true.",
+    ),
+    Rule(
+        ("context_parallel_degree", "ddp"),
+        lambda c: c.context_parallel_degree > 1 and not c.ddp,
+        "{context_parallel_degree} above 1 needs {ddp}: set it to true.",
+    ),
+    *(
+        Rule(
+            ("context_parallel_degree", name),
+            # The default argument ties each function to its own name.
+            lambda c, name=name: (  # type: ignore[misc]
+                c.context_parallel_degree > 1 and getattr(c, name) > 1
+            ),
+            f"{{context_parallel_degree}} and {{{name}}} are not both above 1 yet, since {why}: "
+            "set one of them to 1.",
+        )
+        for name, why in _WITHOUT_CONTEXT.items()
     ),
     Rule(
         ("auto_partition", "default_partition"),

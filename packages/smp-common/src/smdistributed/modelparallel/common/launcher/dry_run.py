@@ -12,7 +12,7 @@ from rich.table import Table
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.launcher.hosts import Host, host_of_ranks
-from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.common.topology import Coordinates, Topology
 
 _NO_TERMINAL_WIDTH = 120
 
@@ -65,12 +65,15 @@ def _hosts(hosts: Sequence[Host]) -> Table:
 
 
 def _ranks(hosts: Sequence[Host], topology: Topology) -> Table:
-    table = _table("Ranks", "rank", "host", "local_rank", "pp_rank", "tp_rank", "rdp_rank")
-    table.add_column("mp_rank")
-    table.add_column("dp_rank")
+    ranks = [name for name in Coordinates._fields if _is_shown(name, topology)]
+    table = _table("Ranks", "rank", "host", "local_rank", *ranks[:3])
+    for name in ranks[3:]:
+        table.add_column(name)
     local: Counter[str] = Counter()
     for rank, host in enumerate(host_of_ranks(hosts)):
-        table.add_row(str(rank), host, str(local[host]), *map(str, topology.coordinates(rank)))
+        place = topology.coordinates(rank)
+        numbers = [str(getattr(place, name)) for name in ranks]
+        table.add_row(str(rank), host, str(local[host]), *numbers)
         local[host] += 1
     return table
 
@@ -78,9 +81,15 @@ def _ranks(hosts: Sequence[Host], topology: Topology) -> Table:
 def _groups(topology: Topology) -> Table:
     table = _table("Groups", "group", "members (ranks)")
     for group in CommGroup:
-        members = topology.groups(group)
-        table.add_row(group.name, "  ".join(f"({' '.join(map(str, m))})" for m in members))
+        if _is_shown(group.name.lower(), topology):
+            members = topology.groups(group)
+            table.add_row(group.name, "  ".join(f"({' '.join(map(str, m))})" for m in members))
     return table
+
+
+def _is_shown(name: str, topology: Topology) -> bool:
+    """Whether the name of a rank or a group says something of its own."""
+    return topology.cp_size > 1 or "cp_" not in name
 
 
 def _configuration(config: Config, sources: Mapping[str, str]) -> Table:
