@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.api.checkpoints import (
     save_checkpoint,
 )
 from smdistributed.modelparallel.torch.api.groups import (
+    get_cp_process_group,
     get_dp_process_group,
     get_mp_process_group,
     get_pp_process_group,
@@ -62,6 +63,8 @@ tp_rank = facade.tp_rank
 tp_size = facade.tp_size
 rdp_rank = facade.rdp_rank
 rdp_size = facade.rdp_size
+cp_rank = facade.cp_rank
+cp_size = facade.cp_size
 mp_rank = facade.mp_rank
 mp_size = facade.mp_size
 dp_rank = facade.dp_rank
@@ -71,6 +74,7 @@ get_dp_group = facade.get_dp_group
 get_pp_group = facade.get_pp_group
 get_tp_group = facade.get_tp_group
 get_rdp_group = facade.get_rdp_group
+get_cp_group = facade.get_cp_group
 
 send = facade.send
 recv_from = facade.recv_from
@@ -89,8 +93,10 @@ DP_GROUP = CommGroup.DP_GROUP
 PP_GROUP = CommGroup.PP_GROUP
 TP_GROUP = CommGroup.TP_GROUP
 RDP_GROUP = CommGroup.RDP_GROUP
+CP_GROUP = CommGroup.CP_GROUP
 
 __all__ = [
+    "CP_GROUP",
     "DP_GROUP",
     "MP_GROUP",
     "PP_GROUP",
@@ -107,10 +113,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "cp_rank",
+    "cp_size",
     "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "get_cp_group",
+    "get_cp_process_group",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

@@ -80,6 +80,12 @@ RULES = (
         for name, why in _WITHOUT_CONTEXT.items()
     ),
     Rule(
+        ("context_parallel_degree", "offload_activations"),
+        lambda c: c.context_parallel_degree > 1 and c.offload_activations,
+        "{context_parallel_degree} above 1 does not go with {offload_activations} yet, whose "
+        "copies would be taken for calls of the model: set it to false.",
+    ),
+    Rule(
         ("auto_partition", "default_partition"),
         lambda c: not c.auto_partition and "default_partition" not in c.model_fields_set,
         "{auto_partition} false needs {default_partition}: give the partition of what no "

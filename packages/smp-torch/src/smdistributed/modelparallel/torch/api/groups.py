@@ -44,6 +44,14 @@ def get_rdp_process_group() -> dist.ProcessGroup:
     return _process_group(CommGroup.RDP_GROUP)
 
 
+def get_cp_process_group() -> dist.ProcessGroup:
+    """Returns torch's group of the ranks that share sequences. Needs ``ddp: True``.
+
+    An addition of this library, see ``context_parallel_degree``.
+    """
+    return _process_group(CommGroup.CP_GROUP)
+
+
 def _process_group(kind: CommGroup) -> dist.ProcessGroup:
     runtime = slot.get()
     if not runtime.config.ddp:

@@ -28,6 +28,7 @@ def step(
     static: bool = False,
     cuda_graphs: bool | Literal["auto"] = "auto",
     compile: bool | Mapping[str, Any] = False,
+    sequence_dims: Mapping[str, int | None] | None = None,
 ) -> Any:
     """Decorates a function that computes one mini-batch: forward and backward, or forward alone.
 
@@ -56,9 +57,14 @@ def step(
             that are split compute between modules, such as a loss, is compiled; a dictionary gives
             options of ``torch.compile``. Modules run compiled if you compile them. What the
             compiler refuses runs as it is, and a warning says why.
+        sequence_dims: an addition of this library, for ``context_parallel_degree``: the dim along
+            which an argument has its sequence, by its name, or by that of its place in a dict; None
+            if it has none. Not needed for the names that models of Transformers have.
 
     Raises:
-        ConfigError: an option names no argument of the function, or none of ``torch.compile``.
+        ConfigError: an option names no argument of the function, or none of ``torch.compile``; from
+            a call, where sequences are cannot be told, or they do not divide.
+        UnsupportedError: from a call, code reads across a sequence that is split.
         SMPError: from a call, ``static`` was promised, and the Python did something else.
 
     Source: smd_model_parallel_common_api.rst, The Library's Core APIs.
@@ -75,6 +81,7 @@ def step(
         static=static,
         cuda_graphs=cuda_graphs,
         compile=compile,
+        sequence_dims=sequence_dims,
     )
 
 

@@ -88,7 +88,7 @@ class HeldStates:
         for name, value in state.items():
             first = ties.get(name, name)
             if first not in self._places:  # a module's extra state
-                if self._runtime.coordinates.dp_rank == 0:
+                if self._runtime.coordinates.dp_cp_rank == 0:
                     yield Held((MODEL, name), value)
                 continue
             writes = self._speaks(first)

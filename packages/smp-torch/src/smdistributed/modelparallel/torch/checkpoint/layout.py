@@ -271,7 +271,7 @@ def part_name(pp_rank: int, tp_rank: int) -> str:
 def own_part_name(runtime: TorchRuntime, rank: int) -> str:
     """Returns what the names of the files of a rank end in, with its shard if there are some."""
     place, degree = runtime.topology.coordinates(rank), runtime.config.sharded_data_parallel_degree
-    shard = "" if degree == 1 else f"_{place.rdp_rank % degree}"
+    shard = "" if degree == 1 else f"_{place.rdp_cp_rank % degree}"
     return f"{part_name(place.pp_rank, place.tp_rank)}{shard}"
 
 

@@ -81,7 +81,7 @@ def _file_name(path: object) -> str:
 def _part(runtime: TorchRuntime, *, three: bool) -> str:
     place = runtime.coordinates
     if three:
-        return f"{place.pp_rank}_{place.tp_rank}_{place.rdp_rank}"
+        return f"{place.pp_rank}_{place.tp_rank}_{place.rdp_cp_rank}"
     if runtime.topology.tp_size > 1:
         return f"{place.pp_rank}_{place.tp_rank}"
     return str(place.mp_rank)

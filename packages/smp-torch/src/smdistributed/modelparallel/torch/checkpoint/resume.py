@@ -271,13 +271,13 @@ class _Reader:
             place.pp_rank if stored.pipeline_parallel_degree == topology.pp_size else 0,
             place.tp_rank if stored.tensor_parallel_degree == topology.tp_size else 0,
         )
-        name = f"random_{part}_{place.rdp_rank}.pt"
+        name = f"random_{part}_{place.rdp_cp_rank}.pt"
         if name not in self._checkpoint.paths:
             logger.warning(
                 "%s has no random state of replica %d: the job that saved it had fewer. The "
                 "random generators of this rank stay as the script seeded them.",
                 self._checkpoint.tag,
-                place.rdp_rank,
+                place.rdp_cp_rank,
             )
         return self.files.read_if_there(name)
 

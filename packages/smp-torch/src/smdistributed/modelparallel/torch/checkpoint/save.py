@@ -106,16 +106,16 @@ def save_checkpoint(
         dcp = DcpWriter(runtime.rank, held, behind=asynchronous)
         index = dataclasses.replace(index, tensors={})  # DCP has an index of its own
     # Of ranks with the same shards the first one writes.
-    speaks = not dcp and place.rdp_rank < runtime.config.sharded_data_parallel_degree
+    speaks = not dcp and place.rdp_cp_rank < runtime.config.sharded_data_parallel_degree
     if speaks and model is not None:
         files[f"model_{own}.pt"] = _File.of(model.local_state_dict)
     has_owners = not dcp and runtime.config.shard_optimizer_state
     if optimizer is not None and (speaks or has_owners):
-        shard = f"{part}_{place.rdp_rank}" if has_owners else own
+        shard = f"{part}_{place.rdp_cp_rank}" if has_owners else own
         files[f"optimizer_{shard}.pt"] = _File.of(lambda: _halves(optimizer)[0])
         if optimizer.fp16_optimizer is not None:
             files[f"fp16_states_{shard}.pt"] = _File.of(lambda: _halves(optimizer)[1])
-    files[f"random_{part}_{place.rdp_rank}.pt"] = _File.of(
+    files[f"random_{part}_{place.rdp_cp_rank}.pt"] = _File.of(
         lambda: generators.capture(runtime.device)
     )
     if runtime.rank == 0:

@@ -174,7 +174,7 @@ class DataParallel:
         """Tells whether of the ranks that have the same of a parameter this is the first one."""
         place, groups = self._runtime.coordinates, self._runtime.sharding_groups
         num_blocks = groups.degree if groups is not None and is_sharded(parameter) else 1
-        return place.rdp_rank < num_blocks and (is_slice or place.tp_rank == 0)
+        return place.rdp_cp_rank < num_blocks and (is_slice or place.tp_rank == 0)
 
     def updates(self) -> dict[nn.Parameter, bool]:
         """Returns for each parameter on this rank whether this rank updates it."""

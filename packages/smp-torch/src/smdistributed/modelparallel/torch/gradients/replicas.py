@@ -43,7 +43,7 @@ class Replicas:
         device: where they communicate.
     """
 
-    def __init__(self, runtime: TorchRuntime, kind: CommGroup = CommGroup.DP_GROUP) -> None:
+    def __init__(self, runtime: TorchRuntime, kind: CommGroup = CommGroup.DP_CP_GROUP) -> None:
         self.members = runtime.topology.members(kind, runtime.rank)
         self.own = self.members.index(runtime.rank)
         self._joinable: _JoinableReplicas | None = None
@@ -182,11 +182,11 @@ class ReplicasOfSlices(Replicas):
     """
 
     def __init__(self, runtime: TorchRuntime, everyone: Replicas) -> None:
-        super().__init__(runtime, CommGroup.RDP_GROUP)
+        super().__init__(runtime, CommGroup.RDP_CP_GROUP)
         self._everyone = everyone
-        members = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+        members = runtime.topology.members(CommGroup.DP_CP_GROUP, runtime.rank)
         self._places = [members.index(rank) for rank in self.members]
-        self._rdp_ranks = [runtime.topology.coordinates(rank).rdp_rank for rank in members]
+        self._rdp_ranks = [runtime.topology.coordinates(rank).rdp_cp_rank for rank in members]
 
     @property
     def reduces(self) -> Exchange:

@@ -62,7 +62,7 @@ class Shards:
                 bucket_elements=config.sdp_reduce_bucket_size,
                 overlapping=overlapping,
                 accumulation=accumulation,
-                num_copies=(topology.dp_size, topology.rdp_size),
+                num_copies=(topology.dp_cp_size, topology.rdp_cp_size),
             ),
             runtime.device,
             may_gather=_method_or_false(self._may_gather),

@@ -35,7 +35,7 @@ class Additions:
         known = set(map(id, fakes.model.parameters()))
         parameters = added.parameters() if isinstance(added, nn.Module) else [added]
         is_new = any(each.requires_grad and id(each) not in known for each in parameters)
-        if is_new and runtime.config.ddp and runtime.topology.dp_size > 1:
+        if is_new and runtime.config.ddp and runtime.topology.dp_cp_size > 1:
             raise UnsupportedError(
                 f"{name} is added to {fakes.names[parent] or 'the model'} inside a step, and "
                 "replicas would not average its gradients in this step. Make that change between "

@@ -287,6 +287,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
+        self._check_no_sequences("join", "ranks that share a sequence cannot run out of it alone")
         return self.data_parallel.join(
             divide_by_initial_world_size, enable, throw_on_early_termination
         )
@@ -324,7 +325,18 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
 
         Source: smd_model_parallel_pytorch.rst, DistributedModel, Methods.
         """
+        self._check_no_sequences(
+            "register_comm_hook", "a hook would have to average over DP_CP_GROUP, not DP_GROUP"
+        )
         self.data_parallel.register_comm_hook(state, callable)
+
+    def _check_no_sequences(self, name: str, why: str) -> None:
+        if self._runtime.context_group is not None:
+            raise UnsupportedError(
+                f"model.{name} does not go with context_parallel_degree "
+                f"{self._runtime.topology.cp_size}, since {why}: leave it out, or set the degree "
+                "to 1."
+            )
 
     _register_comm_hook = register_comm_hook
 
@@ -649,7 +661,7 @@ def _check_renormalized(runtime: TorchRuntime, module: nn.Module) -> None:
     Raises:
         UnsupportedError: there is one.
     """
-    if not runtime.config.ddp or runtime.topology.dp_size == 1:
+    if not runtime.config.ddp or runtime.topology.dp_cp_size == 1:
         return
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
@@ -669,7 +681,7 @@ def _check_overlaps(runtime: TorchRuntime, module: nn.Module) -> None:
     """
     topology = runtime.topology
     is_cut = runtime.sharding_groups is not None or topology.tp_size > 1
-    if not (is_cut or (runtime.config.shard_optimizer_state and topology.dp_size > 1)):
+    if not (is_cut or (runtime.config.shard_optimizer_state and topology.dp_cp_size > 1)):
         return
     for one, other in overlaps_in(module):
         raise UnsupportedError(

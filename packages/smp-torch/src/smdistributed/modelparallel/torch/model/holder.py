@@ -425,7 +425,7 @@ class Holder:
             return [Piece(name, shape, Rectangle.whole(shape), ranks)]
         sliced = slice_at(slot)
         if sliced is None:
-            ranks = topology.members(CommGroup.DP_GROUP, topology.rank_of(owner, 0, 0))
+            ranks = topology.members(CommGroup.DP_CP_GROUP, topology.rank_of(owner, 0, 0))
             parts = [Piece(name, shape, Rectangle.whole(shape), ranks)]
         else:
             parts = [
@@ -433,7 +433,7 @@ class Holder:
                     name,
                     sliced.shape,
                     sliced.part(topology.tp_size, tp_rank),
-                    topology.members(CommGroup.RDP_GROUP, topology.rank_of(owner, tp_rank, 0)),
+                    topology.members(CommGroup.RDP_CP_GROUP, topology.rank_of(owner, tp_rank, 0)),
                 )
                 for tp_rank in range(topology.tp_size)
             ]
@@ -447,7 +447,7 @@ class Holder:
             ranks = tuple(
                 rank
                 for rank in piece.ranks
-                if topology.coordinates(rank).rdp_rank % degree == index
+                if topology.coordinates(rank).rdp_cp_rank % degree == index
             )
             inner = block(piece.part.sizes, degree, index)
             yield Piece(piece.name, piece.shape, piece.part.inner(inner), ranks)
@@ -464,7 +464,7 @@ class Holder:
         if len(pieces) == 1:
             return pieces[0]
         place = self._runtime.coordinates
-        rank = self._runtime.topology.rank_of(owner, place.tp_rank, place.rdp_rank)
+        rank = self._runtime.topology.rank_of(owner, place.tp_rank, place.rdp_rank, place.cp_rank)
         return next(piece for piece in pieces if rank in piece.ranks)
 
     def in_pieces(self) -> Iterator[tuple[str, list[Piece], Piece]]:

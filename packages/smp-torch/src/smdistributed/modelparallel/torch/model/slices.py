@@ -97,11 +97,11 @@ class SlicedTensors:
         at = self._runtime.topology.coordinates
         # A name can come from another partition, so only the other coordinates count.
         places_of = {
-            (at(rank).tp_rank, at(rank).rdp_rank): piece.part
+            (at(rank).tp_rank, at(rank).rdp_cp_rank): piece.part
             for piece in self._pieces[name]
             for rank in piece.ranks
         }
-        parts = {rank: places_of[at(rank).tp_rank, at(rank).rdp_rank] for rank in structures}
+        parts = {rank: places_of[at(rank).tp_rank, at(rank).rdp_cp_rank] for rank in structures}
         first_of = {part: rank for rank, part in reversed(list(parts.items()))}
         listed: dict[int, list[torch.Tensor]] = {}
         for rank in first_of.values():
@@ -147,7 +147,7 @@ class SlicedTensors:
 
         Collective: DP_GROUP, each rank with the same names.
         """
-        group, rank = CommGroup.DP_GROUP, self._runtime.rank
+        group, rank = CommGroup.DP_CP_GROUP, self._runtime.rank
         members = self._runtime.topology.members(group, rank)
         whole = {name: value for name, value in part.items() if name not in self}
         if len(whole) == len(part):
@@ -176,7 +176,7 @@ class SlicedTensors:
             return {
                 name: value
                 for name, value in part.items()
-                if (self._own[name].speaker == rank if name in self else place.dp_rank == 0)
+                if (self._own[name].speaker == rank if name in self else place.dp_cp_rank == 0)
             }
         speaks = place.tp_rank == 0 or not self._pieces
         return {name: value for name, value in part.items() if speaks or name in self._pieces}

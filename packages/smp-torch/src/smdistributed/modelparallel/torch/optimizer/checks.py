@@ -142,7 +142,7 @@ def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) ->
     if not models:
         return
     topology, config = runtime.topology, runtime.config
-    is_alone = topology.dp_size == 1 and not (config.fp16 or config.bf16)
+    is_alone = topology.dp_cp_size == 1 and not (config.fp16 or config.bf16)
     if has_masters(runtime) and not is_alone:
         raise SMPError(
             f"{type(optimizer).__name__} holds parameters of a DistributedModel, and with fp16, "

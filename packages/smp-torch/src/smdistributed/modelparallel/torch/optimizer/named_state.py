@@ -81,8 +81,8 @@ class NamedState:
             named = self._with_owners(named)
         elif self._has_shards and gather:
             own = map_tensors(dict(named), torch.Tensor.cpu)
-            parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
-            named = self._merged(parts, CommGroup.DP_GROUP)
+            parts = self._runtime.communicator.allgather(own, CommGroup.DP_CP_GROUP)
+            named = self._merged(parts, CommGroup.DP_CP_GROUP)
             is_part = self._runtime.topology.pp_size > 1
         whose = {SHARD_KEY: self._shard} if self._has_shards and not gather else {}
         return {**named, **self._loss_scale(), **whose, PARTIAL_KEY: is_part}
@@ -112,7 +112,7 @@ class NamedState:
     @property
     def _shard(self) -> tuple[int, int]:
         degree = self._runtime.config.sharded_data_parallel_degree
-        return self._runtime.coordinates.rdp_rank % degree, degree
+        return self._runtime.coordinates.rdp_cp_rank % degree, degree
 
     @property
     def _has_shards(self) -> bool:
@@ -132,15 +132,15 @@ class NamedState:
         """
         topology = self._runtime.topology
         own = map_tensors(dict(named), torch.Tensor.cpu)
-        parts = self._runtime.communicator.allgather(own, CommGroup.DP_GROUP)
-        members = topology.members(CommGroup.DP_GROUP, self._runtime.rank)
-        states: list[dict[str, Any]] = [{} for _ in range(topology.rdp_size)]
+        parts = self._runtime.communicator.allgather(own, CommGroup.DP_CP_GROUP)
+        members = topology.members(CommGroup.DP_CP_GROUP, self._runtime.rank)
+        states: list[dict[str, Any]] = [{} for _ in range(topology.rdp_cp_size)]
         for rank, part in zip(members, parts, strict=True):
             if topology.coordinates(rank).tp_rank != self._runtime.coordinates.tp_rank:
                 part["state"] = {
                     name: each for name, each in part["state"].items() if name not in self._sliced
                 }
-            states[topology.coordinates(rank).rdp_rank].update(part["state"])
+            states[topology.coordinates(rank).rdp_cp_rank].update(part["state"])
         return {**optimizer_state.merge(parts), "state": states}
 
     def _merged(self, parts: list[Any], group: CommGroup) -> dict[str, Any]:

@@ -180,6 +180,7 @@ class StepRandom:
     Attributes:
         draws: how many there were in each pass of the step.
         captured: takes the draws of the pass in progress, if it is captured.
+        is_apart: whether what runs is tried, and none of the step.
     """
 
     def __init__(self, device: torch.device, num_lanes: int = 1, lane: int = 0) -> None:
@@ -200,6 +201,7 @@ class StepRandom:
         self._state_at_begin: list[bytes] = []
         self._microbatch = 0
         self._recomputing = False
+        self.is_apart = False
         self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
         self._repeated_calls: collections.Counter[tuple[str, int]] | None = None
         self._in_python: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -273,6 +275,17 @@ class StepRandom:
         finally:
             self._calls, self.draws, self.entered, self.under_way, self._own_states = former
             self._microbatch, self._is_rehearsal = at, True
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, a microbatch is tried: nothing is counted or keyed, and draws are put back."""
+        former, self.entered = self.entered, [None]  # who draws around it does not key its draws
+        self.is_apart = True
+        try:
+            with self.kept():
+                yield
+        finally:
+            self.entered, self.is_apart = former, False
 
     def enter_pass(self, microbatch: int, *, backward: bool) -> None:
         """Says which microbatch is computed next, and in which direction."""

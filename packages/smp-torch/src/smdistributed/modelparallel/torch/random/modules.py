@@ -147,6 +147,8 @@ class RandomStreams:
         found = Draws()
 
         def enter(module: nn.Module, args: Any) -> None:
+            if random.is_apart:
+                return
             if not random.is_real:
                 enter_rehearsal(module, args)
                 rehearsals.append(python_draws())
@@ -159,6 +161,8 @@ class RandomStreams:
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             nonlocal found
+            if random.is_apart:
+                return
             if not entered:
                 drew = bool(rehearsals) and rehearsals.pop()()
                 leave_rehearsal(module, args, result)
@@ -185,6 +189,8 @@ class RandomStreams:
         saved: list[contextlib.ExitStack] = []
 
         def enter(module: nn.Module, args: Any) -> None:
+            if random.is_apart:
+                return
             stack = contextlib.ExitStack()
             # First of all: ``leave`` is called also when the rest raises.
             saved.append(stack)
@@ -204,6 +210,7 @@ class RandomStreams:
             stack.callback(random.entered.pop)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            saved.pop().close()
+            if not random.is_apart:
+                saved.pop().close()
 
         return enter, leave

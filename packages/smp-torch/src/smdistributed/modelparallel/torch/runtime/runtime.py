@@ -51,6 +51,7 @@ from smdistributed.modelparallel.torch.collectives.process_group import ProcessG
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.compat.private.distributed import default_store
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
 from smdistributed.modelparallel.torch.random.keys import StepRandom
@@ -105,6 +106,7 @@ class TorchRuntime(Runtime):
         random: the random numbers of the step in progress.
         tensor_group: the ranks that split modules between them.
         sharding_groups: the ranks that share parameters; None without sharded data parallelism.
+        context_group: the ranks that share sequences; None without context parallelism.
         delayed: the parameters that have no values yet.
         current_step: the step in progress.
         replacements: functions of torch that stand replaced while the library runs, and what else
@@ -131,6 +133,7 @@ class TorchRuntime(Runtime):
     random: StepRandom
     tensor_group: TensorGroup
     sharding_groups: ShardingGroups | None
+    context_group: ContextGroup | None = None
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     current_step: Step | None = None
     replacements: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -177,7 +180,7 @@ class TorchRuntime(Runtime):
     @property
     def shares_gradients(self) -> bool:
         """Whether of replicas one has a gradient, or each a part of it."""
-        has_owners = self.config.shard_optimizer_state and self.topology.dp_size > 1
+        has_owners = self.config.shard_optimizer_state and self.topology.dp_cp_size > 1
         return has_owners or self.sharding_groups is not None
 
     def models_trained_by(self, optimizer: torch.optim.Optimizer) -> list[Model]:
@@ -233,6 +236,7 @@ class TorchRuntime(Runtime):
         self.process_groups.clear()
         self.tensor_group = TensorGroup()
         self.sharding_groups = None
+        self.context_group = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -308,6 +312,7 @@ def start(
             data_plane_timeout(timeout_seconds),
         ),
         sharding_groups=_sharding_groups(settings, topology, transport.rank, peers, device),
+        context_group=_context_group(settings, topology, transport.rank, peers),
         tensor_marks=TensorMarks(is_used=topology.tp_size > 1, notes=planning is not None),
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
         delayed=DelayedParameters(draw=planning is None),
@@ -466,6 +471,26 @@ def _sharding_groups(
             peers.hosts if settings.sdp_hierarchical_allgather else None,
             readable,
         )
+
+
+def _context_group(
+    settings: Config, topology: Topology, rank: int, peers: Peers
+) -> ContextGroup | None:
+    """Returns the ranks that share sequences. Collective: WORLD."""
+    if topology.cp_size == 1:
+        return None
+    timeout = data_plane_timeout(settings.communication_timeout)
+    with peers.connecting():
+        # Of their own, as ranks do not agree on their order and that of reductions of gradients.
+        groups = {
+            members: new_group(members, timeout) for members in topology.groups(CommGroup.CP_GROUP)
+        }
+    members = topology.members(CommGroup.CP_GROUP, rank)
+    return ContextGroup(
+        ProcessGroupCollectives(
+            groups[members], lambda: peers.blaming(members, "sharing a sequence with")
+        )
+    )
 
 
 def _alive(references: list[weakref.ref[_Kept]]) -> list[_Kept]:

@@ -1,6 +1,6 @@
 """The process groups of sharded data parallelism.
 
-A sharding group is a run of consecutive rdp_ranks, ``sharded_data_parallel_degree`` of them.
+A sharding group is a run of consecutive rdp_cp_ranks, ``sharded_data_parallel_degree`` of them.
 
 Source: model-parallel-extended-features-pytorch-sharded-data-parallelism.md.
 """
@@ -89,15 +89,15 @@ def build_groups(
         Course(collectives),
         within,
         across,
-        with_copies(CommGroup.DP_GROUP),
-        with_copies(CommGroup.RDP_GROUP),
+        with_copies(CommGroup.DP_CP_GROUP),
+        with_copies(CommGroup.RDP_CP_GROUP),
         readable(gathering, collectives),
         lambda doing: blaming(members, doing),
     )
 
 
 def _index(topology: Topology, rank: int, degree: int) -> int:
-    return topology.coordinates(rank).rdp_rank % degree
+    return topology.coordinates(rank).rdp_cp_rank % degree
 
 
 def _distinct(groups: Any) -> list[Members]:

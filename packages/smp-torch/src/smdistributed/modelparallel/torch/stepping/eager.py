@@ -38,6 +38,7 @@ from smdistributed.modelparallel.torch.stepping.offloaded import (
     offloading_of,
 )
 from smdistributed.modelparallel.torch.stepping.results import combine
+from smdistributed.modelparallel.torch.stepping.split_sequences import SplitSequences
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
@@ -55,6 +56,7 @@ class EagerStep:
         rules: which arguments are split.
         detach_outputs: detach returned tensors.
         captures: makes what captures its microbatches as CUDA graphs, if anything does.
+        sequences: runs microbatches whose sequences are split over ranks; None without.
     """
 
     is_tracing = False
@@ -66,6 +68,7 @@ class EagerStep:
         rules: SplitRules,
         detach_outputs: bool,
         captures: Callable[[Callable[[], None]], BodyCaptures | None],
+        sequences: SplitSequences | None = None,
     ) -> None:
         self.runtime = runtime
         self._function = function
@@ -84,6 +87,7 @@ class EagerStep:
         self.offloading = offloading_of(runtime, self._name)
         self._captures = captures(self._begin_pass_of_loss) if detach_outputs else None
         self._bodies: Bodies = AsTheyAre()
+        self._sequences = sequences
         self._together = runtime.tensor_group.passes or PassesAlone()
         # What is offloaded leaves the device when it has been used once.
         self._graphs_kept = GraphsKept(finds_out=self.offloading is None)
@@ -101,7 +105,10 @@ class EagerStep:
             model.refresh()
         self._learn_draws(models)
         random = runtime.random
-        random.begin(runtime.tensor_group.begin_step(draw_step_seed()))
+        seed = draw_step_seed()
+        if self._sequences is not None:
+            seed = self._sequences.agree(seed, *given)
+        random.begin(runtime.tensor_group.begin_step(seed))
         results = []
         around = takes_part()
         is_part = len(calls) > 1 or any(each.data_parallel.reduces for each in models)
@@ -182,6 +189,8 @@ class EagerStep:
     def _body(self, call: Call) -> Any:
         """Runs one microbatch."""
         with self._own_draws():
+            if self._sequences is not None:
+                return self._sequences.run(call, self._result)
             return self._result(call)
 
     def _enter_captured(self, microbatch: int) -> None:
@@ -206,6 +215,15 @@ class EagerStep:
         self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
     ) -> None:
         """Differentiates one microbatch; its gradients count by its share of the batch."""
+        if self._sequences is None:
+            self._differentiate_loss(model, tensors, grad_tensors, retain_graph=retain_graph)
+        elif not self._sequences.is_looking:
+            with self._sequences.differentiating(tensors):
+                self._differentiate_loss(model, tensors, grad_tensors, retain_graph=retain_graph)
+
+    def _differentiate_loss(
+        self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool
+    ) -> None:
         self._reached[model] = None
         scale = self._scale_of(model)
         keeps = self._keeps_next(tensors) or retain_graph

@@ -29,6 +29,8 @@ from smdistributed.modelparallel.torch.stepping.eager import EagerStep
 from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
 from smdistributed.modelparallel.torch.stepping.planned import PlannedStep
 from smdistributed.modelparallel.torch.stepping.replaying import replays_of
+from smdistributed.modelparallel.torch.stepping.sequences import check_dims
+from smdistributed.modelparallel.torch.stepping.split_sequences import SplitSequences
 
 NOT_COMPILED = (
     "step function {} is not compiled itself, since its backward pass runs over all partitions; "
@@ -58,6 +60,7 @@ class StepFunction:
         cuda_graphs: passes are captured as CUDA graphs; "auto": with one partition see
             ``body_captures_of``.
         compiling: options of ``torch.compile``, if what lies between modules is compiled.
+        sequence_dims: with ``context_parallel_degree``, the dim of the sequence by argument name.
 
     Raises:
         ConfigError: an option names no argument of the function, or that is none whose calls
@@ -74,8 +77,10 @@ class StepFunction:
         static: bool,
         cuda_graphs: bool | Literal["auto"],
         compiling: Mapping[str, Any] | None,
+        sequence_dims: Mapping[str, int | None],
     ) -> None:
         check_function(function)
+        check_dims(sequence_dims)
         if as_written(function) is not function:
             function = as_written(function)
             warnings.warn(NOT_COMPILED.format(function.__name__), stacklevel=5)
@@ -89,6 +94,7 @@ class StepFunction:
         self._static = static
         self._cuda_graphs = cuda_graphs
         self._compiling = compiling
+        self._sequence_dims = sequence_dims
         self._engine: EagerStep | PipelinedStep | PlannedStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +115,11 @@ class StepFunction:
         if runtime.planning is not None:
             return self._planned(runtime)
         given = runtime, self._function, self._rules, self._detach_outputs
+        if runtime.context_group is not None:
+            sequences = SplitSequences(
+                runtime, runtime.context_group, self._function, self._rules, self._sequence_dims
+            )
+            return EagerStep(*given, lambda _: None, sequences)
         asked = runtime, self.name, self._cuda_graphs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
@@ -186,6 +197,7 @@ def step(
     static: bool = False,
     cuda_graphs: bool | Literal["auto"] = "auto",
     compile: bool | Mapping[str, Any] = False,
+    sequence_dims: Mapping[str, int | None] | None = None,
 ) -> Any:
     """Makes a step function; usable with and without parentheses. See ``StepFunction``."""
     compiling = _options_of(compile)
@@ -202,6 +214,7 @@ def step(
             static,
             cuda_graphs,
             compiling,
+            {} if sequence_dims is None else sequence_dims,
         )
 
     return decorate if function is None else decorate(function)

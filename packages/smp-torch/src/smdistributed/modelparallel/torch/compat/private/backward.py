@@ -209,6 +209,11 @@ def is_of_freed_graph(error: RuntimeError) -> bool:
     return "backward through the graph a second time" in str(error)
 
 
+def is_without_graph(error: RuntimeError) -> bool:
+    """Whether something was differentiated that was computed without gradients."""
+    return "does not require grad and does not have a grad_fn" in str(error)
+
+
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls a function at the end of the backward pass in progress."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,1 @@
+"""Sequences that are split over ranks: what is cut, how it is proven, what is exchanged."""

@@ -1,0 +1,167 @@
+"""What is done for a call that was proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from smdistributed.modelparallel.torch.context_parallel.attention import attention
+from smdistributed.modelparallel.torch.context_parallel.calls import put_together
+from smdistributed.modelparallel.torch.context_parallel.dropout import dropout
+from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, cut
+from smdistributed.modelparallel.torch.context_parallel.losses import mean_over_tokens, with_sum
+from smdistributed.modelparallel.torch.context_parallel.proof import Kind
+
+
+class Action(Protocol):
+    """Makes a call, with the tensors that this rank has."""
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """Returns its result.
+
+        Args:
+            group: the ranks that share the sequence.
+            function: that is called.
+            spec: the structure of the arguments.
+            leaves: the arguments as this rank's Python gave them, with holes for tensors.
+            tensors: of this rank.
+        """
+
+
+@dataclass(frozen=True)
+class OfWhole:
+    """A call with no tensor that is cut: made as for the whole sequence, on every rank alike.
+
+    Attributes:
+        leaves: the arguments for the whole; this rank's Python may have given lengths of pieces.
+    """
+
+    leaves: tuple[Any, ...]
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``."""
+        args, kwargs = put_together(spec, self.leaves, tensors)
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class OfPieces:
+    """A call that computes pieces from pieces.
+
+    Attributes:
+        arguments: with the length of a piece, and holes for tensors.
+        cuts: how each tensor is cut of which this rank has the whole; None: not at all.
+        kind: ``Kind.SUM`` or ``Kind.MEAN`` if its one result is to be added up over the ranks.
+    """
+
+    arguments: tuple[Any, ...]
+    cuts: tuple[Layout | None, ...]
+    kind: Kind = Kind.CUT
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``. Collective for sums and means: CP_GROUP."""
+        args, kwargs = put_together(spec, self.arguments, _pieces(group, tensors, self.cuts))
+        result = function(*args, **kwargs)
+        if self.kind is Kind.SUM:
+            return group.total(result)
+        if self.kind is Kind.MEAN:
+            return group.total(result) / group.size
+        return result
+
+
+@dataclass(frozen=True)
+class OfAttention:
+    """Attention to the whole sequence."""
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``. Collective: CP_GROUP."""
+        args, kwargs = put_together(spec, leaves, tensors)
+        return attention(group, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class OfDropout:
+    """Dropout of a piece.
+
+    Attributes:
+        whole: shape of the whole.
+        layout: how it is cut.
+    """
+
+    whole: torch.Size
+    layout: Layout
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``."""
+        return dropout(group, self.whole, self.layout, *put_together(spec, leaves, tensors))
+
+
+@dataclass(frozen=True)
+class OfMeanLoss:
+    """A mean over the tokens that count.
+
+    Attributes:
+        cuts: how each tensor is cut of which this rank has the whole; None: not at all.
+    """
+
+    cuts: tuple[Layout | None, ...]
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``. Collective: CP_GROUP."""
+        args, kwargs = put_together(spec, leaves, _pieces(group, tensors, self.cuts))
+        return mean_over_tokens(function, group, *with_sum(function, args, kwargs))
+
+
+def _pieces(
+    group: ContextGroup, tensors: Sequence[torch.Tensor], cuts: Sequence[Layout | None]
+) -> list[torch.Tensor]:
+    return [
+        tensor if layout is None else cut(tensor, layout, group.rank, group.size)
+        for tensor, layout in zip(tensors, cuts, strict=True)
+    ]

@@ -1,0 +1,152 @@
+"""A call of a function of torch, as data that can be compared, and made with other tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+
+#: By whom a tensor was made: numbers of a call and of its result; of all that gave it back.
+Makers = frozenset[tuple[int, int]]
+
+
+#: So many choices of places of one number are tried.
+_MOST_CHOICES = 8
+
+
+class Form(NamedTuple):
+    """What is known of a tensor of a call but for its numbers.
+
+    Attributes:
+        whole: its shape, if one process had the whole sequence.
+        own: the shape of what this rank has.
+        layout: how it is cut; None if this rank has the whole.
+    """
+
+    whole: torch.Size
+    own: torch.Size
+    layout: Layout | None
+
+
+class Hole(NamedTuple):
+    """Stands for a tensor in the arguments of a call.
+
+    Attributes:
+        number: of the tensor among those of the call.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that was made.
+
+    Attributes:
+        function: what was called.
+        spec: the structure of the arguments.
+        leaves: they, with a ``Hole`` for each tensor.
+        shapes: of the tensors, with their types.
+        makers: of each tensor; empty for one that was there before.
+    """
+
+    function: Any
+    spec: Any
+    leaves: tuple[Any, ...]
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+    makers: tuple[Makers, ...]
+
+    def is_alike(self, other: Call) -> bool:
+        """Whether this is the same call, but for numbers and lengths."""
+        return (
+            self.function == other.function
+            and self.spec == other.spec
+            and all(
+                _is_alike(one, another)
+                for one, another in zip(self.leaves, other.leaves, strict=True)
+            )
+            and all(
+                bool(one & another) or one == another
+                for one, another in zip(self.makers, other.makers, strict=True)
+            )
+        )
+
+
+def _is_alike(one: Any, another: Any) -> bool:
+    if isinstance(one, bool | str | torch.dtype) or one is None:
+        return type(one) is type(another) and one == another
+    return type(one) is type(another)
+
+
+def taken_apart(args: Any, kwargs: Any) -> tuple[Any, list[Any], list[torch.Tensor]]:
+    """Returns the structure of arguments, their leaves with holes, and the tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+    tensors: list[torch.Tensor] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[place] = Hole(len(tensors))
+            tensors.append(leaf)
+    return spec, leaves, tensors
+
+
+def put_together(
+    spec: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, Any]:
+    """Returns arguments with tensors in the holes."""
+    filled = [tensors[leaf.number] if isinstance(leaf, Hole) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(filled, spec)  # type: ignore[no-any-return]
+
+
+def _is_leaf(value: Any) -> bool:
+    # Sizes are numbers: one leaf compares faster than each of them.
+    return isinstance(value, torch.Size)
+
+
+def results_of(result: Any) -> list[torch.Tensor]:
+    """Returns the tensors in what a function of torch gives."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+
+
+def shorter_by_turns(
+    leaves: tuple[Any, ...], length: int, num_ranks: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yields arguments, and those with the length of a piece where there is that of the whole.
+
+    Another number may be equal to the length by chance, so each choice of places is tried.
+    """
+    yield leaves
+    places = [(at, inner) for at, leaf in enumerate(leaves) for inner in _lengths_in(leaf, length)]
+    for count in range(len(places), 0, -1):
+        for chosen in itertools.islice(itertools.combinations(places, count), _MOST_CHOICES):
+            shorter = list(leaves)
+            for at, inner in chosen:
+                shorter[at] = _with_piece(shorter[at], inner, length // num_ranks)
+            yield tuple(shorter)
+
+
+def _lengths_in(leaf: Any, length: int) -> Iterator[int]:
+    """Yields the places in a leaf at which there is the length."""
+    numbers = (leaf.start, leaf.stop) if isinstance(leaf, slice) else leaf
+    for place, each in enumerate(numbers if isinstance(numbers, tuple) else (numbers,)):
+        if type(each) is int and each == length:
+            yield place
+
+
+def _with_piece(leaf: Any, place: int, length: int) -> Any:
+    if isinstance(leaf, slice):
+        return (
+            slice(length, leaf.stop, leaf.step)
+            if not place
+            else slice(leaf.start, length, leaf.step)
+        )
+    if isinstance(leaf, torch.Size):
+        return torch.Size([length if at == place else each for at, each in enumerate(leaf)])
+    return length

@@ -1,0 +1,148 @@
+"""The calls that a step makes for the whole sequence, and what is known of them for a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from smdistributed.modelparallel.torch.context_parallel.actions import Action
+from smdistributed.modelparallel.torch.context_parallel.calls import (
+    Call,
+    Makers,
+    results_of,
+    taken_apart,
+)
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+from smdistributed.modelparallel.torch.context_parallel.refusals import refused
+from smdistributed.modelparallel.torch.context_parallel.seeing import DIFFERENTIATING, RunMode
+from smdistributed.modelparallel.torch.tensors.functions import HOOKING_GRADIENTS
+
+#: Who has made the arguments of the step function.
+ARGUMENTS = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a tensor.
+
+    Attributes:
+        whole: shape of the whole.
+        layout: how it is cut, or could be; None if that is not known.
+        is_piece: whether this rank has a piece.
+    """
+
+    whole: torch.Size
+    layout: Layout | None = None
+    is_piece: bool = False
+
+
+@dataclass
+class OfWholeSequence:
+    """A call as it was made for the whole.
+
+    Attributes:
+        call: what was called.
+        results: shapes of the tensors that it gave.
+        outside: the tensors in its arguments that no call before has made, by their numbers; they
+            are kept until the call is proven.
+    """
+
+    call: Call
+    results: tuple[torch.Size, ...]
+    outside: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A call as it is made for a piece.
+
+    Attributes:
+        call: what is called.
+        action: what is done.
+        results: what this rank has of each result.
+    """
+
+    call: Call
+    action: Action
+    results: tuple[Held, ...]
+
+
+@dataclass
+class Way:
+    """The calls of one microbatch, in order.
+
+    Attributes:
+        wholes: as they are for the whole.
+        proven: as they are for a piece, as far as that is known.
+    """
+
+    wholes: list[OfWholeSequence] = field(default_factory=list)
+    proven: list[Proven] = field(default_factory=list)
+
+
+class Made:
+    """Which call has made which tensor of a run."""
+
+    def __init__(self) -> None:
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def by(self, tensor: torch.Tensor) -> Makers:
+        """Returns who has made a tensor; nobody, if it was there before."""
+        found: Makers = self._made.get(tensor, frozenset())  # type: ignore[no-untyped-call]
+        return found
+
+    def note(self, tensor: torch.Tensor, call: int, result: int) -> None:
+        """Takes note that a call has given a tensor, which it may have been given itself."""
+        self._made[tensor] = self.by(tensor) | {(call, result)}
+
+
+class WholeRun(RunMode):
+    """Writes down the calls of a step that is tried with whole sequences.
+
+    Args:
+        arguments: tensors of the step function.
+    """
+
+    def __init__(self, arguments: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.way = Way()
+        self._made = Made()
+        for number, each in enumerate(arguments):
+            self._made.note(each, ARGUMENTS, number)
+
+    def take(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Makes a call, and writes it down."""
+        if function in DIFFERENTIATING:
+            return None  # nothing is differentiated
+        if function in HOOKING_GRADIENTS:
+            raise refused(
+                function.__qualname__,
+                "gives code to the backward pass, which would see pieces of gradients",
+            )
+        call, tensors = call_of(function, args, kwargs, self._made)
+        # What a call has been given is taken down first: it may write to it.
+        outside = {
+            number: tensor for number, tensor in enumerate(tensors) if not call.makers[number]
+        }
+        with self.aside():
+            result = function(*args, **kwargs)
+        results = results_of(result)
+        for number, each in enumerate(results):
+            self._made.note(each, len(self.way.wholes), number)
+        shapes = tuple(each.shape for each in results)
+        self.way.wholes.append(OfWholeSequence(call, shapes, outside))
+        return result
+
+
+def call_of(
+    function: Callable[..., Any], args: Any, kwargs: Any, made: Made
+) -> tuple[Call, list[torch.Tensor]]:
+    """Returns a call, and the tensors in its arguments."""
+    spec, leaves, tensors = taken_apart(args, kwargs)
+    shapes = tuple((each.shape, each.dtype) for each in tensors)
+    makers = tuple(made.by(each) for each in tensors)
+    return Call(function, spec, tuple(leaves), shapes, makers), tensors
